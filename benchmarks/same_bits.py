@@ -1,9 +1,10 @@
 """Whether two commits train with the same bits: losses and final weights of every method on every layout.
 
 Each commit is checked out into a worktree of its own, and trains a tiny Llama in bf16 on CPUs, alone and on two ranks
-under DDP, FSDP2 and ZeRO-1, 2 and 3, with accumulation and clipping. What one commit refuses the other must refuse.
+under DDP, FSDP2 and ZeRO-1, 2 and 3, with clipping, and most cells with accumulation; `same_bits_run.py` has the table
+of methods and settings. What one commit refuses the other must refuse.
 
-    python benchmarks/same_bits.py main~3 main                    # all cells, two cores, ten minutes
+    python benchmarks/same_bits.py main~3 main                    # all cells, two cores, twelve minutes
     python benchmarks/same_bits.py main~3 main --layouts single --output trial.json
 
 The exit status is 1 if any cell differs.

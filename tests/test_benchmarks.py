@@ -561,13 +561,13 @@ def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -
     git("commit", "--quiet", "--all", "--message", "another default order")
     done = run_python(
         *(clone / "benchmarks" / "same_bits.py", "HEAD~1", "HEAD", "--output", output),
-        *("--layouts", "single", "--methods", "hift", "hift_random", "sft"),
+        *("--layouts", "single", "--methods", "hift", "hift_random", "hift_int8", "sft", "lora_4bit"),
         cwd=tmp_path,
         expect=1,
     )
-    assert "2 of 3 cells have the same bits" in done.stdout and "different: single hift\n" in done.stdout
+    assert "3 of 5 cells have the same bits" in done.stdout and "different: single hift\n" in done.stdout
     result = read(output)
     assert_names_the_machine(result["environment"])
-    assert result["different"] == ["single hift"] and result["refused"] == []
+    assert result["different"] == ["single hift", "single hift_int8"] and result["refused"] == []
     assert [result["old"], result["new"]] == [git("rev-parse", "HEAD~1"), git("rev-parse", "HEAD")]
     assert git("worktree", "list").count("\n") == 0

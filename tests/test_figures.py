@@ -26,7 +26,6 @@ from tests.helpers.kept_results import (
     environments,
     error_of_sst2,
     exposed,
-    gains_of_updates_in_the_forward,
     hours_of_default_rows,
     largest_difference_when_exact,
     learned,
@@ -108,11 +107,6 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
         "docs/hift.md",
         "Over the exact weights, which are what is saved, losses are the same to {:.3f}.",
         lambda: (largest_difference_when_exact(),),
-    ),
-    (
-        "docs/hift.md",
-        "a clipped update of all layers in a few micro-batches, {:.0f} to {:.0f} % faster",
-        lambda: (min(gains_of_updates_in_the_forward()), max(gains_of_updates_in_the_forward())),
     ),
     (
         "docs/hift.md",

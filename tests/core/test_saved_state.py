@@ -58,7 +58,7 @@ def sft(**config: Any) -> Build:
 CASES: dict[str, Build] = {
     "hift": hift(),
     "hift on the device": hift(state="device"),
-    "hift, split masters": hift(master="split", steps_per_group=2),
+    "hift without masters": hift(master="none", steps_per_group=2),
     "hift in the backward": hift(gradients="stepped"),
     "hift with decay groups": hift_wrapped,
     "sft": sft(),

@@ -131,11 +131,7 @@ def streamed_groups(hift: HiFT) -> list[StreamedGroup]:
 
 STREAMED: list[tuple[str, torch.dtype, dict[str, Any]]] = [
     *((name, dtype, {}) for name in CASES for dtype in (torch.float32, torch.bfloat16)),
-    *(
-        (name, torch.bfloat16, {"master": master})
-        for name in ("AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor")
-        for master in ("split", "none")
-    ),
+    *((name, torch.bfloat16, {"master": "none"}) for name in ("AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor")),
     *(("AdamW", torch.bfloat16, {"layers_per_group": count, "steps_per_group": 2}) for count in (2, 5)),
 ]
 
@@ -144,8 +140,7 @@ STREAMED: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 def test_streamed_state_equals_resident_state_to_the_bit(name: str, dtype: torch.dtype, config: dict[str, Any]) -> None:
     """For every optimizer, form of the master, and number of layers and steps of a group."""
     model, steps = cuda_llama(dtype), 18 if "steps_per_group" in config else 15
-    resident = {**config, "master": "fp32"} if config.get("master") == "split" else config
-    expected = trained(model, CASES[name], steps, state="device", **resident)
+    expected = trained(model, CASES[name], steps, state="device", **config)
     assert_all_moved(expected, weights(model))
     for stream_bytes in PIECES:
         assert_same_bits(trained(model, CASES[name], steps, stream_bytes=stream_bytes, **config), expected)
@@ -231,13 +226,12 @@ def test_after_a_step_the_device_holds_the_weights_and_nothing_else(name: str) -
         assert left == [0] * 15
 
 
-@pytest.mark.parametrize("master", ["fp32", "split"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
-def test_a_step_needs_two_pieces_beside_weights_and_gradients(name: str, master: Any) -> None:
+def test_a_step_needs_two_pieces_beside_weights_and_gradients(name: str) -> None:
     stream_bytes = 4 * 2**20
     model, batches = larger_llama(torch.bfloat16), cuda_batches(8, vocab=8192)
     before = allocated_beside_the_weights(model, batches[0])
-    hift = hift_over(model, CASES[name], stream_bytes=stream_bytes, prefetch_bytes=0, master=master)
+    hift = hift_over(model, CASES[name], stream_bytes=stream_bytes, prefetch_bytes=0)
     run(model, hift, batches[:4])
     for batch in batches[4:]:
         size = sum(model.get_parameter(weight).numel() for weight in hift.groups[hift.active_group].parameter_names)
@@ -341,13 +335,13 @@ def spoil_free_memory(choose: random.Random) -> None:
         torch.full((choose.randint(1, 8 * 2**20),), float("nan"), device=DEVICE)
 
 
-@pytest.mark.parametrize("master", ["fp32", "split", "none"])
+@pytest.mark.parametrize("master", ["fp32", "none"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor"])
 def test_many_steps_among_other_work_keep_every_bit(name: str, master: Any) -> None:
     """A copy that runs too early or too late, or memory handed on too soon, ends in other bits."""
     choose = random.Random(f"{name} {master}")
     model = larger_llama(torch.bfloat16)
-    expected = trained(model, CASES[name], 24, state="device", master="fp32" if master == "split" else master)
+    expected = trained(model, CASES[name], 24, state="device", master=master)
     batches = cuda_batches(24, vocab=8192)
     factor = torch.randn(4096, 4096, device=DEVICE)
     for _ in range(4):

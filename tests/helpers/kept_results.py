@@ -98,18 +98,6 @@ def largest_difference_when_exact() -> float:
     return max(map(abs, means))
 
 
-def gains_of_updates_in_the_forward() -> list[float]:
-    """Percent of the step, of each run that was simulated with and without."""
-    seconds = {
-        row["name"]: row["prefetched"]["full"]["step_seconds"] for row in result("schedule")["rows"] if row["fits"]
-    }
-    return [
-        100 * (1 - seconds[f"{name}, updated in the forward"] / plain)
-        for name, plain in seconds.items()
-        if f"{name}, updated in the forward" in seconds
-    ]
-
-
 def host_row(name: str) -> dict[str, Any]:
     (found,) = [row for row in result("host_weights")["rows"] if row["name"] == name]
     return dict(found)

@@ -37,13 +37,13 @@ HEAD = ["model.norm", "lm_head"]
         ({"layers_per_group": -2}, "layers_per_group=-2"),
         ({"steps_per_group": 0}, "steps_per_group=0"),
         ({"state": "cloud"}, "cloud.*host.*device.*disk.*discard"),
-        ({"master": "fp64"}, "fp64.*fp32.*none.*split"),
+        ({"master": "fp64"}, "fp64.*fp32.*none"),
         ({"stream_bytes": -1}, "stream_bytes=-1"),
         ({"state": "disk"}, "state_dir"),
         ({"state": "host", "state_dir": "somewhere"}, "somewhere.*disk"),
         ({"state_ram_bytes": 5}, 'state_ram_bytes=5.*state="host".*state="disk"'),
         ({"state": "disk", "state_dir": "d", "state_ram_bytes": -1}, "state_ram_bytes=-1"),
-        ({"state": "device", "master": "split"}, "split.*device.*fp32"),
+        ({"master": "split"}, "'split' was removed: fp32 trains with the same bits.* Use that"),
     ],
 )
 def test_a_wrong_choice_is_named_with_the_right_ones(options: dict[str, Any], message: str) -> None:

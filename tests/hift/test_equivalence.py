@@ -210,10 +210,9 @@ def test_other_architectures_equal_the_reference(build: Any, make_batches: Any, 
 
 
 @pytest.mark.parametrize("stream_bytes", [4096, 134_217_728])
-@pytest.mark.parametrize("master", ["fp32", "split"])
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "bf16 and fp32"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "torch Adafactor"])
-def test_odd_parameters_equal_the_reference(name: str, dtypes: str, master: str, stream_bytes: int) -> None:
+def test_odd_parameters_equal_the_reference(name: str, dtypes: str, stream_bytes: int) -> None:
     # torch's Adafactor divides by the number of elements, so it can't step an empty tensor in any case.
     model = odd_model(
         torch.float32 if dtypes == "fp32" else torch.bfloat16,
@@ -221,7 +220,7 @@ def test_odd_parameters_equal_the_reference(name: str, dtypes: str, master: str,
         fp32_gates="and" in dtypes,
     )
     assert not model.get_parameter("layers.0.across").is_contiguous()
-    hift_and_reference(model, name, layers=ODD_LAYERS, layers_per_group=2, master=master, stream_bytes=stream_bytes)
+    hift_and_reference(model, name, layers=ODD_LAYERS, layers_per_group=2, stream_bytes=stream_bytes)
 
 
 @pytest.mark.parametrize("steps_per_group", [1, 3])

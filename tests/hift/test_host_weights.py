@@ -80,7 +80,7 @@ def test_three_cycles_are_those_of_the_naive_reference(
         {"gradients": "host", "max_grad_norm": 0.5, "layers_per_group": 3, "checkpointing": "plain"},
         {"gradients": "stepped", "layers_per_group": 4, "checkpointing": "plain"},
         {"gradients": "stepped", "checkpointing": "reentrant"},
-        {"master": "split", "prefetch_bytes": 60_000},
+        {"prefetch_bytes": 60_000},
         {"master": "none", "steps_per_group": 2},
         {"state": "discard", "steps_per_group": 2, "order": "random"},
         {"layers_per_group": LAYERS},
@@ -291,7 +291,6 @@ def test_a_wrong_number_of_bytes_is_refused(value: Any) -> None:
         ({"resident_bytes": 5}, r'for weights that wait off the device; set weights="host"'),
         ({"weights": "disk"}, "weights='disk' must be one of"),
         ({"weights": "host", "state": "device"}, r'use state="host" or "disk"'),
-        ({"weights": "host", "update": "forward", "gradients": "host"}, r'use update="step"'),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], text: str) -> None:

@@ -90,7 +90,6 @@ def test_no_bit_differs_from_a_step_after_the_backward(name: str, config: dict[s
 @pytest.mark.parametrize(
     "config",
     [
-        {"master": "split", "stream_bytes": 4096},
         {"master": "none"},
         {"state": "discard", "steps_per_group": 2},
         {"layers_per_group": 2, "stream_bytes": 20_000},

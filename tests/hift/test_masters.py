@@ -1,7 +1,4 @@
-"""Weights that others write after HiFT was built count, as they do for a plain AdamW on the weights themselves.
-
-And a master that is split into its weight and 16 bits comes back, to the bit.
-"""
+"""Weights that others write after HiFT was built count, as they do for a plain AdamW on the weights themselves."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +10,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT
-from slivertune.hift.masters import join_master, refresh_master, split_master
+from slivertune.hift.masters import refresh_master
 from tests.helpers.models import (
     LAYERS,
     assert_all_moved,
@@ -33,7 +30,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "device": {"state": "device"},
     "disk": {"state": "disk"},
     "in backward": {"gradients": "stepped"},
-    "split": {"master": "split", "stream_bytes": 4096},
 }
 
 
@@ -102,7 +98,7 @@ def scale_data_in_part(parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [scale_in_part, scale_data_in_part])
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "split"])
+@pytest.mark.parametrize("place", PLACES)
 def test_training_goes_on_from_weights_that_were_changed_in_part(
     place: str, change: Callable[[torch.Tensor], None], tmp_path: Path
 ) -> None:
@@ -191,51 +187,3 @@ def test_a_master_keeps_the_elements_that_nobody_wrote_to_the_bit() -> None:
         for m, w in zip(master.tolist(), weight.tolist(), strict=True)
     ]
     assert refresh_master(master, weight).tolist() == expected
-
-
-def from_bits(bits: list[int]) -> torch.Tensor:
-    signed = [bit - 2**32 if bit >= 2**31 else bit for bit in bits]
-    return torch.tensor(signed, dtype=torch.int32).view(torch.float32)
-
-
-def assert_lossless(master: torch.Tensor) -> None:
-    weight = master.to(torch.bfloat16)
-    low, ties = split_master(master)
-    assert (low.dtype, low.shape, ties.dtype) == (torch.int16, master.shape, torch.int32)
-    assert torch.equal(join_master(weight, low, ties).view(torch.int32), master.view(torch.int32))
-
-
-def test_both_ties_come_back() -> None:
-    # Either side of 1.0: the first is rounded down to it, the second up.
-    masters = from_bits([0x3F808000, 0x3F7F8000])
-    assert masters.to(torch.bfloat16).tolist() == [1.0, 1.0]
-    assert_lossless(masters)
-    assert split_master(masters)[1].tolist() == [1]
-
-
-def test_every_lower_half_comes_back_for_even_and_odd_upper_halves() -> None:
-    for upper in (0x3F80, 0x3F7F, 0xBF80, 0xBF7F, 0x0000, 0x8000, 0x0001, 0x7F7F, 0xFF7F):
-        lower = torch.arange(2**16, dtype=torch.int64) + upper * 2**16
-        assert_lossless(torch.where(lower >= 2**31, lower - 2**32, lower).to(torch.int32).view(torch.float32))
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 5), (2, 3, 4)])
-def test_random_bits_and_shapes_come_back(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    masters = torch.randint(-(2**31), 2**31 - 1, (500_000,), generator=generator).to(torch.int32).view(torch.float32)
-    assert_lossless(masters[torch.isfinite(masters)])
-    assert_lossless(torch.randn(shape, generator=generator))
-
-
-def test_infinities_come_back_and_nan_stays_nan() -> None:
-    assert_lossless(torch.tensor([float("inf"), -float("inf")]))
-    nan = torch.tensor([float("nan")])
-    assert join_master(nan.to(torch.bfloat16), *split_master(nan)).isnan().all()
-
-
-def test_ties_are_listed_by_flat_position() -> None:
-    masters = torch.zeros(3, 4)
-    masters[1, 2] = from_bits([0x3F7F8000])[0]
-    masters[2, 3] = from_bits([0x40018000])[0]
-    assert split_master(masters)[1].tolist() == [6, 11]
-    assert_lossless(masters)

@@ -26,7 +26,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "prefetch_bytes": (0, 60_000, 10**9),
     "gradients": ("device", "host", "stepped"),
     "blocks": ("none is checkpointed", "all, reentrant", "all", "one keeps its activations"),
-    "master": ("fp32", "split"),
     "optimizer": ("AdamW", "SGD momentum", "AdamW8bit"),
     "accumulation": (1, 4),
     "clip": (None, 0.1),
@@ -75,12 +74,12 @@ def train(model: Any, hift: HiFT, row: Row) -> None:
 
 def plain(row: Row) -> Row:
     """The same update as it is made with everything where it always was."""
-    return {**row, "prefetch_bytes": 0, "gradients": "device", "blocks": "none is checkpointed", "master": "fp32"}
+    return {**row, "prefetch_bytes": 0, "gradients": "device", "blocks": "none is checkpointed"}
 
 
 def trained(model: nn.Module, row: Row) -> Any:
     other = twin(model)
-    names = ("prefetch_bytes", "gradients", "master", "layers_per_group")
+    names = ("prefetch_bytes", "gradients", "layers_per_group")
     other, hift = hift_over(other, row["optimizer"], stream_bytes=20_000, **{name: row[name] for name in names})
     train(other, hift, row)
     assert hift.updates == UPDATES

@@ -32,7 +32,7 @@ def trained(model: nn.Module, name: str, steps: int = STEPS, **config: Any) -> n
     "config",
     [
         {},
-        {"master": "split", "layers_per_group": 2},
+        {"layers_per_group": 2},
         {"steps_per_group": 3},
         {"state": "discard", "steps_per_group": 2},
         {"gradients": "stepped"},
@@ -50,16 +50,14 @@ def test_no_room_changes_a_bit(name: str, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("prefetch_bytes", [20_000, 60_000, 10**9])
-@pytest.mark.parametrize("config", [{}, {"master": "split", "steps_per_group": 2}, {"gradients": "stepped"}])
+@pytest.mark.parametrize("config", [{}, {"steps_per_group": 2}, {"gradients": "stepped"}])
 def test_all_copies_are_in_order_with_room(config: dict[str, Any], prefetch_bytes: int) -> None:
     assert_in_order("AdamW", torch.bfloat16, stream_bytes=STREAM_BYTES, prefetch_bytes=prefetch_bytes, **config)
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("prefetch_bytes", [0, 60_000, 10**9])
-@pytest.mark.parametrize(
-    "config", [{}, {"master": "split", "steps_per_group": 2}, {"gradients": "stepped", "layers_per_group": 2}]
-)
+@pytest.mark.parametrize("config", [{}, {"steps_per_group": 2}, {"gradients": "stepped", "layers_per_group": 2}])
 def test_every_legal_order_gives_the_same_bits(config: dict[str, Any], prefetch_bytes: int, seed: int | None) -> None:
     model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
     expected = trained(model, "AdamW", prefetch_bytes=0, **config)

@@ -102,14 +102,13 @@ FP32, BF16 = torch.float32, torch.bfloat16
         ("AdamW", BF16, 5, {"order": "random", "seed": 5}),
         ("AdamW", BF16, 9, {"layers_per_group": 2, "steps_per_group": 3, "order": "top2down"}),
         ("AdamW", BF16, 9, {"layers_per_group": 2, "steps_per_group": 3, "order": "random", "stream_bytes": 4096}),
-        ("AdamW", BF16, 3, {"layers_per_group": 2, "master": "split"}),
         ("AdamW", BF16, 3, {"layers_per_group": 2, "master": "none"}),
         ("AdamW", BF16, 3, {"layers_per_group": 2, "state": "disk", "stream_bytes": 4096}),
         ("AdamW", BF16, 3, {"layers_per_group": 2, "state": "device"}),
         ("AdamW", BF16, 9, {"layers_per_group": 2, "steps_per_group": 3, "state": "discard"}),
         ("AdamW8bit", FP32, 3, {"layers_per_group": 2}),
         ("AdamW8bit", BF16, 3, {"layers_per_group": 2, "stream_bytes": 4096}),
-        ("AdamW8bit", BF16, 3, {"layers_per_group": 2, "state": "disk", "master": "split"}),
+        ("AdamW8bit", BF16, 3, {"layers_per_group": 2, "state": "disk"}),
         ("SGD", BF16, 3, {"layers_per_group": 2}),
         ("SGD momentum", FP32, 3, {"layers_per_group": 2}),
         ("Adagrad", BF16, 3, {"layers_per_group": 2}),
@@ -136,8 +135,6 @@ def test_a_run_resumed_at_any_step_has_the_same_bits(
         ({"state": "host"}, {"state": "disk"}),
         ({"state": "disk"}, {"state": "device", "stream_bytes": 4096}),
         ({"state": "device"}, {"state": "host"}),
-        ({"master": "fp32"}, {"master": "split"}),
-        ({"master": "split"}, {"master": "fp32", "stream_bytes": 4096}),
     ],
 )
 def test_a_run_resumes_with_other_choices_of_memory(
@@ -152,7 +149,7 @@ def test_adapted_hyperparameters_resume_with_another_number_of_pieces(saved: int
     resume_at_every_step("own hyperparameter", BF16, 3, tmp_path, **config)
 
 
-@pytest.mark.parametrize("config", [{}, {"master": "split"}, {"state": "device"}, {"stream_bytes": 4096}])
+@pytest.mark.parametrize("config", [{}, {"state": "device"}, {"stream_bytes": 4096}])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "transformers Adafactor with lr"])
 def test_loading_is_idempotent_and_saving_what_was_loaded_gives_it_back(name: str, config: dict[str, Any]) -> None:
     run = Run(name, BF16, 12, **config)
@@ -169,7 +166,7 @@ def test_loading_is_idempotent_and_saving_what_was_loaded_gives_it_back(name: st
     assert_same_bits(again.model, run.model)
 
 
-@pytest.mark.parametrize("config", [{}, {"state": "device"}, {"master": "split"}])
+@pytest.mark.parametrize("config", [{}, {"state": "device"}])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW8bit"])
 def test_loading_an_earlier_step_forgets_what_came_after_it(name: str, config: dict[str, Any]) -> None:
     run = Run(name, BF16, 12, **config)
@@ -220,11 +217,10 @@ def test_a_tensor_lr_resumes() -> None:
     assert_same_bits(again[0], model)
 
 
-@pytest.mark.parametrize("master", ["fp32", "split"])
-def test_what_a_resumed_run_saves_later_is_what_the_run_that_went_on_saves(master: str) -> None:
-    run = Run("AdamW", torch.bfloat16, 30, master=master, stream_bytes=16_384)
+def test_what_a_resumed_run_saves_later_is_what_the_run_that_went_on_saves() -> None:
+    run = Run("AdamW", torch.bfloat16, 30, stream_bytes=16_384)
     run.train(0, 7)
-    again = Run("AdamW", torch.bfloat16, 30, weights_seed=3, master=master, stream_bytes=16_384)
+    again = Run("AdamW", torch.bfloat16, 30, weights_seed=3, stream_bytes=16_384)
     again.load(run.save())
     for each in (run, again):
         each.train(7, 16)

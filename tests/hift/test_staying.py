@@ -80,9 +80,8 @@ def test_weights_and_losses_are_those_of_masters_that_never_leave(
     "config",
     [
         {},
-        {"master": "split", "layers_per_group": 2},
+        {"layers_per_group": 2},
         {"gradients": "host", "max_grad_norm": 0.1},
-        {"gradients": "host", "update": "forward", "layers_per_group": 2},
         {"gradients": "stepped"},
         {"state": "discard"},
         {"waiting": "int8", "layers_per_group": 2},
@@ -105,7 +104,7 @@ def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
 
 
 @ROOMS
-@pytest.mark.parametrize("config", [{}, {"gradients": "host"}, {"gradients": "stepped", "master": "split"}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"gradients": "host"}, {"gradients": "stepped"}], ids=str)
 def test_all_copies_are_in_order(config: dict[str, Any], room: int) -> None:
     with pretended() as streams:
         model, hift = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=room, **config)
@@ -212,9 +211,8 @@ def test_a_run_that_is_resumed_in_mid_turn_goes_on_with_the_same_bits() -> None:
     go_on(resumed, third, other, plain)
 
 
-@pytest.mark.parametrize("master", ["fp32", "split"])
-def test_a_weight_that_others_write_counts(master: str) -> None:
-    model, hift, other, plain = in_mid_turn(master=master)
+def test_a_weight_that_others_write_counts() -> None:
+    model, hift, other, plain = in_mid_turn()
     for each in (model, other):
         with torch.no_grad():
             for parameter in each.parameters():

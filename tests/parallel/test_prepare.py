@@ -179,7 +179,6 @@ def refusals(optimizer: Sliver) -> dict[str, str]:
         ({"state": "disk"}, 'use state="host", or "device"'),
         ({"state": "discard"}, 'use state="host", or "device"'),
         ({"master": "none"}, 'use master="fp32", or DDP or FSDP2'),
-        ({"master": "split"}, 'use master="fp32", or DDP or FSDP2'),
     ],
 )
 def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(

@@ -148,10 +148,8 @@ def _settings(random: Random, family: str, layout: str) -> dict[str, Any]:
         settings |= {
             "layers_per_group": random.choice((1, 1, 2, 6)),
             "state": random.choice(("host", "host", "device", "discard")),
-            "master": random.choice((None, None, "split")),
             "stream_bytes": random.choice((0, 2**17, 2**18, 2**27)),
             "gradients": random.choice(("device", "host", "stepped")),
-            "update": random.choice(("step", "step", "forward")),
         }
     elif method == "sft":
         settings |= {
@@ -190,7 +188,7 @@ def _on_two_ranks(random: Random, method: str, layout: str) -> dict[str, Any]:
         "precision": random.choice(("mixed_hi", "bf16", "fp32")),
     }
     if method == "hift":
-        settings |= {"optimizer": "adamw", "state": "host", "master": None, "gradients": "device", "update": "step"}
+        settings |= {"optimizer": "adamw", "state": "host", "gradients": "device"}
     else:
         settings |= {"selection": "accumulated_gradient", "estimation_steps": 2, "reselection_interval": 100}
     return settings | ({"chunked_cross_entropy": False} if layout in ("fsdp2", "zero3") else {})

@@ -149,7 +149,6 @@ def settings_of(asked: Asked) -> dict[str, list[Any]]:
     others: dict[str, tuple[tuple[str, ...], bool, list[Any]]] = {
         # What leaves it as it is where the user set it; whether the method has it at all; the other values.
         "stream_bytes": (("stream_bytes",), "stream_bytes" in own, [SMALL_PIECE_BYTES]),
-        "master": (("master", "precision"), "master" in own, ["split"]),
         "gradient_checkpointing": (("gradient_checkpointing",), True, [True]),
         "gradients": (("gradients",), "gradients" in own, ["host", "stepped"]),
         "offload_activations": (("offload_activations",), True, [True]),
@@ -182,7 +181,7 @@ def combinations(asked: Asked) -> Iterator[PlanRequest]:
         changes["gradient_accumulation_steps"] = num_sequences // changes["batch_size"]
         if changes["offload_parameters"]:
             changes["layout"] = "fsdp2"
-        # Weights in 4 bits are not streamed, and weights that have no masters have none to split.
+        # Weights in 4 bits are not streamed.
         if changes["offload_parameters"] and changes["load_in_4bit"]:
             continue
         # A search takes one of both.
@@ -216,7 +215,6 @@ def cost(start: PlanRequest, request: PlanRequest) -> tuple[int, ...]:
         request.offload_activations,
         request.gradient_checkpointing,
         parts if is_busy else 0,
-        request.master == "split",
         request.stream_bytes != start.stream_bytes,
     )
 

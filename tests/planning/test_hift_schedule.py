@@ -66,11 +66,6 @@ def test_a_cycle_brings_and_takes_twelve_bytes_a_parameter(settings: dict[str, A
     assert counted == {"inbound": 12 * NUM_PARAMETERS, "outbound": 12 * NUM_PARAMETERS}
 
 
-def test_split_masters_take_ten() -> None:
-    counted = bytes_each_way(in_cycle(record(master="split")))
-    assert counted == {"inbound": 10 * NUM_PARAMETERS, "outbound": 10 * NUM_PARAMETERS}
-
-
 @pytest.mark.parametrize(
     ("settings", "each_way"),
     [
@@ -124,9 +119,8 @@ def test_no_piece_is_stepped_before_it_is_loaded_or_loaded_into_what_has_not_lef
 
 
 @pytest.mark.parametrize("gradients", ["device", "stepped"])
-@pytest.mark.parametrize("master", ["fp32", "split"])
-def test_with_room_nothing_is_computed_after_what_leaves(master: str, gradients: str) -> None:
-    entries = in_cycle(record(master=master, gradients=gradients, prefetch_bytes=2**30))
+def test_with_room_nothing_is_computed_after_what_leaves(gradients: str) -> None:
+    entries = in_cycle(record(gradients=gradients, prefetch_bytes=2**30))
     leaving = {each.event for each in entries if isinstance(each, Record) and each.stream == "outbound"}
     assert leaving
     assert not [

@@ -60,7 +60,7 @@ def forms(result: Any, args: Sequence[Any]) -> Any:
 SETTINGS: list[dict[str, Any]] = [
     {"method": "hift"},
     {"method": "hift", "layers_per_group": 3, "gradients": "host", "precision": "mixed_hi"},
-    {"method": "hift", "master": "split", "precision": "mixed_hi", "prefetch_bytes": 1 << 20},
+    {"method": "hift", "precision": "mixed_hi", "prefetch_bytes": 1 << 20},
     {"method": "sft", "density": 0.05},
     {"method": "sft", "density": 0.05, "selection": "momentum", "load_in_4bit": True, "precision": "bf16"},
     {"method": "lora", "precision": "bf16"},

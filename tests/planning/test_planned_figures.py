@@ -65,18 +65,13 @@ def test_the_table_of_long_sequences_is_planned(capfd: pytest.CaptureFixture[str
         "--seq_length",
         "131072",
     )
-    split, offloaded, tiled = ("--master", "split"), ("--offload_activations",), ("--token_tile_size", "8192")
+    offloaded, tiled = ("--offload_activations",), ("--token_tile_size", "8192")
     rows = {
-        "as it is": split,
-        "`--offload_activations`": (*split, *offloaded),
-        "`--token_tile_size 8192`": (*split, *tiled),
-        "both": (*split, *offloaded, *tiled),
-        "both, and [`--weights host`](hift.md#where-weights-wait) (fp32 masters)": (
-            *offloaded,
-            *tiled,
-            "--weights",
-            "host",
-        ),
+        "as it is": (),
+        "`--offload_activations`": offloaded,
+        "`--token_tile_size 8192`": tiled,
+        "both": (*offloaded, *tiled),
+        "both, and [`--weights host`](hift.md#where-weights-wait)": (*offloaded, *tiled, "--weights", "host"),
     }
     page = LONG.read_text(encoding="utf-8")
     plans = {title: plan(capfd, *common, *options) for title, options in rows.items()}

@@ -71,16 +71,12 @@ def test_hift_around_other_optimizers_is_as_planned(optimizer: Any) -> None:
     check(PlanRequest(precision="mixed_hi", optimizer=optimizer, gradient_checkpointing=True, **SIZES), LLAMA)
 
 
-@pytest.mark.parametrize(
-    ("layers_per_group", "state", "master"),
-    [(1, "device", None), (2, "discard", None), (4, "host", None), (1, "host", "split"), (6, "host", None)],
-)
-def test_hift_with_its_state_anywhere_is_as_planned(layers_per_group: int, state: Any, master: Any) -> None:
+@pytest.mark.parametrize(("layers_per_group", "state"), [(1, "device"), (2, "discard"), (4, "host"), (6, "host")])
+def test_hift_with_its_state_anywhere_is_as_planned(layers_per_group: int, state: Any) -> None:
     check(
         PlanRequest(
             precision="mixed_hi",
             state=state,
-            master=master,
             layers_per_group=layers_per_group,
             gradient_checkpointing=True,
             **SIZES,
@@ -169,8 +165,7 @@ def test_long_sequences_are_as_planned(settings: dict[str, Any], both: dict[str,
         {"gradients": "host"},
         {"gradients": "host", "layers_per_group": 5},
         {"gradients": "host", "layers_per_group": 5, "stream_bytes": 2**17},
-        {"gradients": "host", "layers_per_group": 5, "stream_bytes": 2**17, "update": "forward"},
-        {"gradients": "host", "layers_per_group": 2, "prefetch_bytes": 2**20, "update": "forward"},
+        {"gradients": "host", "layers_per_group": 2, "prefetch_bytes": 2**20},
         {"gradients": "host", "layers_per_group": 2, "gradient_accumulation_steps": 2},
         {"gradients": "host", "layers_per_group": 5, "gradient_accumulation_steps": 2, "stream_bytes": 2**17},
         {"gradients": "stepped", "gradient_accumulation_steps": 2, "stream_bytes": 2**17},

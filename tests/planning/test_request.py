@@ -44,11 +44,11 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
             "--load_in_4bit does not go with ZeRO-3",
         ),
         ({"method": "lora", "load_in_4bit": True, "precision": "mixed"}, "computes in precision 'bf16' or 'fp32'"),
-        ({"state": "device", "precision": "mixed_hi", "master": "split"}, "take master='fp32'"),
+        ({"precision": "mixed_hi", "master": "split"}, "'split' was removed: fp32 trains with the same bits"),
         ({"method": "dense", "gradients": "host"}, "gradients='host' is HiFT's; method='dense'"),
         ({"gradients": "host", "state": "device"}, "take state='host'"),
         ({"method": "dense", "weights": "host"}, "weights='host' is HiFT's; method='dense'"),
-        ({"weights": "host", "state": "device"}, "needs state that waits off the device, and update='step'"),
+        ({"weights": "host", "state": "device"}, "needs state that waits off the device; take state='host'"),
         ({"resident_bytes": 5}, "resident_bytes=5 is for weights that wait off the device; take weights='host'"),
         ({"weights": "host", "layout": "fsdp2", "num_gpus": 2}, "brings whole blocks to one device, and FSDP2 shares"),
         (
@@ -80,10 +80,6 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
             {"layout": "zero3", "num_gpus": 2, "precision": "bf16"},
             r"""use master="fp32", .* \(precision='mixed_hi'\)""",
         ),
-        (
-            {"layout": "zero3", "num_gpus": 2, "precision": "mixed_hi", "master": "split"},
-            r"""use master="fp32", .* \(precision='mixed_hi'\)""",
-        ),
         ({"keep_activations": -1, "gradient_checkpointing": True}, "keep_activations=-1 must be at least 0"),
         ({"offload_activations": True}, "--offload_activations moves what .* add --gradient_checkpointing true, or"),
         ({"token_tile_size": 0}, "token_tile_size=0 must be at least 1"),
@@ -105,7 +101,6 @@ def test_what_can_not_be_planned_is_refused_with_a_way_out(settings: dict[str, A
 
 def test_masters_and_autocast_follow_from_the_precision() -> None:
     assert PlanRequest(precision="mixed_hi").master_kind == "fp32"
-    assert PlanRequest(precision="mixed_hi", master="split").master_kind == "split"
     assert PlanRequest(precision="bf16").master_kind == "none"
     assert [PlanRequest(precision="mixed").has_autocast, PlanRequest(precision="bf16").has_autocast] == [True, False]
     assert PlanRequest(method="lora", precision="bf16").has_autocast, "adapters are fp32"

@@ -27,7 +27,7 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
     activations = (tokens + tile) * inside // 2 + (0 if request.offload_activations else tokens * inputs)
     gradients = 64 * MIB if request.gradients != "device" else 512 * MIB
     state_bytes = {"adamw": 8, "adamw8bit": 2}.get(request.optimizer, 4)
-    masters = {"fp32": 4, "split": 2, "none": 0}[request.master_kind]
+    masters = {"fp32": 4, "none": 0}[request.master_kind]
     weights = WEIGHTS if request.precision in ("bf16", "mixed_hi") else 2 * WEIGHTS
     weights = weights // 4 if request.load_in_4bit else weights
     exact = weights
@@ -190,22 +190,21 @@ def test_gradients_leave_the_device_where_they_count_and_can_still_be_clipped(se
     ("host_gib", "changes"),
     [
         (60, {}),
-        (59, {"master": "split"}),
-        (49, {"optimizer": "adamw8bit"}),  # which has no need of split masters
-        (29, {"master": "split", "optimizer": "adamw8bit"}),
-        (19, {"state": "disk"}),
+        (59, {"optimizer": "adamw8bit"}),
+        (30, {"optimizer": "adamw8bit"}),
+        (29, {"state": "disk"}),
     ],
 )
 def test_host_memory_is_spared_in_its_own_order(host_gib: int, changes: dict[str, Any]) -> None:
-    # 5 GiB for each byte a weight: 12 with fp32 masters, 10 with split ones, 4 with 8-bit state beside these.
+    # 5 GiB for each byte per weight: 12 with AdamW's state and fp32 masters, 6 with 8-bit state.
     assert chosen(find(40 * GIB, host=host_gib * GIB)) == changes
 
 
 def test_a_disk_too_small_for_the_state_is_spared_as_the_host_is() -> None:
     assert chosen(find(40 * GIB, disk=60 * GIB, state="disk")) == {}
-    assert chosen(find(40 * GIB, disk=59 * GIB, state="disk")) == {"master": "split"}
+    assert chosen(find(40 * GIB, disk=59 * GIB, state="disk")) == {"optimizer": "adamw8bit"}
     # 60 GiB wait; on the disk there is less room than on the host.
-    assert chosen(find(40 * GIB, host=50 * GIB, disk=10 * GIB)) == {"master": "split"}
+    assert chosen(find(40 * GIB, host=50 * GIB, disk=10 * GIB)) == {"optimizer": "adamw8bit"}
     with pytest.raises(DoesNotFitError, match=r"21\.00 GiB short of disk; .*, and 30\.00 GiB of disk, with "):
         find(40 * GIB, disk=9 * GIB, state="disk", precision="mixed_hi")
 
@@ -223,21 +222,12 @@ def test_weights_wait_in_fewer_bits_where_the_host_has_no_room_for_them() -> Non
     given = {"state": "host", "optimizer": "adamw", "precision": "mixed_hi"}
     assert chosen(find(8 * GIB, host=70 * GIB, **given, master="fp32")) == {"weights": "host"}
     assert chosen(find(8 * GIB, host=69 * GIB, **given, master="fp32")) == {"waiting": "int8"}
-    # Split masters would make room on the host, but need the weight's other half on the device.
-    assert chosen(find(8 * GIB, host=60 * GIB, **given, weights="device")) == {"waiting": "int8"}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"seq_length": 65536, "gradient_checkpointing": False, "weights": "device", "waiting": None},
-        {"precision": "mixed_hi", "master": "split", "weights": "device"},
-    ],
-    ids=["checkpointing", "masters"],
-)
-def test_what_a_candidate_needs_as_well_stays_as_the_user_set_it(given: dict[str, Any]) -> None:
+def test_what_a_candidate_needs_as_well_stays_as_the_user_set_it() -> None:
+    given = {"seq_length": 65536, "gradient_checkpointing": False, "weights": "device", "waiting": None}
     with pytest.raises(DoesNotFitError):
-        find((20 if "seq_length" in given else 8) * GIB, **given)
+        find(20 * GIB, **given)
 
 
 def test_what_the_host_has_no_room_for_is_left_where_something_else_fits() -> None:
@@ -330,7 +320,7 @@ def test_what_can_not_change_the_peak_is_not_planned() -> None:
     found = search_noting(seen, {"batch_size": 16}, 20 * GIB)
     assert all(request.optimizer == "adamw" and request.stream_bytes == 128 * MIB for request in seen)
     reasons = dict(found.skipped)
-    for title in ("smaller pieces of masters and state on the GPU", "split masters", "8-bit optimizer state"):
+    for title in ("smaller pieces of masters and state on the GPU", "8-bit optimizer state"):
         assert reasons[title] == "no masters or optimizer state are on the GPU at the peak"
     assert reasons["masters and state on disk"] == "it would spare the host, which is large enough"
     assert len(seen) == len(set(seen)) == found.num_plans, "nothing is planned twice"

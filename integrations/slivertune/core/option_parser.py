@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn
 
+from slivertune.core.removed_settings import say_removed, say_removed_value
 from slivertune.core.suggestions import did_you_mean
 
 
@@ -45,12 +46,14 @@ class OptionParser(argparse.ArgumentParser):
         return f"{message}{self._suggestion(message)}; see {self.prog} --help"
 
     def suggest_option(self, word: str, known: Iterable[str]) -> str:
-        """Ask whether an option was meant, at the end of an error.
+        """Say what became of an option, or ask whether another was meant; at the end of an error.
 
         Args:
             word: As it was typed, with its hyphens or without.
             known: Names of options, as they are to be shown.
         """
+        if removed := say_removed(word):
+            return removed
         known = list(known)
         name = self.other_words.get(word.strip("-").replace("-", "_"))
         shown = next((each for each in known if name is not None and each.strip("-") == name), None)
@@ -64,8 +67,11 @@ class OptionParser(argparse.ArgumentParser):
             return next(filter(None, (self.suggest_option(each, self._options()) for each in options)), "")
         if "arguments are required: " in message:
             return self._unknown_typed()
-        wrong = re.search(r"invalid choice: (.+) \(choose from (.+)\)$", message)
-        return "" if wrong is None else did_you_mean(wrong[1].strip("'\""), re.findall(r"[\w.+-]+", wrong[2]))
+        wrong = re.search(r"argument (\S+): invalid choice: (.+) \(choose from (.+)\)$", message)
+        if wrong is None:
+            return ""
+        word = wrong[2].strip("'\"")
+        return say_removed_value(wrong[1], word) or did_you_mean(word, re.findall(r"[\w.+-]+", wrong[3]))
 
     def _unknown_typed(self) -> str:
         """Options that are not known: one of them may be the one that is missing."""

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from slivertune.core.removed_settings import say_removed_value
 from slivertune.core.suggestions import did_you_mean
 
 
@@ -34,8 +35,8 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         ValueError: Naming the setting, its value and the choices.
     """
     if value not in choices:
-        meant = did_you_mean(str(value), choices)
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}{meant}")
+        ending = say_removed_value(name, value) or did_you_mean(str(value), choices)
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}{ending}")
 
 
 def check_bytes_or_auto(name: str, value: object) -> None:

@@ -89,9 +89,6 @@ class Sliver(torch.optim.Optimizer, ABC):
         """Numbers about the last update for logs and trackers, by short names. Nothing waits for the device."""
         return {"updates": self.updates}
 
-    def flush(self) -> None:
-        """Apply what is left of the last update; nothing where `step` applies all of it."""
-
     @abstractmethod
     def detach(self) -> None:
         """Take everything off the model."""

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from slivertune.core.removed_settings import refuse_removed
 from slivertune.core.setting_checks import check_bytes_or_auto, check_choice, check_integer
 from slivertune.hift.block_codes import WaitingForm
 
 Order = Literal["bottom2up", "top2down", "random"]
 StatePlace = Literal["host", "device", "disk", "discard"]
-MasterKind = Literal["fp32", "none", "split"]
+MasterKind = Literal["fp32", "none"]
 GradientPlace = Literal["device", "host", "stepped"]
-UpdateMoment = Literal["step", "forward"]
 WeightPlace = Literal["device", "host"]
 
 
+@refuse_removed
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiFTConfig:
     """Settings of HiFT; the paper's symbols in parentheses.
@@ -43,8 +44,8 @@ class HiFTConfig:
     """With `state="disk"`: bytes of host memory for groups that never leave it, as many as fit. Beside them the two
     largest of the other groups fit into host memory at any time."""
     master: MasterKind = "fp32"
-    """What 16-bit weights are trained on: an fp32 copy (the paper's Mixed^Hi), the same bits with only the lower half
-    stored (`split`), or the 16-bit weights themselves (`none`). fp32 weights need none."""
+    """What 16-bit weights are trained on: an fp32 copy (the paper's Mixed^Hi), or the 16-bit weights themselves
+    (`none`). fp32 weights need none."""
     stream_bytes: int = 128 * 2**20
     """Bytes on the device of one piece of a group (master, state and temporaries together) while it is stepped; two
     pieces exist at a time. With stepped gradients, where activations live beside them, it is the bytes of both pieces
@@ -70,11 +71,6 @@ class HiFTConfig:
       gradient is dropped, so that about one is alive at a time. Nothing may come between gradients and step: no
       clipping, no GradScaler, no closure, and no base optimizer that needs the whole group at once. With accumulation,
       what earlier backward passes bring waits on the host."""
-    update: UpdateMoment = "step"
-    """When `step` applies an update. `forward`: each layer's just before it runs next, so that its state passes through
-    the device beside the layers below; with `gradients="host"`, on one device, uncompiled. The same bits for whatever
-    reads the weights by a forward, `state_dict`, saving, copying or loading; before anything else that reads or writes
-    them (an average of weights, `p.data`, the end of a plain loop) call `HiFT.flush`."""
     waiting: WaitingForm | None = None
     """Hold the linear weights of the blocks that are not training on the device in fewer bits: `int8` (8.25 bits a bf16
     weight) or `nf4` (4.13 bits, the extra bitsandbytes). The active group, embeddings, norms and heads are exact, what
@@ -120,7 +116,6 @@ class HiFTConfig:
             ("state", StatePlace),
             ("master", MasterKind),
             ("gradients", GradientPlace),
-            ("update", UpdateMoment),
             ("weights", WeightPlace),
         ):
             check_choice(name, getattr(self, name), get_args(choices))
@@ -134,8 +129,6 @@ class HiFTConfig:
                 f'state_ram_bytes={self.state_ram_bytes} keeps some groups of state="disk" in memory, and state='
                 f'"{self.state}" has none on a disk; leave it out, or set state="disk"'
             )
-        if self.state == "device" and self.master == "split":
-            raise ValueError('master="split" halves what waits on the host; with state="device" use master="fp32"')
         if self.waiting is not None:
             self._check_waiting(self.waiting)
         self._check_gradients()
@@ -155,11 +148,6 @@ class HiFTConfig:
                 'state="device" keeps several times the bytes on the device that weights="host" takes off it; use '
                 'state="host" or "disk"'
             )
-        if self.update == "forward":
-            raise ValueError(
-                'update="forward" updates a group when its turn is over, and weights="host" has sent it back by then; '
-                'use update="step"'
-            )
 
     def _check_waiting(self, waiting: WaitingForm) -> None:
         check_choice("waiting", waiting, get_args(WaitingForm))
@@ -168,18 +156,8 @@ class HiFTConfig:
                 f'waiting="{self.waiting}" lets exact weights wait with their state off the device, which '
                 f'state="{self.state}" does not keep there; use state="host" or "disk"'
             )
-        if self.master == "split":
-            raise ValueError(
-                f'waiting="{self.waiting}" needs whole masters: a split one is the lower half of bits whose upper half '
-                'is the weight on the device; use master="fp32", or "none"'
-            )
 
     def _check_gradients(self) -> None:
-        if self.update == "forward" and (self.gradients != "host" or self.state == "discard"):
-            raise ValueError(
-                f'update="forward" needs gradients and state that wait on the host, not gradients="{self.gradients}" '
-                f'and state="{self.state}"; use gradients="host" with state="host", or update="step"'
-            )
         if self.gradients == "host" and self.state == "device":
             raise ValueError(
                 'gradients="host" brings gradients back with their piece of the state, which state="device" does not '

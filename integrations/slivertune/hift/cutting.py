@@ -125,8 +125,6 @@ def _size(weight: Weight, meter: StepMeter) -> WeightSize:
         bytes_per_element = (sum(needs.state_bytes.values()) + needs.temporary_bytes) / max(1, parameter.numel())
     if meter.steps_master(weight):
         bytes_per_element += 4 + 4  # the master, and the gradient cast to fp32
-        if meter.config.master == "split":
-            bytes_per_element += 2 + 4  # the lower bits, and the same widened to 32
     if meter.config.gradients != "device":
         bytes_per_element += parameter.itemsize  # what comes back of the gradient from the host
     return WeightSize(

@@ -15,12 +15,7 @@ from slivertune.hift.disk_state import DiskState
 from slivertune.hift.group_file import GroupFile
 from slivertune.hift.group_image import Name, image_of, lies_plainly
 from slivertune.hift.masters import hash_of_bits, refresh_master
-from slivertune.hift.offload_buffer import (
-    LOW,
-    OffloadBuffer,
-    OffloadedState,
-    host_buffer,
-)
+from slivertune.hift.offload_buffer import OffloadBuffer, OffloadedState, host_buffer
 from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, WeightState
@@ -171,13 +166,11 @@ class DiskGroup(StreamedGroup):
         """The file with all that `export` has just returned, in the form of a checkpoint's; None where there is none.
 
         It is none while others have written to a weight, whose master then follows it, and for state that the form
-        does not know (split masters, tensors inside of others).
+        does not know (tensors inside of others).
         """
         if self._offloaded is None or self.file is None or self.file.written is None:
             return None
-        is_known = not self._offloaded.is_nested and all(
-            key != LOW and lies_plainly(model) for (_, key), (_, model) in self._places.items()
-        )
+        is_known = not self._offloaded.is_nested and all(lies_plainly(model) for _, model in self._places.values())
         return self.file.path if is_known and not self._written_weights() else None
 
     @override
@@ -204,11 +197,10 @@ class DiskGroup(StreamedGroup):
     @override
     def _new_state(self) -> OffloadedState:
         streams = self._slots_of(self._device()).streams
-        split = self._meter.config.master == "split"
         if self.file is None:
-            return OffloadedState(host_buffer(streams), split=split)
+            return OffloadedState(host_buffer(streams))
         self._bound = self.files.store.lend(self.file, streams)
-        return OffloadedState(_LentBuffer(self._bound, streams), split=split)
+        return OffloadedState(_LentBuffer(self._bound, streams))
 
     def _mapped(self, file: GroupFile, names: Iterable[Name]) -> dict[Name, torch.Tensor]:
         """Waiting tensors, as the file has them by now."""

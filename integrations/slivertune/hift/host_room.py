@@ -40,7 +40,7 @@ def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter) -> None:
         raise MemoryError(
             f"HiFT needs {parts} in host memory, of which {available / 1e9:.1f} GB are free (or the container's limit "
             'leaves no more); use state="disk" on a fast local disk with few layers a group, 8-bit state (adamw8bit), '
-            'master="split", or a machine with more memory'
+            "or a machine with more memory"
         )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -10,8 +9,7 @@ from slivertune.core.copy_streams import Event
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.torch_internals import storage_key
 from slivertune.hift.device_slots import Slot
-from slivertune.hift.masters import join_master
-from slivertune.hift.offload_buffer import LOW, TIES, Copy
+from slivertune.hift.offload_buffer import Copy
 from slivertune.hift.piece import Slice
 from slivertune.hift.residency import MASTER
 
@@ -60,19 +58,13 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
     return storage_key(tensor.untyped_storage()), tensor.data_ptr()
 
 
-def leaf_data(
-    one: Slice, part: torch.Tensor, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]
-) -> torch.Tensor:
+def leaf_data(one: Slice, part: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """What a leaf lies on, its part of the weight or the master of that; takes the master out of the state."""
     if not one.on_master:
         return part
-    low, ties = tensors.pop(LOW, None), scalars.pop(TIES, None)
     if MASTER in tensors:
         return tensors.pop(MASTER)
-    if low is not None and ties is not None:
-        master = join_master(part, low, ties.to(part.device))
-    else:
-        with claimed_at_birth("state"):
-            master = part.to(torch.float32)  # the group's first turn
+    with claimed_at_birth("state"):
+        master = part.to(torch.float32)  # the group's first turn
     claim(master, "state")
     return master

@@ -18,7 +18,7 @@ from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.hift.base import CUT_MULTIPLE
-from slivertune.hift.masters import join_master, refresh_master, split_master
+from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import Structure, empty_objects, flatten_state, unflatten_state
 from slivertune.hift.piece import Slice, Weight
 from slivertune.hift.probe import StepMeter
@@ -26,11 +26,6 @@ from slivertune.hift.residency import MASTER, WeightState
 
 _GAPS_BYTES = 512
 """The gaps between a weight's tensors."""
-
-LOW = "master_low"
-"""Key of the lower 16 bits that complete a bf16 weight to its master."""
-TIES = "master_ties"
-"""Key of the rounding ties that `LOW` leaves open; few, so they travel with the scalars."""
 
 _WHOLE = -1
 """In place of a slice's start: the scalars restored for the whole weight."""
@@ -136,8 +131,7 @@ def waiting_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torch.
     num_bytes: Counter[torch.dtype] = Counter()
     for weight in weights:
         if meter.steps_master(weight):
-            dtype = torch.int16 if meter.config.master == "split" else torch.float32
-            num_bytes[dtype] += aligned(weight.parameter.numel() * dtype.itemsize)
+            num_bytes[torch.float32] += aligned(weight.parameter.numel() * torch.float32.itemsize)
         if meter.is_elementwise or meter.config.state == "disk":
             for dtype, state_bytes in meter.needs(weight).state_bytes.items():
                 num_bytes[dtype] += aligned(math.ceil(state_bytes)) + _GAPS_BYTES
@@ -149,12 +143,10 @@ class OffloadedState:
 
     Args:
         buffer: Where tensors with dimensions wait.
-        split: Whether masters wait as their lower 16 bits.
     """
 
-    def __init__(self, buffer: OffloadBuffer, *, split: bool) -> None:
+    def __init__(self, buffer: OffloadBuffer) -> None:
         self.buffer = buffer
-        self._split = split
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
         self._received: dict[tuple[str, int], frozenset[str]] = {}
@@ -173,10 +165,7 @@ class OffloadedState:
         name = one.weight.name
         scalars = self._scalars.get((name, one.start))
         if scalars is None:  # restored: every slice starts from the weight's
-            scalars = dict(self._scalars.get((name, _WHOLE), {}))
-            if TIES in scalars:
-                ties = scalars[TIES]
-                scalars[TIES] = ties[(ties >= one.start) & (ties < one.stop)] - one.start
+            scalars = self._scalars.get((name, _WHOLE), {})
         device = one.weight.parameter.device
         return {
             key: value.to(device if key in one.scalars_on_device else "cpu", non_blocking=True, copy=True)
@@ -198,8 +187,6 @@ class OffloadedState:
             The copies to make.
         """
         state = flatten_state(state)
-        if self._split and MASTER in state:
-            state[LOW], state[TIES] = split_master(state.pop(MASTER))
         known = self._tensors.get(one.weight.name, {})
         tensors = self._keep_scalars(one.weight, one.start, state)
         copies = []
@@ -236,7 +223,7 @@ class OffloadedState:
         tensors_by_name: Mapping[tuple[str, str], torch.Tensor] | None = None,
         written: Container[str] | None = None,
     ) -> dict[str, WeightState]:
-        """The state of a group's weights: masters whole and following what others have written.
+        """The state of a group's weights: masters follow what others have written.
 
         Args:
             weights: What the group trains.
@@ -251,10 +238,6 @@ class OffloadedState:
             # What was restored for the whole weight is out of date once its slices were stepped.
             slices = [start for start in starts if start != _WHOLE] or starts
             scalars = dict(self._scalars[weight.name, slices[0]]) if slices else {}
-            scalars.pop(TIES, None)
-            if LOW in tensors:
-                ties = [self._scalars[weight.name, start][TIES] + max(start, 0) for start in slices]
-                tensors[MASTER] = join_master(weight.parameter.detach().cpu(), tensors.pop(LOW), torch.cat(ties))
             if MASTER in tensors and not weight.is_waiting and (written is None or weight.name in written):
                 refresh_master(tensors[MASTER], weight.parameter.detach().to(tensors[MASTER].device))
             if tensors or scalars:
@@ -267,12 +250,11 @@ class OffloadedState:
         num_bytes: Counter[torch.dtype] = Counter()
         for weight in weights:
             values = flatten_state(state.get(weight.name, {}), copy_objects=True)
+            # Nobody waits for copies that are queued here.
             values = {
                 key: value.cpu() if isinstance(value, torch.Tensor) and not value.dim() else value
                 for key, value in values.items()
             }
-            if self._split and MASTER in values:
-                values[LOW], values[TIES] = split_master(values.pop(MASTER).to("cpu", torch.float32))
             arriving[weight.name] = self._keep_scalars(weight, _WHOLE, values)
             for value in arriving[weight.name].values():
                 num_bytes[value.dtype] += aligned(value.nbytes)
@@ -340,7 +322,7 @@ class OffloadedState:
 
 def _has_extent(key: str, value: Any) -> bool:
     # A master counts even of a weight without dimensions.
-    return isinstance(value, torch.Tensor) and key != TIES and (value.dim() > 0 or key in (MASTER, LOW))
+    return isinstance(value, torch.Tensor) and (value.dim() > 0 or key == MASTER)
 
 
 def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:

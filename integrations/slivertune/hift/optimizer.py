@@ -28,7 +28,6 @@ from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.disk_group import DiskGroup
-from slivertune.hift.forward_updates import ForwardUpdates
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
@@ -198,11 +197,6 @@ class HiFT(CheckpointedSliver):
             self._waiting = WaitingLayers(model, self.config.waiting, self._prefetcher, home)
         layers = [layer for group in self.groups for layer in group.layers]
         own = weakref.proxy(self)
-        self._forward_updates: ForwardUpdates | None = None
-        if self.config.update == "forward":
-            self._forward_updates = ForwardUpdates(
-                layers, _while_it_lives(self._load_next_group), _while_it_lives(self._end_of_update)
-            )
         self._hooks = ModelHooks(
             model,
             layers,
@@ -222,9 +216,6 @@ class HiFT(CheckpointedSliver):
             if self._in_backward is not None:
                 self._in_backward.attach(self._hooks.model)
                 attached.callback(self._in_backward.release)
-            if self._forward_updates is not None:
-                self._forward_updates.attach(self._hooks.model)
-                attached.callback(self._forward_updates.release)
             if self._waiting is not None:
                 self._waiting.attach([each for each in self._residencies if isinstance(each, StreamedGroup)])
                 attached.callback(self._waiting.remove)
@@ -256,7 +247,6 @@ class HiFT(CheckpointedSliver):
 
     def _offload_gradient(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, torch.nn.Parameter)
-        self.flush()  # which complains if it is of this weight
         self._gradients_on_host().take(parameter)
         self._residencies[self.active_group].prefetch(in_backward=True)
 
@@ -307,42 +297,22 @@ class HiFT(CheckpointedSliver):
             return
         if self._waiting is not None:
             self._waiting.begin_forward()
-        updates, residency = self._forward_updates, self._residencies[self.active_group]
-        if self._streamed is not None:
-            self._streamed.blocks.begin_forward()
-            self._room_in_backward = self._prefetcher.room_in(self.active_group, inputs)
-            if not self._room_in_backward:
-                self._prefetcher.load_ahead(residency, 0)
-            return
-        if updates is None:
+        residency = self._residencies[self.active_group]
+        if self._streamed is None:
             self._prefetcher.begin_forward(residency, self.active_group, inputs)
             return
-        if inputs is None or not self._hooks.model.training:
-            updates.flush()
-        with updates.gradients_in_place():
-            self._prefetcher.begin_forward(updates.residency or residency, self.active_group, inputs)
-        updates.begin_forward(self._hooks.model)
+        self._streamed.blocks.begin_forward()
+        self._room_in_backward = self._prefetcher.room_in(self.active_group, inputs)
+        if not self._room_in_backward:
+            self._prefetcher.load_ahead(residency, 0)
 
     def _end_forward(self, has_succeeded: bool) -> None:
-        if self._streamed is not None:
-            self._streamed.blocks.end_forward()
-            if has_succeeded and self._room_in_backward and not self.is_detached:
-                # In the forward the bus is the weights'; the backward takes longer, and needs fewer of them.
-                self._prefetcher.load_ahead(self._residencies[self.active_group], self._room_in_backward)
-        if has_succeeded:
-            self.flush()
-
-    def _load_next_group(self) -> None:
-        self._residencies[self.active_group].prefetch()
-
-    def flush(self) -> None:
-        """With `update="forward"`, apply what waits for the next forward; else there is nothing.
-
-        To be called before weights are read or written by other than a forward, `state_dict`, `load_state_dict`,
-        a copy or `pickle` of the model.
-        """
-        if self._forward_updates is not None:
-            self._forward_updates.flush()
+        if self._streamed is None:
+            return
+        self._streamed.blocks.end_forward()
+        if has_succeeded and self._room_in_backward and not self.is_detached:
+            # In the forward the bus is the weights'; the backward takes longer, and needs fewer of them.
+            self._prefetcher.load_ahead(self._residencies[self.active_group], self._room_in_backward)
 
     def _note_lack_of_memory(self) -> None:
         if self._streamed is not None:
@@ -458,7 +428,6 @@ class HiFT(CheckpointedSliver):
             RuntimeError: With stepped gradients, if there is a closure, or the update is only half done.
         """
         self._check_step()
-        self.flush()
         if closure is None and not self._hooks.has_brought_gradient() and self._is_initialising():
             return None
         if self.is_detached:
@@ -486,11 +455,10 @@ class HiFT(CheckpointedSliver):
             return
         if not is_stepped:
             rotation.warn_of_skip(self.groups)
-        is_applied = self._forward_updates is None or self._forward_updates.residency is None
-        if is_applied:
-            if is_stepped:
-                residency.end()
-            self._end_host_gradients()
+        if is_stepped:
+            residency.end()
+        if self._host_gradients is not None:
+            self._host_gradients.end_update()
         if self.config.state == "discard" and rotation.ends_turn:
             residency.discard()
         if is_stepped:
@@ -498,8 +466,6 @@ class HiFT(CheckpointedSliver):
         else:
             rotation.skip(scheduled_lr(self.param_groups))
         if self._residencies[self.active_group] is not residency:
-            if self._waiting is not None:
-                self.flush()  # what waits in fewer bits can't be stepped any more
             if not is_stepped:
                 residency.release()
             self._activate()
@@ -507,23 +473,13 @@ class HiFT(CheckpointedSliver):
         if ends_cycle and self._streamed is not None and self._streamed.end_cycle(self._largest_state_bytes):
             ends_cycle = False  # what stays now is not in what was measured
         # Beside weights that come, state waits for the end of the forward.
-        loads_ahead = is_applied and self._streamed is None
         self._prefetcher.end_update(
-            self._residencies[self.active_group] if loads_ahead else None, ends_cycle=ends_cycle
+            self._residencies[self.active_group] if self._streamed is None else None, ends_cycle=ends_cycle
         )
         rotation.warn_of_unreached(self.groups)
 
     def _largest_state_bytes(self) -> int:
         return max(sum(waiting_bytes(each.weights, self._meter).values()) for each in self._residencies)
-
-    def _end_host_gradients(self) -> None:
-        if self._host_gradients is not None:
-            self._host_gradients.end_update()
-
-    def _end_of_update(self) -> None:
-        """An update is applied, in a forward after its step."""
-        self._end_host_gradients()
-        self._load_next_group()
 
     def _step_from_gradients(self) -> bool:
         weights = self._residencies[self.active_group].weights
@@ -537,11 +493,7 @@ class HiFT(CheckpointedSliver):
                 [weight.parameter for weight in weights], self.config.max_grad_norm
             )
         self._begin_update()
-        residency = self._residencies[self.active_group]
-        if self._forward_updates is not None:
-            self._forward_updates.hold(residency, self.param_groups, self._applying)
-        else:
-            residency.step(weights, self.param_groups, self._applying)
+        self._residencies[self.active_group].step(weights, self.param_groups, self._applying)
         return True
 
     def _check_step(self) -> None:
@@ -612,7 +564,6 @@ class HiFT(CheckpointedSliver):
         """
         if self._engine is not None or self.is_detached:
             return
-        self.flush()
         self._take_off()
         self._prefetcher.load_ahead(self._residencies[self.active_group], 0)
         release(self._parameters_of_state(), self)
@@ -704,13 +655,10 @@ class HiFT(CheckpointedSliver):
     def whole_state(self) -> dict[str, Any]:
         """What `state_dict` returns on one process; where weights are sharded, the tensors are this rank's shards.
 
-        Masters are whole fp32 tensors whatever `config.master` is.
-
         Raises:
             RuntimeError: With stepped gradients, between a backward and its `step`.
         """
         self._check_not_delegated()
-        self.flush()
         if self._in_backward is not None and self._in_backward.is_open:
             raise RuntimeError("an update is open: a backward has stepped weights; call step() before state_dict()")
         state, own = export_state(self._residencies)
@@ -737,8 +685,8 @@ class HiFT(CheckpointedSliver):
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `whole_state` returned; all tensors are copied to where `config.state` keeps them.
 
-        Weights that have an fp32 master in the state are set to it, rounded. Place (`state`), piece size and the form
-        of the master may differ from the saving run; model, groups, turns and base optimizer may not.
+        Weights that have an fp32 master in the state are set to it, rounded. Place (`state`) and piece size may
+        differ from the saving run; model, groups, turns and base optimizer may not.
 
         Raises:
             ValueError: If the state is of another model, grouping or optimizer, or is damaged; nothing is changed.
@@ -746,8 +694,6 @@ class HiFT(CheckpointedSliver):
         self._check_not_delegated()
         check_header(state_dict, self._header())
         check_weights(state_dict["state"], self.trained_weights, self._meter)
-        if self._forward_updates is not None:
-            self._forward_updates.forget()
         if self._in_backward is not None:
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
@@ -778,7 +724,6 @@ class HiFT(CheckpointedSliver):
             state=config.state,
             master=config.master,
             gradients=config.gradients,
-            update=config.update,
             state_ram_bytes=config.state_ram_bytes,
             waiting=config.waiting,
             weights=config.weights,
@@ -802,15 +747,3 @@ class HiFT(CheckpointedSliver):
             "steps_per_group": self.rotation.steps_per_group,
             "waiting": self.config.waiting,
         }
-
-
-def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
-    """What calls a method as long as its object lives, which it does not keep alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        bound = reference()
-        if bound is not None:
-            bound()
-
-    return call

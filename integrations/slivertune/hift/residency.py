@@ -42,11 +42,6 @@ class ResidentGroup:
         """Whether there is state, and it has its place off the device."""
         return False
 
-    @property
-    def has_loaded_all(self) -> bool:
-        """Whether nothing of this update is still to be brought to the device."""
-        return True
-
     def prefetch(self, *, in_backward: bool = False) -> None:
         """Start to bring the first pieces to the device; called from the beginning of the turn, as often as one likes.
 

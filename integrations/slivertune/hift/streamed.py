@@ -86,11 +86,6 @@ class StreamedGroup(ResidentGroup):
     def is_offloaded(self) -> bool:
         return self._offloaded is not None
 
-    @property
-    @override
-    def has_loaded_all(self) -> bool:
-        return self._to_load == []
-
     @override
     def prefetch(self, *, in_backward: bool = False) -> None:
         self._follow_the_model()
@@ -294,7 +289,7 @@ class StreamedGroup(ResidentGroup):
         on_disk = config.state == "disk"
         streams = self._slots_of(self._device()).streams
         buffer: OffloadBuffer = mapped_buffer(Path(config.state_dir or ".")) if on_disk else host_buffer(streams)
-        return OffloadedState(buffer, split=config.master == "split")
+        return OffloadedState(buffer)
 
     # One piece through the device.
 
@@ -413,7 +408,7 @@ class StreamedGroup(ResidentGroup):
             tensors = dict(loaded.tensors[position]) if loaded is not None else {}
             scalars = self._offloaded.scalars_of(one)
             part = one.part_of_weight()
-            data = leaf_data(one, part, tensors, scalars)
+            data = leaf_data(one, part, tensors)
             if one.on_master and not self._is_first_turn:
                 refresh_master(data, part)
             one.place_leaf(data)

@@ -3,7 +3,7 @@
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment, WeightPlace
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, WeightPlace
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
@@ -15,7 +15,6 @@ def clash_with_layout(
     state: StatePlace,
     master: MasterKind,
     gradients: GradientPlace,
-    update: UpdateMoment = "step",
     state_ram_bytes: int = 0,
     waiting: WaitingForm | None = None,
     weights: WeightPlace = "device",
@@ -28,7 +27,6 @@ def clash_with_layout(
         state: As in `HiFTConfig`.
         master: As in `HiFTConfig`.
         gradients: As in `HiFTConfig`.
-        update: As in `HiFTConfig`.
         state_ram_bytes: As in `HiFTConfig`.
         waiting: As in `HiFTConfig`.
         weights: As in `HiFTConfig`.
@@ -39,8 +37,6 @@ def clash_with_layout(
     if layout == "single":
         return None
     name = _NAMES[layout]
-    if update == "forward":
-        return f"update='forward' is for one device, and not for {name}; set update='step'"
     if weights == "host" and layout != "ddp":
         own = "CPUOffloadPolicy" if layout == "fsdp2" else "offload_param"
         return (

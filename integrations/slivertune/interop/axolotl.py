@@ -18,6 +18,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from slivertune.core.removed_settings import say_removed
 from slivertune.core.suggestions import did_you_mean
 from slivertune.hift import HiFTConfig
 from slivertune.interop.trainer import Setting, attach
@@ -67,9 +68,8 @@ def _setting(name: str, values: Any) -> Setting:
     known = [field.name for field in dataclasses.fields(kind)]
     for field in fields:
         if field not in known:
-            raise ValueError(
-                f"{_SECTION}: {name}: {field} is no field of {kind.__name__}{did_you_mean(str(field), known)}"
-            )
+            ending = say_removed(str(field)) or did_you_mean(str(field), known)
+            raise ValueError(f"{_SECTION}: {name}: {field} is no field of {kind.__name__}{ending}")
     setting: Setting = kind(**fields)
     return setting
 

@@ -223,9 +223,7 @@ class KeepState(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply what is left of the last update, complete the best model, and compare the ranks. A collective."""
-        if self._attachment.optimizer is not None:
-            self._attachment.optimizer.flush()
+        """Complete the best model, and compare the ranks. A collective."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._attachment.load_best(Path(state.best_model_checkpoint))
         compare_now(self._attachment.trainer.accelerator)

@@ -71,13 +71,6 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cannot_help=_no_state_on_device,
         ),
         Candidate(
-            title="split masters",
-            cost="the same update to the bit; the host keeps the half of a master that its weight lacks",
-            fields=("master", "precision"),
-            options=_split_masters,
-            cannot_help=_no_state_that_is_too_large,
-        ),
-        Candidate(
             title="the batch in parts, with accumulation",
             cost=f"the same update; a forward keeps {BUSY_TOKENS:,} tokens or more, which keep a GPU busy",
             fields=("gradient_accumulation_steps",),
@@ -155,7 +148,6 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cost="forwards run on blocks rounded to int8, or to NF4, and unpacked at each use; what trains, and what "
             "is saved, is exact",
             fields=("waiting",),
-            needs=("master",),
             options=_waiting_in_fewer_bits,
             cannot_help=_gpu_is_large_enough,
             shrinks_weights=True,
@@ -199,11 +191,6 @@ def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
     return [replace(request, stream_bytes=SMALL_PIECE_BYTES)] if streams else []
 
 
-def _split_masters(request: PlanRequest) -> list[PlanRequest]:
-    whole = request.master_kind == "fp32" and request.state != "device"
-    return _changed(request, master="split") if whole else []
-
-
 def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
     return [] if request.gradient_checkpointing else [replace(request, gradient_checkpointing=True)]
 
@@ -231,13 +218,7 @@ def _weights_on_host(request: PlanRequest) -> list[PlanRequest]:
 def _waiting_in_fewer_bits(request: PlanRequest) -> list[PlanRequest]:
     if not _reads(request, "waiting") or request.waiting is not None or request.weights == "host":
         return []
-    master = None if request.master == "split" else request.master  # which need the weight's other half on the device
-    return [
-        waiting
-        for form in _WAITING_FORMS
-        if _is_available(form)
-        for waiting in _changed(request, waiting=form, master=master)
-    ]
+    return [waiting for form in _WAITING_FORMS if _is_available(form) for waiting in _changed(request, waiting=form)]
 
 
 def _is_available(form: WaitingForm) -> bool:

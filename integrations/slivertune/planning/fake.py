@@ -54,7 +54,7 @@ class FakeOverrides(TorchDispatchMode):
     """Overrides operators that read values, which an optimizer's step calls; entered for backward and step alone.
 
     A single number is one; a search for what is true finds nothing; random positions are all different. The first
-    decides no size in any optimizer here (step counts, code books); the second is the ties of split masters and of
+    decides no size in any optimizer here (step counts, code books); the second is the ties of
     equal gradients, which are few; the third is SFT's first choice, out of many more than it takes.
     """
 

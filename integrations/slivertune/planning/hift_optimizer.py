@@ -41,7 +41,6 @@ def hift_over(
         master=request.master_kind,
         stream_bytes=request.stream_bytes,
         gradients=request.gradients,
-        update=request.update,
         waiting=request.waiting,
         weights=request.weights,
         resident_bytes=request.resident_bytes,

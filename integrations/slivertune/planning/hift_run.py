@@ -45,7 +45,6 @@ NAMED_ALIKE = (
     "state_ram_bytes",
     "stream_bytes",
     "gradients",
-    "update",
     "waiting",
     "prefetch_bytes",
     "weights",
@@ -173,9 +172,9 @@ class HiFTRun:
 
     @property
     def _can_be_taken_up(self) -> bool:
-        """Whether a turn's state waits between its updates, none of which is made in a forward or backward."""
+        """Whether a turn's state waits between its updates, none of which is made in a backward."""
         request = self._request
-        return request.state in ("host", "disk") and request.gradients != "stepped" and request.update == "step"
+        return request.state in ("host", "disk") and request.gradients != "stepped"
 
     def _larger(self, first: UpdatePeak, second: StepPeak, phase: Phase = "step") -> StepPeak:
         after = first.after if self._request.state == "discard" else second.after

@@ -12,7 +12,7 @@ from slivertune.core.setting_checks import check_choice, check_integer
 from slivertune.core.token_tiles import tiles_under_zero3
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment, WeightPlace
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, WeightPlace
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.byte_text import parse_bytes
 from slivertune.planning.kernels import Kernels
@@ -186,8 +186,8 @@ class PlanRequest:
         default=None,
         metadata=option(
             _METHODS,
-            "hift: the form of masters of bf16 weights, whole or the half that the weight lacks; by default fp32 with "
-            "mixed_hi, none with all else",
+            "hift: what bf16 weights are trained on, an fp32 master or nothing else; by default fp32 with mixed_hi, "
+            "none with all else",
         ),
     )
     gradients: GradientPlace = field(
@@ -196,13 +196,6 @@ class PlanRequest:
             _METHODS,
             "hift: where gradients wait for their step; host: in host memory; stepped: nowhere, each tensor is stepped "
             "inside the backward, without clipping",
-        ),
-    )
-    update: UpdateMoment = field(
-        default="step",
-        metadata=option(
-            _METHODS,
-            "hift: when an update is applied; forward: each layer's just before it runs next, with gradients=host",
         ),
     )
     state_ram_bytes: int = field(
@@ -490,10 +483,6 @@ class PlanRequest:
                 ),
             ),
             (
-                self.state == "device" and self.master == "split",
-                "master='split' halves what waits on the host; with state='device' take master='fp32'",
-            ),
-            (
                 self.state != "disk" and self.state_ram_bytes,
                 (
                     f"state_ram_bytes={self.state_ram_bytes} keeps some groups of state='disk' in memory; with "
@@ -516,10 +505,6 @@ class PlanRequest:
                 "gradients='host' come back with the state, which state='device' does not move; take state='host'",
             ),
             (
-                self.update == "forward" and (self.gradients != "host" or self.state == "discard"),
-                "update='forward' needs gradients='host' and state that waits; take these, or update='step'",
-            ),
-            (
                 self.waiting and "waiting" not in method.settings,
                 f"waiting={self.waiting!r} is HiFT's; method={self.method!r} has no layers that wait for their turn",
             ),
@@ -528,16 +513,12 @@ class PlanRequest:
                 f"waiting={self.waiting!r} keeps exact weights with the state off the device; take state='host'",
             ),
             (
-                self.waiting and self.master == "split",
-                f"waiting={self.waiting!r} needs whole masters, not the half that the weight lacks; take master='fp32'",
-            ),
-            (
                 self.weights == "host" and "weights" not in method.settings,
                 f"weights='host' is HiFT's; method={self.method!r} keeps them on the device",
             ),
             (
-                self.weights == "host" and (self.state == "device" or self.update == "forward"),
-                "weights='host' needs state that waits off the device, and update='step'; take state='host' with it",
+                self.weights == "host" and self.state == "device",
+                "weights='host' needs state that waits off the device; take state='host' with it",
             ),
             (
                 self.resident_bytes and self.weights == "device",
@@ -591,7 +572,6 @@ class PlanRequest:
             state=self.state,
             master="fp32" if self.precision in ("fp32", "mixed") else self.master_kind,
             gradients=self.gradients,
-            update=self.update,
             state_ram_bytes=self.state_ram_bytes,
             waiting=self.waiting,
             weights=self.weights,

@@ -86,7 +86,7 @@ def test_where_links_fail_files_are_copied_and_hashed(number: int, tmp_path: Pat
     assert_same_bits(again, model)
 
 
-@pytest.mark.parametrize("config", [{"master": "split"}, {"state_ram_bytes": 200_000}, {"name": "torch Adafactor"}])
+@pytest.mark.parametrize("config", [{"state_ram_bytes": 200_000}, {"name": "torch Adafactor"}])
 def test_what_has_no_file_of_a_checkpoint_s_form_is_written(config: dict[str, Any], tmp_path: Path) -> None:
     model, hift = built(tmp_path / "state", **config)
     train(model, hift, BATCHES, 8)

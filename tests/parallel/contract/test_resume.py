@@ -38,10 +38,9 @@ FULL, SHARDED = ({"state_dict_type": f"{kind}_STATE_DICT"} for kind in ("FULL", 
 CASES: dict[Key, Case] = {
     ("hift", "ddp", "fp32"): HIFT,
     ("hift", "ddp", "bf16"): IN_BF16,
-    ("hift", "ddp", "bf16 split"): replace(IN_BF16, settings={"master": "split"}),
     ("hift", "fsdp2", "fp32"): HIFT,
     ("hift", "fsdp2", "bf16"): IN_BF16,
-    ("hift", "fsdp2", "bf16 split, in one file"): replace(IN_BF16, settings={"master": "split"}, plugin=FULL),
+    ("hift", "fsdp2", "bf16, in one file"): replace(IN_BF16, plugin=FULL),
     ("hift", "fsdp2", "mixed precision"): replace(HIFT, mixed_precision="bf16"),
     ("hift", "fsdp2", "weights on the host"): replace(HIFT, plugin={"cpu_offload": CPUOffloadPolicy(pin_memory=False)}),
     **{

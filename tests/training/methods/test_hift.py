@@ -86,30 +86,6 @@ def test_it_says_so_when_it_is_asked_before_it_is_attached(method: SliverMethod)
         method.lines()
 
 
-def test_an_update_in_the_forward_ends_with_the_same_bits(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
-    more = ("--gradients", "host", "--max_length", "32", "--save_steps", "3", "--weight_decay", "0.1")
-    results = [
-        train(tiny_base, texts, tmp_path / update, *more, "--update", update, "--gradient_accumulation_steps", "2")
-        for update in ("step", "forward")
-    ]
-    assert results[0]["after"] == results[1]["after"]
-    assert_same_bits(tmp_path / "forward", tmp_path / "step")
-    resumed = ("--resume_from_checkpoint", str(tmp_path / "forward" / "checkpoint-3"))
-    train(
-        *(tiny_base, texts, tmp_path / "resumed", *more, "--update", "forward"),
-        *("--gradient_accumulation_steps", "2", *resumed),
-    )
-    assert_same_bits(tmp_path / "resumed", tmp_path / "step")
-
-
-def test_an_update_in_the_forward_does_not_go_with_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="--update forward does not go with --torch_compile"):
-        parse_train_arguments(["--update", "forward", "--gradients", "host", "--torch_compile", "true"])
-    with pytest.raises(ValueError, match="needs gradients and state that wait on the host"):
-        parse_train_arguments(["--update", "forward"])
-
-
 @pytest.mark.parametrize("waiting", ["int8", "nf4"])
 def test_waiting_layers_in_fewer_bits_resume_with_the_same_bits_and_save_exact_weights(
     waiting: str, tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -109,6 +109,11 @@ def test_several_trackers_are_named_on_the_command_line_and_in_a_file() -> None:
     assert given_values(["--report_to", "none"])["report_to"] == "none"
 
 
+def test_what_every_run_does_now_is_read_over_in_a_file_that_was_kept() -> None:
+    assert given_values([write("update: step\nseed: 3\n")]) == {"seed": 3}
+    assert given_values([write(json.dumps({"update": "step", "seed": 3}), "run.json")]) == {"seed": 3}
+
+
 def test_json_is_taken_too() -> None:
     path = write(json.dumps({"learning_rate": 1e-4, "bf16": True, "dataset": ["a"]}), "run.json")
     assert given_values([path]) == {"learning_rate": 1e-4, "bf16": True, "dataset": ["a"]}
@@ -128,6 +133,12 @@ def test_json_is_taken_too() -> None:
         ("no_packing: true", "did you mean packing?"),
         ("help: all", "there is no option 'help'"),
         ("qqq: 1", "run.yaml, line 1: there is no option 'qqq'; see slivertune train --help"),
+        ("master: split", "run.yaml, line 1: argument --master: invalid choice: 'split' (choose from"),
+        ("master: split", "'split' was removed: fp32 trains with the same bits and stores 2 bytes more per parameter"),
+        (
+            "seed: 1\nupdate: forward",
+            "run.yaml, line 2: there is no option 'update'; update was removed: step() always applies the update",
+        ),
         ("method: hifft", "run.yaml, line 1: argument --method: invalid choice: 'hifft' (choose from"),
         ("method: hifft", "); did you mean hift?"),
         (

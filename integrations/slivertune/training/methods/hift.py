@@ -13,7 +13,7 @@ from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.setting_checks import integer_or_auto
 from slivertune.hift import keep_blocks_on_host, quantize_layers
 from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, UpdateMoment, WeightPlace
+from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, WeightPlace
 from slivertune.interop.methods import check_base_optimizer
 from slivertune.planning.cards import Card, find_card, known_cards
 from slivertune.planning.hift_run import NAMED_ALIKE
@@ -81,7 +81,7 @@ class HiFTArguments:
     )
     master: MasterKind = field(
         default=_DEFAULTS.master,
-        metadata={"help": "hift: what 16-bit weights are trained on: an fp32 copy, its missing half, or nothing else."},
+        metadata={"help": "hift: what 16-bit weights are trained on: an fp32 copy, or nothing else."},
     )
     stream_bytes: int = field(
         default=_DEFAULTS.stream_bytes,
@@ -94,13 +94,6 @@ class HiFTArguments:
             "help": "hift: where gradients wait for their step. device; host: each leaves for host memory at once, so "
             "that GPU memory does not grow with --layers_per_group; stepped: nowhere, each tensor is stepped inside "
             "the backward, with --max_grad_norm 0. The last two without --fp16."
-        },
-    )
-    update: UpdateMoment = field(
-        default=_DEFAULTS.update,
-        metadata={
-            "help": "hift: when an update is applied. step; forward: each layer's just before it runs next, so that "
-            "its state is copied beside the layers below; with --gradients host, on one GPU."
         },
     )
     waiting: WaitingForm | None = field(
@@ -182,11 +175,6 @@ class HiFTMethod(SliverMethod):
         """Refuse optimizers that can't be rotated, and what comes between the gradients and a step in the backward."""
         check_base_optimizer(training)
         self._check_choice(training)
-        if self.options.update == "forward" and training.torch_compile:
-            raise ValueError(
-                "--update forward does not go with --torch_compile, which does not wait for a layer's update; leave "
-                "out one of the two"
-            )
         if self.options.waiting is not None and training.torch_compile:
             raise ValueError(
                 f"--waiting {self.options.waiting} does not go with --torch_compile, whose graphs do not make waiting "

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from slivertune.core.option_parser import OptionParser
+from slivertune.core.removed_settings import is_only_value
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
 from slivertune.training.options.config_file import SUFFIXES, Setting, read_settings
 from slivertune.training.options.help import PrintHelp
@@ -106,6 +107,8 @@ def _written_values(
     values: dict[str, Any] = {}
     for setting in settings:
         option = option_named(setting.key, options)
+        if is_only_value(setting.key, setting.value):
+            continue
         if option is None and isinstance(setting.value, dict):
             raise ValueError(
                 f"{setting.place}: there is no option {setting.key!r}, and options are not nested; write each by itself"
