@@ -36,6 +36,7 @@ def test_a_name_is_known_as_it_is_typed() -> None:
     assert say_removed("updates") == say_removed("order") == ""
     assert say_removed_value("--master", "split").startswith(f"; {SPLIT}")
     assert say_removed_value("master", "fp32") == say_removed_value("order", "split") == ""
+    assert say_removed_value("master", ["split"]) == ""
     assert is_only_value("update", "step")
     assert not is_only_value("update", "forward") and not is_only_value("order", "step")
 

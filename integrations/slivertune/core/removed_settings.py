@@ -42,17 +42,17 @@ def say_removed(name: str) -> str:
     return "" if removed is None else f"; {name} was removed: {removed.instead}"
 
 
-def say_removed_value(name: str, value: str) -> str:
+def say_removed_value(name: str, value: object) -> str:
     """Say what to use in place of a removed value of a setting, at the end of an error.
 
     Args:
         name: The setting, with its hyphens or without.
-        value: As it was given.
+        value: As it was given; a config may hold anything.
 
     Returns:
         `; 'VALUE' was removed: WAY OUT`, or nothing where there was no such value.
     """
-    instead = REMOVED_VALUES.get((_plain(name), value))
+    instead = REMOVED_VALUES.get((_plain(name), str(value)))
     return "" if instead is None else f"; {value!r} was removed: {instead}"
 
 

@@ -176,7 +176,7 @@ def assembled(base: Path, data: Path, output: Path, *more: str, method: str = "h
         (
             "hift",
             ("--bf16", "--layers_per_group", "2", "--stream_bytes", "9", "--state", "discard"),
-            {"precision": "mixed_hi", "layers_per_group": 2, "stream_bytes": 9, "state": "discard"},
+            {"precision": "mixed_hi", "layers_per_group": 2, "master": "fp32", "stream_bytes": 9, "state": "discard"},
         ),
         ("hift", ("--bf16", "--master", "none"), {"precision": "bf16"}),
         ("hift", ("--gradients", "stepped", "--max_grad_norm", "0"), {"gradients": "stepped"}),

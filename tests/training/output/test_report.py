@@ -54,6 +54,14 @@ def test_every_figure_is_printed_and_no_text_is_taken_for_markup() -> None:
         assert part in text
 
 
+def test_a_peak_that_prefetched_state_may_fill_is_not_held_against_the_plan() -> None:
+    prefetches = {"device": "cuda:0", "settings": {"prefetch_bytes": "auto"}}
+    text = " ".join(printed(**prefetches).split())
+    assert "3.5 MB with prefetched state, which may fill free memory; planned 3.6 MB without" in text
+    assert "3.5 MB, planned 3.6 MB (+2.0%)" in printed(**{**prefetches, "device": "cpu"})
+    assert "3.5 MB, planned 3.6 MB (+2.0%)" in printed(device="cuda:0")
+
+
 @pytest.mark.parametrize(
     ("ran", "text"),
     [

@@ -196,6 +196,9 @@ def _measured_and_planned(results: Results) -> str | None:
         return None if measured is None else _megabytes(measured)
     asked, ran = results.planned_batch, results.largest_batch
     if asked is None or ran is None or asked.total <= ran.total:
+        if results.device.startswith("cuda") and results.settings.get("prefetch_bytes") == "auto":
+            prefetched = "with prefetched state, which may fill free memory"
+            return f"{_megabytes(measured)} {prefetched}; planned {_megabytes(planned)} without"
         return f"{_megabytes(measured)}, planned {_megabytes(planned)} ({planned / measured - 1:+.1%})"
     batches = f"rows of {asked.num_tokens} tokens; the longest that ran had {ran.num_tokens}"
     if asked.num_rows != ran.num_rows:
