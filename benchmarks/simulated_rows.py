@@ -1,6 +1,6 @@
 """The command line of what is simulated row by row, and its result file, which a further call continues.
 
-For `schedule.py`, `host_weights.py` and `disk_schedule.py`; `curve.py` has points and a command line of its own.
+For `schedule.py` and `host_weights.py`; `curve.py` has points and a command line of its own.
 """
 
 import argparse

@@ -12,7 +12,6 @@ from pathlib import Path
 import cost_tables
 import curve
 import dial_table
-import disk_schedule
 import evidence
 import host_weights
 import measured
@@ -52,10 +51,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "evidence-map": (("docs/evidence.md",), evidence.map_table),
     "evidence-time": (("docs/evidence.md",), evidence.time_table),
     "schedule": (("benchmarks/README.md",), lambda: schedule.table(read_json(RESULTS / "schedule.json")["rows"])),
-    "disk-schedule": (
-        ("benchmarks/README.md",),
-        lambda: disk_schedule.table(read_json(RESULTS / "disk_schedule.json")["rows"]),
-    ),
     "host-weights": (
         ("benchmarks/README.md",),
         lambda: host_weights.table(read_json(RESULTS / "host_weights.json")["rows"]),

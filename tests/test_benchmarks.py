@@ -104,7 +104,6 @@ def test_plan_time_writes_planned_and_measured_seconds(tmp_path: Path) -> None:
         ("tokentune.py", "--quick"),
         ("sft.py", "--quick"),
         ("schedule.py", "--quick"),
-        ("disk_schedule.py", "--quick"),
         ("host_weights.py", "--quick"),
         ("curve.py", "--quick"),
         ("curve_measured.py", "--device=cpu"),
@@ -155,18 +154,6 @@ def test_sft_writes_times_and_bytes_beside_loras(tmp_path: Path) -> None:
         assert met["sft_ag_chunked_peak_while_estimating"] == (
             chunked["sft_ag"]["estimating"]["peak_bytes"] <= chunked["lora"]["plain"]["peak_bytes"]
         )
-
-
-def test_disk_schedule_writes_what_every_disk_lets_wait(tmp_path: Path) -> None:
-    result = run("disk_schedule.py", tmp_path / "disk.json", "--quick", "--rows", "AdamW")
-    assert_names_the_machine(result["environment"])
-    (row,) = result["rows"]
-    shared, each_way, half, quarter = (disk["exposed_share"] for disk in row["disks"])
-    assert each_way < shared < half < quarter < 1
-    assert row["disk_bytes_per_step"]["writer"] >= row["disk_bytes_per_step"]["reader"] > 0
-    first = row["disks"][0]
-    assert first["tokens_per_second"] == pytest.approx(row["tokens"] / first["step_seconds"])
-    assert row["is_met"] is False, "a tiny model has nothing to hide a disk under"
 
 
 def test_schedule_writes_what_is_exposed_with_room_and_without(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,8 @@ class Streams(TorchDispatchMode):
         super().__init__()
         self.violations: list[str] = []
         self.current = COMPUTING
+        self.host = HOST
+        """The thread of the host that runs now: the main one, or another that was added."""
         self.num_by_stream: Counter[str] = Counter()
         self._clocks: dict[str, Clock] = {HOST: Counter(), COMPUTING: Counter()}
         self._memory: dict[int, _Memory] = {}
@@ -78,6 +80,10 @@ class Streams(TorchDispatchMode):
     def wait(self, stream: str, record: Clock) -> None:
         """Let what comes next on a stream come after an event."""
         self._clocks[stream] |= record
+
+    def touch(self, tensor: torch.Tensor, *, writes: bool, what: str) -> None:
+        """Note that the running thread reads or writes host memory by other means than an operator."""
+        self._note(self.host, [(tensor, writes)], what)
 
     def call_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say that a tensor lies in (pinned) host memory."""
@@ -195,7 +201,7 @@ class PretendedStreams(CopyStreams):
 
     def wait_on_host(self, event: Any) -> None:
         if event is not None:
-            self.streams.wait(HOST, event)
+            self.streams.wait(self.streams.host, event)
 
     def synchronize(self) -> None:
         for name in self._names.values():
@@ -208,3 +214,59 @@ class PretendedStreams(CopyStreams):
         if direction not in self._names:
             self._names[direction] = self.streams.add(direction)
         return self._names[direction]
+
+
+class PretendedThread:
+    """Stands in for a thread pool of one: what is submitted runs at once, and counts as a thread of its own.
+
+    Nobody knows that a task has ended before having waited for it.
+
+    Args:
+        streams: Note what it does.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._name = streams.add("thread")
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> PretendedFuture:
+        streams = self._streams
+        streams.wait(self._name, streams.record(HOST))
+        before, streams.host = streams.host, self._name
+        future = PretendedFuture(streams)
+        try:
+            future.value = function(*arguments)
+        except Exception as error:
+            future.error = error
+        finally:
+            streams.host = before
+        future.end = streams.record(self._name)
+        return future
+
+    def shutdown(self, **ignored: Any) -> None:
+        pass
+
+
+class PretendedFuture:
+    """What a `PretendedThread` returns."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._is_known = False
+        self.value: Any = None
+        self.error: Exception | None = None
+        self.end: Clock = Counter()
+
+    def done(self) -> bool:
+        return self._is_known
+
+    def exception(self) -> Exception | None:
+        self._is_known = True
+        self._streams.wait(HOST, self.end)
+        return self.error
+
+    def result(self) -> Any:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self.value

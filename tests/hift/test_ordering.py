@@ -1,12 +1,13 @@
 """The copies of streamed state, checked on pretended streams: everything comes after what it depends on.
 
-What is checked is the real code of `streamed.py`, `device_slots.py` and `offload_buffer.py`; only its copy streams are
-pretended (`helpers/streams.py`).
+What is checked is the real code of `streamed.py`, `device_slots.py`, `offload_buffer.py` and `disk.py`; only its copy
+streams and the disk's thread are pretended (`helpers/streams.py`).
 """
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import torch
 
 from slivertune import HiFT
 from slivertune.core.copy_streams import streams_made_by
-from slivertune.hift import streamed
+from slivertune.hift import disk, streamed
+from slivertune.hift.group_file import GroupFile
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
-from tests.helpers.streams import PretendedStreams, Streams
+from tests.helpers.streams import PretendedStreams, PretendedThread, Streams
 from tests.hift.cases import BIG_VOCAB, DTYPES, Stumbling, hift_over
 
 
@@ -171,6 +173,59 @@ def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
     train(other, moved, batches, 8)
     assert_same_bits(model, other)
     assert {group._offloaded_from for group in moved._residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
+
+
+def assert_disk_is_in_order(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, streams_class: type[PretendedStreams], **config: Any
+) -> Streams:
+    """Three cycles with state on disk, whose thread's reads and writes of host memory are noted."""
+    with pretended(streams_class) as streams:
+        monkeypatch.setattr(disk, "ThreadPoolExecutor", lambda *_: PretendedThread(streams))
+        for name in ("read", "write"):
+            monkeypatch.setattr(GroupFile, name, noted(streams, name, getattr(GroupFile, name)))
+        hift = run("AdamW", torch.bfloat16, state="disk", state_dir=folder, stream_bytes=8192, **config)
+        hift.state_dict()
+    assert hift.updates == 15
+    assert streams.num_by_stream["thread"] > 20
+    return streams
+
+
+def noted(streams: Streams, name: str, function: Any) -> Any:
+    def move(self: GroupFile, memory: torch.Tensor) -> None:
+        if self.used_bytes:
+            streams.touch(memory[: self.used_bytes], writes=name == "read", what=f"{name} of a file")
+        function(self, memory)
+
+    return move
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"prefetch_bytes": 10**6, "steps_per_group": 2},
+        {"layers_per_group": 2, "order": "random"},
+        {"waiting": "int8"},
+        {"gradients": "stepped", "state_ram_bytes": 150_000},
+    ],
+    ids=str,
+)
+def test_reads_and_writes_of_files_come_after_the_copies_and_before_the_next(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    streams = assert_disk_is_in_order(monkeypatch, tmp_path, PretendedStreams, **config)
+    assert streams.violations == []
+
+
+class _NoWaitOnHost(PretendedStreams):
+    def wait_on_host(self, event: Any) -> None:
+        """The disk's thread does not wait for the copies."""
+
+
+def test_the_check_sees_that_the_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    violations = assert_disk_is_in_order(monkeypatch, tmp_path, _NoWaitOnHost, prefetch_bytes=10**6).violations
+    assert any("write of a file" in each and "outbound" in each for each in violations)
+    assert any("read of a file" in each and "inbound" in each for each in violations)
 
 
 class _NoComputeAfter(PretendedStreams):

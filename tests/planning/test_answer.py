@@ -44,6 +44,7 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "stream_bytes": (128 * 2**20, 0),
     "state": ("host", "device", "disk", "discard"),
     "state_ram_bytes": (0, 2**20),
+    "save_total_limit": (None, 2),
     "master": (None, "fp32", "none"),
     "gradients": ("device", "host", "stepped"),
     "prefetch_bytes": (0, 2**20),

@@ -1,12 +1,16 @@
 """The methods' own numbers: bytes of a trained weight, activations of selected tokens, bytes of a 4-bit weight."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from slivertune.core.layers import find_layers
+from slivertune.core.ledger import StateCount
+from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import cut_groups
 from slivertune.planning.alike_groups import alike
 from slivertune.planning.batches import make_batch
@@ -14,7 +18,7 @@ from slivertune.planning.fake import without_data
 from slivertune.planning.hift_run import HiFTRun
 from slivertune.planning.make import attached, build_model, give_sizes, make_plan
 from slivertune.planning.request import PlanRequest
-from tests.planning.real import LLAMA
+from tests.planning.real import LLAMA, real_batch, real_model
 
 SPARSE = PlanRequest(method="sft", precision="bf16", density=0.02, batch_size=2, seq_length=64)
 
@@ -180,16 +184,41 @@ def test_modules_that_are_not_there_get_no_adapters() -> None:
         make_plan(request, LLAMA)
 
 
-def test_what_waits_in_files_is_as_much_as_would_wait_on_the_host() -> None:
+def test_what_is_stored_in_files_is_as_much_as_would_be_in_host_memory() -> None:
     on_host = make_plan(PlanRequest(precision="mixed_hi", **SIZES), LLAMA)
     on_disk = make_plan(PlanRequest(precision="mixed_hi", state="disk", **SIZES), LLAMA)
-    largest = on_disk.disk_bytes - on_host.host_bytes  # room for one more
-    sizes = {group.state_bytes + group.master_bytes for group in on_disk.groups}
-    assert largest == pytest.approx(max(sizes), rel=0.01) and on_disk.host_bytes == 2 * largest
+    assert on_disk.disk_bytes == on_host.host_bytes >= 12 * on_host.num_parameters
+    largest = max(group.state_bytes + group.master_bytes for group in on_disk.groups)
+    assert on_disk.host_bytes == pytest.approx(2 * largest, rel=0.01)
     in_memory = make_plan(PlanRequest(precision="mixed_hi", state="disk", state_ram_bytes=2**40, **SIZES), LLAMA)
     assert (in_memory.disk_bytes, in_memory.host_bytes) == (0, on_host.host_bytes)
-    assert on_host.host_bytes >= 12 * on_host.num_parameters
     assert on_disk.peak == on_host.peak
+
+
+@pytest.mark.parametrize("state_ram_bytes", [0, 3_000_000])
+def test_the_bytes_of_state_on_disk_are_those_of_a_real_run(state_ram_bytes: int, tmp_path: Path) -> None:
+    request = PlanRequest(precision="mixed_hi", state="disk", state_ram_bytes=state_ram_bytes, **SIZES)
+    plan, model = make_plan(request, LLAMA), real_model(request, LLAMA)
+    own = StateCount()
+    config = HiFTConfig(state="disk", state_dir=tmp_path, state_ram_bytes=state_ram_bytes)
+    optimizer = HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
+    for _ in range(optimizer.num_groups):
+        model(**real_batch(request, LLAMA)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = own.num_bytes()
+    assert (plan.host_bytes, plan.disk_bytes) == pytest.approx((found["host"], found["disk"]), rel=0.03)
+
+
+@pytest.mark.parametrize("state", ["host", "disk", "device"])
+def test_checkpoints_that_are_kept_count_on_disk_with_the_one_that_is_written(state: Any) -> None:
+    request = PlanRequest(precision="mixed_hi", state=state, **SIZES)
+    without, kept = make_plan(request, LLAMA), make_plan(replace(request, save_total_limit=2), LLAMA)
+    # Two bytes of a weight, four of its master, eight of its moments.
+    assert kept.disk_bytes - without.disk_bytes == pytest.approx(3 * 14 * without.num_parameters, rel=0.01)
+    assert kept.host_bytes == without.host_bytes
+    assert any("2 checkpoints on disk" in note for note in kept.notes)
+    assert any("--save_total_limit" in note for note in without.notes) == (state == "disk")
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_what_waits_has_a_verdict_where_there_is_a_limit() -> None:
     limits = Limits(device_bytes=24 * GIB, disk_bytes=100 * GIB, assumed=frozenset({"disk_bytes"}))
     text = text_of(Answer(model=tiny_model(), requirement=on_disk, limits=limits))
     verdict = "fits 100.0 GiB that this machine has free, 25.00 GiB to spare"
-    assert row_of(text, "waits on disk")[2] == verdict
+    assert row_of(text, "on disk")[2] == verdict
     assert "warning" not in text
 
 

@@ -57,7 +57,7 @@ OUTSIDE_OF_UPDATES = {
     *("eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only", "eval_on_start"),
     *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
     *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "load_best_model_at_end", "metric_for_best_model"),
-    *("greater_is_better", "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
+    *("greater_is_better", "save_only_model", "save_strategy", "save_steps", "save_on_each_node"),
     *("enable_jit_checkpoint", "torch_empty_cache_steps", "early_stopping_patience", "report"),
 }
 SAID_OTHERWISE = {

@@ -1,7 +1,7 @@
 """Side streams of a device, on which copies run beside its computation.
 
 All copies of waiting tensors go through one object of this kind, so that a test or a simulator that stands in for it
-(`streams_made_by`) sees their order. What files hold goes through `hift/disk.py`, which is made likewise.
+(`streams_made_by`) sees their order.
 """
 
 from collections.abc import Iterator
@@ -37,9 +37,7 @@ class CopyStreams:
         if self.device.type != "cuda":
             yield
             return
-        if direction not in self._streams:
-            self._streams[direction] = torch.cuda.Stream(self.device)
-        stream = self._streams[direction]
+        stream = self._stream(direction)
         for event in after:
             if event is not None:
                 stream.wait_event(event)
@@ -50,7 +48,7 @@ class CopyStreams:
         """The moment at which what is queued now on a side stream (None: the computing stream) is done."""
         if self.device.type != "cuda":
             return None
-        stream = torch.cuda.current_stream(self.device) if direction is None else self._streams[direction]
+        stream = torch.cuda.current_stream(self.device) if direction is None else self._stream(direction)
         return stream.record_event()
 
     def compute_after(self, event: Event) -> None:
@@ -81,6 +79,11 @@ class CopyStreams:
         if self.device.type != "cuda" or num_bytes == 0:
             return torch.empty(num_bytes, dtype=torch.uint8)
         return pinned_memory(self.device, num_bytes, is_inherited=is_inherited)
+
+    def _stream(self, direction: Direction) -> torch.cuda.Stream:
+        if direction not in self._streams:
+            self._streams[direction] = torch.cuda.Stream(self.device)
+        return self._streams[direction]
 
 
 copy_streams = Maker(CopyStreams)

@@ -39,7 +39,6 @@ def write_manifest(
     entries: Mapping[str, Any] | None = None,
     *,
     files: Iterable[Path] | None = None,
-    unread: Iterable[Path] = (),
 ) -> None:
     """Say that a folder is whole. Costs one read of its files; they are on the disk before the manifest is there.
 
@@ -47,8 +46,6 @@ def write_manifest(
         folder: Nothing may be writing to it any more.
         entries: What else the manifest is to say; plain JSON.
         files: What belongs to it, by path; by default all files in it.
-        unread: Of these, what is told by size alone: links to files so large that to read them would cost what the
-            links spare.
 
     Raises:
         OSError: If a file can't be read, or the manifest not written; there is none then.
@@ -62,11 +59,9 @@ def write_manifest(
     for parent in {parent for path in paths for parent in path.parents if folder == parent or folder in parent.parents}:
         sync(parent)
     stamps: dict[str, dict[str, Any]] = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size} for path in paths
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, _HASH: digest}
+        for path, digest in zip(paths, _digests(paths), strict=True)
     }
-    read = [path for path in paths if path not in set(unread)]
-    for path, digest in zip(read, _digests(read), strict=True):
-        stamps[path.relative_to(folder).as_posix()][_HASH] = digest
     said = {"format": FORMAT, **(entries or {}), "files": stamps}
     write_json(folder / MANIFEST_NAME, {**said, _OWN_HASH: _digest_entries(said)})
 

@@ -151,7 +151,7 @@ class CheckpointedSliver(Sliver):
 
     @property
     def has_own_files(self) -> bool:
-        """Whether state lies in files that a checkpoint can link to, so that it is saved in a folder of its own."""
+        """Whether state is too large for one file of a checkpoint, so that it is saved in a folder of its own."""
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -39,10 +39,11 @@ class HiFTConfig:
     """Where a group's optimizer state and masters wait for their turn. `discard` throws them away when the group's
     turn ends, so nothing waits (BAdam's way)."""
     state_dir: str | Path | None = None
-    """Folder of the files of `state="disk"`, on a fast local disk; may differ between ranks."""
+    """Folder of the files of `state="disk"`, on a fast local disk; may differ between ranks, and several runs may share
+    it."""
     state_ram_bytes: int = 0
-    """With `state="disk"`: bytes of host memory for groups that never leave it, as many as fit. Beside them the two
-    largest of the other groups fit into host memory at any time."""
+    """With `state="disk"`: bytes of host memory for groups that never leave it, as many as fit. The other groups need
+    two buffers of their largest beside them."""
     master: MasterKind = "fp32"
     """What 16-bit weights are trained on: an fp32 copy (the paper's Mixed^Hi), or the 16-bit weights themselves
     (`none`). fp32 weights need none."""

@@ -1,179 +1,229 @@
-"""The disk of a store of files: a folder with room that is taken ahead, and two threads, a reader and a writer.
+"""The host memory through which groups of `state="disk"` pass, and the thread that reads and writes their files.
 
-All that is read and written goes through one object of this kind, so that a simulator that stands in for it
-(`disks_made_by`) sees its order.
+    computing:  turn of 0          | turn of 1          | turn of 2
+    buffer A:   0                  | write 0, read 2    | 2
+    buffer B:   write 3, read 1    | 1                  | write 1, read 3
+
+The caller decides which group a buffer gets; the thread makes one exchange after the other.
 """
 
-import os
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
 
 import torch
+from typing_extensions import override
 
-from slivertune.core.atomic import partial_version
-from slivertune.core.copy_streams import Event
-from slivertune.core.direct_files import read_file, write_file
-from slivertune.core.maker import Maker
-from slivertune.core.write_errors import explain_write_errors
-from slivertune.hift.disk_reserve import DiskReserve
-from slivertune.hift.group_image import GroupImage, Name, mapped_tensors
+from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.host_tensors import aligned, claimed_host_memory, tensor_at
+from slivertune.core.ledger import claim
+from slivertune.hift.config import HiFTConfig
+from slivertune.hift.group_file import GroupFile, make_files
+from slivertune.hift.offload_buffer import Name, OffloadBuffer, host_buffer
 
-Choose = Callable[[], tuple[Any, ...] | None]
-"""Says, with the lock held, what a thread does next; None for nothing."""
-Move = Callable[..., None]
-"""Does it."""
+NUM_BUFFERS = 2
+"""Groups in host memory: the one whose turn it is; and the last one until it is written, then the next."""
 
 
-class _ClosedError(Exception):
-    """Ends a transfer."""
+@dataclass(slots=True, eq=False)
+class _HostBuffer:
+    """Host memory for the largest group."""
+
+    memory: torch.Tensor
+    streams: CopyStreams
+    file: GroupFile | None = None
+    """The file whose group it has, or gets by `exchange`."""
+    content: GroupFile | None = None
+    """The file whose group lies in it; the thread's to change until `exchange` has ended."""
+    exchange: Future[None] | None = None
+    """Under way, or ended and not looked at yet."""
 
 
 class Disk:
-    """A hidden folder that is removed with its process; of killed ones, by the next disk of the same target.
+    """The files of one optimizer's groups, and the two buffers through which they pass.
 
     Args:
-        target: Whose hidden folder it is.
-        needs_bytes: What all files, and one more of the largest, will take.
-
-    Raises:
-        OSError: If there is no room, or the folder can't be made; names it.
+        config: HiFT's settings.
     """
 
-    def __init__(self, target: Path, needs_bytes: int) -> None:
-        self._target = target
-        self.changed = threading.Condition()
-        """The lock of all that the threads share, and what wakes them."""
-        self._threads: list[threading.Thread] = []
-        self._is_closed = False
-        self._process = os.getpid()
-        with ExitStack() as opened, explain_write_errors(target, needs_bytes):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._folder = opened.enter_context(partial_version(target)).folder
-            self._reserve = DiskReserve(self._folder, needs_bytes)
-            opened.callback(self._reserve.close)
-            self._opened = opened.pop_all()
+    def __init__(self, config: HiFTConfig) -> None:
+        self._config = config
+        self.files: dict[int, GroupFile] | None = None
+        """By group; None before `open`."""
+        self._buffers: list[_HostBuffer] = []
+        """The one used last is the last."""
+        self._next: list[GroupFile] = []
+        """Whose turns come next; the first stays in its buffer until its turn is over."""
+        self._thread = ThreadPoolExecutor(1, "slivertune-disk")
+        weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
 
-    def path(self, name: str) -> Path:
-        """Where a file lies."""
-        return self._folder / name
+    def open(self, sizes: Sequence[int]) -> None:
+        """Make the files of groups of so many bytes, once; raises as `make_files`."""
+        on_disk = groups_on_disk(sizes, self._config.state_ram_bytes)
+        self.files = make_files(Path(self._config.state_dir or "."), {index: sizes[index] for index in on_disk})
 
-    def start(self, reader: tuple[Choose, Move], writer: tuple[Choose, Move]) -> None:
-        """Start the threads.
+    def new_buffer(self, group: int, streams: CopyStreams) -> OffloadBuffer:
+        """Make the owner of a group's new state, and forget its old one; raises as `load`."""
+        assert self.files is not None, "no group has state before the files are made"
+        if (file := self.files.get(group)) is None:
+            return host_buffer(streams)
+        if file.used_bytes:  # which the thread may be writing
+            self._thread.submit(file.clear).result()
+        return FileBuffer(self, file, streams)
 
-        Args:
-            reader: What it does, one after the other.
-            writer: Likewise.
+    def begin_turn(self, coming: Sequence[int]) -> None:
+        """Write the groups that are not needed soon, and read those that are, given all in the order of their turns."""
+        files = self.files or {}
+        self._next = [files[group] for group in coming if group in files][:NUM_BUFFERS]
+        missing = [file for file in self._next if all(buffer.file is not file for buffer in self._buffers)]
+        for buffer in sorted(self._buffers, key=lambda each: each.file is not None):
+            if buffer.file not in self._next:
+                self._begin_exchange(buffer, missing.pop(0) if missing else None)
+
+    def check(self) -> None:
+        """Try again what has failed; raises OSError if it fails again, and at each call until it does not."""
+        for buffer in self._buffers:
+            if buffer.exchange is not None and buffer.exchange.done() and buffer.exchange.exception() is not None:
+                self._begin_exchange(buffer, buffer.file).result()
+
+    def is_loaded(self, file: GroupFile) -> bool:
+        """Return whether a group is in host memory; if not, see that it comes."""
+        exchange = self._buffer_of(file).exchange
+        return exchange is None or (exchange.done() and exchange.exception() is None)
+
+    def load(self, file: GroupFile, streams: CopyStreams) -> torch.Tensor:
+        """Wait until a group is in host memory, and return it: uint8, the group's until others are loaded.
+
+        Raises:
+            OSError: If it can't be read, or the group that is in its way can't be written.
         """
-        self._threads = [
-            threading.Thread(target=self._work, args=each, name=f"slivertune-{name}", daemon=True)
-            for name, each in (("reader", reader), ("writer", writer))
+        if not self._buffers or self._buffers[0].streams.device.type != streams.device.type:
+            self._make_buffers(streams)
+        while (buffer := self._buffer_of(file)).exchange is not None:
+            self._end_exchange(buffer)
+        buffer.streams = streams
+        return buffer.memory
+
+    def write(self, file: GroupFile) -> None:
+        """Wait until the file of a group in host memory has its state; raises OSError if it can't have it."""
+        buffer = self._buffer_of(file)
+        self._begin_exchange(buffer, file)
+        self._end_exchange(buffer)
+
+    def _make_buffers(self, streams: CopyStreams) -> None:
+        for buffer in self._buffers:  # pinned for the device from which the model has moved
+            self._begin_exchange(buffer, None)
+            self._end_exchange(buffer)
+        sizes = [file.num_bytes for file in (self.files or {}).values()]
+        self._buffers = [
+            _HostBuffer(claimed_host_memory(streams, max(sizes), "state"), streams) for _ in sizes[:NUM_BUFFERS]
         ]
-        for thread in self._threads:
-            thread.start()
 
-    def read(self, path: Path, start: int, memory: torch.Tensor) -> Event:
-        """Fill memory of the host from a file; by the reader.
+    def _buffer_of(self, file: GroupFile) -> _HostBuffer:
+        """Return a group's buffer; if it has none, it gets the one whose group is needed last."""
+        buffer = next((each for each in self._buffers if each.file is file), None)
+        if buffer is None:
+            buffer = max(self._buffers, key=lambda each: (*self._next, each.file).index(each.file))
+        if buffer.file is not file or (buffer.exchange is None and buffer.content is not file):
+            self._begin_exchange(buffer, file)
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+        return buffer
 
-        Args:
-            path: The file.
-            start: Where in it to begin; whole pages.
-            memory: uint8, whole pages.
+    def _begin_exchange(self, buffer: _HostBuffer, file: GroupFile | None) -> Future[None]:
+        copied = [buffer.streams.record(direction) for direction in ("inbound", "outbound")]
+        buffer.file = file
+        buffer.exchange = self._thread.submit(_exchange, buffer, copied, file)
+        return buffer.exchange
 
-        Returns:
-            When it is there; None where it is.
-
-        Raises:
-            OSError: If the file can't be read, or ends too early; names it.
-        """
-        read_file(path, start, _view(memory), self._watch)
-
-    def write(self, path: Path, image: GroupImage, memory: torch.Tensor, older: GroupImage | None) -> Event:
-        """Write a file anew under another name, and rename it; by the writer.
-
-        Args:
-            path: The file.
-            image: What it holds.
-            memory: Its data; uint8, whole pages.
-            older: What the file that it replaces holds; None where there is none.
-
-        Returns:
-            When it is there; None where it is.
-
-        Raises:
-            OSError: If it can't be written.
-        """
-        partial = path.with_suffix(".partial")
+    def _end_exchange(self, buffer: _HostBuffer) -> None:
+        assert buffer.exchange is not None
         try:
-            with explain_write_errors(self._target, image.file_bytes):
-                self._reserve.lend(image.file_bytes)
-                write_file(partial, [image.header, _view(memory)], self._watch)
-                partial.rename(path)
-        except Exception:
-            self._reserve.take_back(image.file_bytes)
-            raise
-        if older is not None:
-            self._reserve.take_back(older.file_bytes)
-
-    def mapped(self, path: Path, models: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
-        """Tensors of a file, as `mapped_tensors` has them."""
-        return mapped_tensors(path, models)
-
-    def remove(self, path: Path, image: GroupImage) -> None:
-        """Remove a file.
-
-        Args:
-            path: The file.
-            image: What it holds.
-        """
-        path.unlink(missing_ok=True)
-        self._reserve.take_back(image.file_bytes)
-
-    def wait_on_host(self, event: Event) -> None:
-        """Wait for a moment that `read` or `write` has returned; here all of them are over."""
-
-    def has_happened(self, event: Event) -> bool:
-        """Whether such a moment is over, as far as the host knows now."""
-        return True
-
-    def close(self) -> None:
-        """End the threads, and remove all files."""
-        if os.getpid() != self._process:
-            return  # a fork's memory is not the run
-        if threading.current_thread() in self._threads:
-            # The optimizer was collected there, wherever that thread was.
-            threading.Thread(target=self.close, daemon=True).start()
-            return
-        with self.changed:
-            self._is_closed = True
-            self.changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._opened.close()
-
-    def _work(self, choose: Choose, move: Move) -> None:
-        while True:
-            with self.changed:
-                while (chosen := choose()) is None and not self._is_closed:
-                    self.changed.wait()
-                if self._is_closed:
-                    return
-            assert chosen is not None
-            move(*chosen)
-
-    def _watch(self) -> None:
-        if self._is_closed:
-            raise _ClosedError
+            buffer.exchange.result()
+        finally:
+            if buffer.exchange.done():  # else a Ctrl-C has ended the wait
+                buffer.file, buffer.exchange = buffer.content, None
 
 
-disk_of = Maker(Disk)
-"""Makes the disk of a store."""
+def _exchange(buffer: _HostBuffer, copied: Sequence[Event], file: GroupFile | None) -> None:
+    """Write the group that lies in a buffer, once its copies have ended, and read another one into it."""
+    for event in copied:
+        buffer.streams.wait_on_host(event)
+    if buffer.content is not None:
+        buffer.content.write(buffer.memory)
+    if buffer.content is not file:
+        buffer.content = None
+        if file is not None:
+            file.read(buffer.memory)
+        buffer.content = file
 
-disks_made_by = disk_of.replaced_by
-"""Lets something else stand in for the disks that are made meanwhile; takes what makes it, as `Disk` is made."""
+
+class FileBuffer(OffloadBuffer):
+    """Owns one group's tensors, which lie in a buffer of the disk at its turn, and in a file between its turns.
+
+    What outgrows the file stays in host memory.
+    """
+
+    def __init__(self, disk: Disk, file: GroupFile, streams: CopyStreams) -> None:
+        super().__init__("host", streams.host_memory)
+        self._disk, self._file, self._streams = disk, file, streams
+        self._memory = disk.load(file, streams)
+
+    @override
+    def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
+        """Do nothing: the memory and the file are there."""
+
+    @override
+    def empty_like(self, model: torch.Tensor) -> torch.Tensor:
+        start, num_bytes = self._file.used_bytes, aligned(model.nbytes)
+        if start + num_bytes > self._file.num_bytes:
+            super().reserve({model.dtype: max(1, num_bytes)})
+            return super().empty_like(model)
+        self._file.used_bytes += num_bytes
+        return tensor_at(self._memory, start, model)
+
+    @property
+    @override
+    def is_loaded(self) -> bool:
+        return self._disk.is_loaded(self._file)
+
+    @override
+    def load(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        before, self._memory = self._memory, self._disk.load(self._file, self._streams)
+        if self._memory is before:
+            return None
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            start = _place(tensor, before)
+            return tensor if start is None else tensor_at(self._memory, start, tensor)
+
+        return moved
+
+    @override
+    def lasting(self, tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
+        self._disk.write(self._file)
+        mapping, views = self._file.map(), dict(tensors)
+        for name, tensor in tensors.items():
+            if (start := _place(tensor, self._memory)) is not None:
+                # A storage of its own: torch.save refuses several dtypes in one.
+                flat = torch.frombuffer(mapping, dtype=torch.uint8, count=tensor.nbytes, offset=start)
+                claim(flat, "state", "disk")
+                views[name] = tensor_at(flat, 0, tensor)
+        return views
 
 
-def _view(memory: torch.Tensor) -> memoryview:
-    return memoryview(cast(Any, memory.numpy()))
+def _place(tensor: torch.Tensor, memory: torch.Tensor) -> int | None:
+    """Return the first byte of a tensor in some memory; None if it has none there."""
+    start = tensor.data_ptr() - memory.data_ptr()
+    return start if tensor.nbytes and 0 <= start < memory.numel() else None
+
+
+def groups_on_disk(sizes: Sequence[int], ram_bytes: int) -> list[int]:
+    """Choose the groups that are stored in files; the others, the smallest, stay in host memory, as many as fit."""
+    # For good: every group is needed once a cycle, so that one kept for having been used last is evicted just before.
+    smallest_first = sorted(range(len(sizes)), key=lambda index: sizes[index])
+    totals = accumulate(sizes[index] for index in smallest_first)
+    return sorted(index for index, total in zip(smallest_first, totals, strict=True) if total > ram_bytes)

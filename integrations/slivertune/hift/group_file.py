@@ -1,64 +1,121 @@
-"""What a store of files knows of each group: its file, and the host memory that holds its state now."""
+"""The file in which one group's masters and optimizer state are stored between its turns (`state="disk"`)."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+import xxhash
 
-from slivertune.core.copy_streams import CopyStreams, Event
-from slivertune.core.direct_files import PAGE_BYTES, in_pages
-from slivertune.core.host_tensors import claimed_host_memory
 from slivertune.core.ledger import FileBytes
-from slivertune.hift.group_image import GroupImage
+from slivertune.core.write_errors import explain_write_errors
+
+_PART_BYTES = 16 * 2**20
+"""Of one read or write."""
+_CANT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV, errno.ENOSYS)
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
-class HostBuffer:
-    """Host memory for one group, in whole pages."""
-
-    def __init__(self, streams: CopyStreams, num_bytes: int) -> None:
-        self.streams = streams
-        whole = claimed_host_memory(streams, in_pages(num_bytes) + PAGE_BYTES, "state")
-        start = -whole.data_ptr() % PAGE_BYTES
-        self.memory: torch.Tensor = whole[start : start + in_pages(num_bytes)]
-        self.holder: GroupFile | None = None
-        self.read_until: Event = None
-        """When copies to the device, of what is here beside the steps, have ended."""
-        self.written_until: Event = None
-        """When what was here is in its file."""
-
-
-@dataclass(slots=True, eq=False)
 class GroupFile:
-    """One group's file. The fields are the store's."""
+    """A file without a name. Its space is reserved when it is made, and freed when the process ends, even by a kill."""
 
-    path: Path
-    size: FileBytes = field(default_factory=FileBytes)
-    """Counts it in the ledger."""
-    buffer: HostBuffer | None = None
-    """Has what the file has, or something newer."""
-    written: GroupImage | None = None
-    """What the file holds; None of one that is not there."""
-    unwritten: GroupImage | None = None
-    """What the buffer holds, if the file has to be written."""
-    must_be_written: bool = False
-    """Now, and not only when its turn is over."""
-    is_in_use: bool = False
-    """Its group is being stepped in the buffer."""
-    is_moving: bool = False
-    """A thread reads or writes it."""
-    failure: Exception | None = None
-    """Of the last read or write."""
-    arrived: Event = None
-    """When what was read is in the buffer."""
-    left: Event = None
-    """When the file has what was written."""
-    stored: Sequence[Event] = ()
-    """Moments at which what is unwritten has arrived in the buffer."""
+    def __init__(self, folder: Path, group: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.used_bytes = 0
+        """Bytes from its beginning that belong to the state."""
+        self._title = f"the state of group {group} in {folder}"
+        self._checksum: int | None = None
+        # Where files can't be made without a name, it has one for a moment, which `core.write_errors` knows.
+        file = tempfile.TemporaryFile(dir=folder, prefix=".state.", suffix=".partial", buffering=0)  # noqa: SIM115
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        os.posix_fallocate(self._descriptor, 0, num_bytes)
+        self._size = FileBytes()
+        self._size.num_bytes = num_bytes
 
-    @property
-    def is_spare(self) -> bool:
-        """Whether the file has all that the buffer has, and nobody is at work on it."""
-        return not self.is_in_use and not self.is_moving and self.unwritten is None and self.written is not None
+    def clear(self) -> None:
+        """Forget what was written."""
+        self.used_bytes, self._checksum = 0, None
+
+    def write(self, memory: torch.Tensor) -> None:
+        """Write the state that some memory begins with, unless the file has it, and wait until it is on the disk."""
+        state = _view(memory[: self.used_bytes])
+        if self._checksum is not None and self._checksum == xxhash.xxh3_64_intdigest(state):
+            return
+        self._checksum = None
+        try:
+            checksum = self._transfer(os.pwritev, state)
+            os.fdatasync(self._descriptor)  # else a write that fails later is reported to nobody
+        except OSError as error:
+            text = f"{self._title} could not be written: {error.strerror}. Nothing is lost: the newer state is in host "
+            raise OSError(error.errno, text + "memory. Free space there, and call step() again") from error
+        self._checksum = checksum
+
+    def read(self, memory: torch.Tensor) -> None:
+        """Read the state, if there is one, to the beginning of some memory, and compare its checksum."""
+        if self._checksum is None:
+            return
+        try:
+            if self._transfer(os.preadv, _view(memory[: self.used_bytes])) != self._checksum:
+                raise OSError(errno.EIO, "the disk has returned other bytes than were written")
+        except OSError as error:
+            text = f"{self._title} could not be read: {error.strerror}. Continue from the last checkpoint"
+            raise OSError(error.errno, text) from error
+
+    def map(self) -> mmap.mmap:
+        """Map the file: later writes to the file show in the mapping, writes to the mapping stay in memory."""
+        return mmap.mmap(self._descriptor, self.num_bytes, access=mmap.ACCESS_COPY)
+
+    def _transfer(self, move: Callable[[int, list[Any], int], int], state: memoryview) -> int:
+        """Read or write all of the state; return its checksum."""
+        done, checksum = 0, xxhash.xxh3_64()
+        while done < len(state):
+            count = move(self._descriptor, [state[done : done + _PART_BYTES]], done)
+            if count == 0:
+                raise OSError(errno.EIO, f"the file ends after {done:,} of {len(state):,} bytes")
+            checksum.update(state[done : done + count])
+            done += count
+        return checksum.intdigest()
+
+
+def make_files(folder: Path, sizes: Mapping[int, int]) -> dict[int, GroupFile]:
+    """Make the files of all groups, given their bytes by group.
+
+    Raises:
+        OSError: If the folder can't be written to, has no space, can't reserve it or lies in memory, naming the folder
+            and the bytes; there are no files then.
+    """
+    num_bytes, reason = sum(sizes.values()), "it lies in memory (tmpfs)"
+    with explain_write_errors(folder / "state", num_bytes):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if not sizes or _file_system_of(folder) not in ("tmpfs", "ramfs"):
+                return {group: GroupFile(folder, group, size) for group, size in sizes.items()}
+        except OSError as error:
+            if error.errno not in _CANT_RESERVE:
+                raise
+            reason = f"its file system can't reserve space ({error.strerror})"
+        raise OSError(
+            errno.EOPNOTSUPP,
+            f'state_dir={str(folder)!r} can\'t store {num_bytes:,} bytes of state="disk": {reason}; name a folder on a '
+            'local disk, or use state="host"',
+        )
+
+
+def _file_system_of(folder: Path) -> str | None:
+    """Return the type of the file system that a folder lies on; None where Linux does not tell."""
+    number = folder.stat().st_dev
+    for line in _MOUNTS.read_text(encoding="utf-8").splitlines() if _MOUNTS.exists() else ():
+        mount, _, file_system = line.partition(" - ")
+        if mount.split()[2] == f"{os.major(number)}:{os.minor(number)}":
+            return file_system.split()[0]
+    return None
+
+
+def _view(memory: torch.Tensor) -> memoryview:
+    return memoryview(cast(Any, memory.numpy()))

@@ -5,21 +5,20 @@ from collections.abc import Sequence
 
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.torch_internals import is_without_data
-from slivertune.hift.disk_group import DiskGroup
-from slivertune.hift.disk_state import groups_on_disk
-from slivertune.hift.file_store import NUM_BUFFERS
+from slivertune.hift.disk import NUM_BUFFERS, Disk, groups_on_disk
 from slivertune.hift.host_gradients import bytes_of
 from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import ResidentGroup
 
 
-def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter) -> None:
+def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter, disk: Disk | None) -> None:
     """Refuse a host without room for the groups' masters and state to come, and for the largest group's gradients.
 
     Args:
         groups: All groups' owners of state; what was loaded lies on the host already, and needs no more of it.
         meter: Knows what their steps need, and HiFT's settings.
+        disk: The groups' files, if they are stored there.
 
     Raises:
         MemoryError: Before anything is allocated, with the bytes needed and those that are free.
@@ -31,7 +30,7 @@ def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter) -> None:
     if meter.config.state == "host":
         coming = [group.weights for group in groups if not group.is_offloaded]
         needed["masters and state"] = sum(sum(waiting_bytes(weights, meter).values()) for weights in coming)
-    if meter.config.state == "disk":
+    if disk is not None and disk.files is None:
         needed['two groups of state="disk" and those of state_ram_bytes'] = _beside_disk(groups, meter)
     if meter.config.gradients == "host":
         needed["gradients"] = max(bytes_of(group.weights) for group in groups)
@@ -45,8 +44,6 @@ def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter) -> None:
 
 
 def _beside_disk(groups: Sequence[ResidentGroup], meter: StepMeter) -> int:
-    if not any(isinstance(group, DiskGroup) and not group.files.is_open for group in groups):
-        return 0  # memory-mapped; or there already
     sizes = [sum(waiting_bytes(group.weights, meter).values()) for group in groups]
     on_disk = [sizes[index] for index in groups_on_disk(sizes, meter.config.state_ram_bytes)]
     return sum(sizes) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * max(on_disk, default=0)

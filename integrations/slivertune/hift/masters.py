@@ -21,18 +21,3 @@ def refresh_master(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     bits = torch.int32 if weight.dtype == torch.float32 else torch.int16
     written = master.to(weight.dtype).view(bits) != weight.view(bits)
     return torch.where(written, weight, master, out=master)
-
-
-def hash_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that tells whether anything was written to a tensor, without dimensions, on its device.
-
-    What only changes elements' places may go unseen.
-
-    Args:
-        tensor: Of 2 bytes an element.
-    """
-    flat = tensor.detach().reshape(-1)
-    wide = (
-        flat.view(torch.int64) if flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 else flat.view(torch.int16)
-    )
-    return torch.hash_tensor(wide).view(torch.int64)

@@ -1,4 +1,4 @@
-"""Where a group's masters and optimizer state wait for their turn: pinned host memory, or files.
+"""Where a group's masters and optimizer state wait for their turn: pinned host memory; files through `disk.FileBuffer`.
 
 What waits is flat: a value with tensors inside is a `Structure` under its key, its tensors have keys of their own.
 """
@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.masters import refresh_master
-from slivertune.hift.nested_state import Structure, empty_objects, flatten_state, unflatten_state
+from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
 from slivertune.hift.piece import Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, WeightState
@@ -35,6 +35,8 @@ _OF_BLOCKS = ("absmax1", "absmax2")
 _TABLES = ("qmap1", "qmap2")
 
 
+Name = tuple[str, str]
+"""Of a stored tensor: its weight's, and its key."""
 Copy = tuple[str, torch.Tensor, torch.Tensor]
 """A key of a slice's state, its tensor on the device, and where that is to wait."""
 
@@ -83,6 +85,34 @@ class OffloadBuffer:
         start = self._used_bytes[dtype]
         self._used_bytes[dtype] += aligned(model.nbytes)
         return tensor_at(self._buffers[dtype], start, model)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the tensors lie in host memory now, so that `load` does not wait."""
+        return True
+
+    def load(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Wait until the tensors lie in host memory.
+
+        Returns:
+            Given a tensor where it was before, returns it where it is now; None if all are where they were.
+
+        Raises:
+            OSError: If they can't be read.
+        """
+        return None
+
+    def lasting(self, tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
+        """Return tensors that can be read after other groups' were loaded, given those in host memory.
+
+        Raises:
+            OSError: If they can't be written.
+        """
+        return dict(tensors)
+
+
+NewBuffer = Callable[[CopyStreams], OffloadBuffer]
+"""Makes the owner of a group's tensors, given the streams that copy to and from them."""
 
 
 def host_buffer(streams: CopyStreams) -> OffloadBuffer:
@@ -156,6 +186,7 @@ class OffloadedState:
 
     def tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
         """A slice's parts of the waiting tensors, by key."""
+        self.load()
         name = one.weight.name
         keys = self._received.get((name, one.start), self._received.get((name, _WHOLE), frozenset()))
         return {key: self._part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
@@ -186,6 +217,7 @@ class OffloadedState:
         Returns:
             The copies to make.
         """
+        self.load()
         state = flatten_state(state)
         known = self._tensors.get(one.weight.name, {})
         tensors = self._keep_scalars(one.weight, one.start, state)
@@ -196,7 +228,7 @@ class OffloadedState:
         empty_objects(state)
         return copies
 
-    def waiting_tensors(self) -> dict[tuple[str, str], torch.Tensor]:
+    def waiting_tensors(self) -> dict[Name, torch.Tensor]:
         """All tensors that wait, by weight and key; not those of keys that no slice has left here any more."""
         kept = {(name, key) for (name, _), keys in self._received.items() for key in keys}
         return {
@@ -206,46 +238,43 @@ class OffloadedState:
             if (name, key) in kept
         }
 
-    def replace_tensors(self, tensors: Mapping[tuple[str, str], torch.Tensor]) -> None:
-        """Let others of the same form wait in place of `waiting_tensors`; nothing is copied."""
-        self._tensors, self._parts = {}, {}
-        for (name, key), tensor in tensors.items():
-            self._tensors.setdefault(name, {})[key] = tensor
+    def load(self) -> None:
+        """Wait until all tensors lie in host memory; each use of them does so."""
+        moved = self.buffer.load()
+        if moved is not None:
+            self._parts = {}
+            for tensors in self._tensors.values():
+                tensors.update({key: moved(tensor) for key, tensor in tensors.items()})
 
-    @property
-    def is_nested(self) -> bool:
-        """Whether some value holds tensors inside, which wait under keys of their own."""
-        return any(isinstance(value, Structure) for values in self._scalars.values() for value in values.values())
-
-    def export(
-        self,
-        weights: Sequence[Weight],
-        tensors_by_name: Mapping[tuple[str, str], torch.Tensor] | None = None,
-        written: Container[str] | None = None,
-    ) -> dict[str, WeightState]:
+    def export(self, weights: Sequence[Weight], *, lasts: bool = True) -> dict[str, WeightState]:
         """The state of a group's weights: masters follow what others have written.
 
         Args:
             weights: What the group trains.
-            tensors_by_name: What to take in place of `waiting_tensors`, which are the living ones.
-            written: Names of the weights that others have written to; None where that shows by looking alone.
+            lasts: Whether the tensors are read after other groups' were loaded.
         """
+        self.load()
         exported: dict[str, WeightState] = {}
-        waiting = self.waiting_tensors() if tensors_by_name is None else tensors_by_name
+        waiting = self.waiting_tensors()
+        for weight in weights:
+            if (weight.name, MASTER) in waiting and not weight.is_waiting:
+                master = waiting[weight.name, MASTER]
+                refresh_master(master, weight.parameter.detach().to(master.device))
+        if lasts:
+            waiting = self.buffer.lasting(waiting)
         for weight in weights:
             tensors: WeightState = {key: value for (name, key), value in waiting.items() if name == weight.name}
             starts = sorted(start for name, start in self._scalars if name == weight.name)
             # What was restored for the whole weight is out of date once its slices were stepped.
             slices = [start for start in starts if start != _WHOLE] or starts
             scalars = dict(self._scalars[weight.name, slices[0]]) if slices else {}
-            if MASTER in tensors and not weight.is_waiting and (written is None or weight.name in written):
-                refresh_master(tensors[MASTER], weight.parameter.detach().to(tensors[MASTER].device))
             if tensors or scalars:
                 exported[weight.name] = unflatten_state({**tensors, **scalars}, copy_objects=True)
         return exported
 
     def restore(self, weights: Sequence[Weight], state: Mapping[str, WeightState]) -> None:
         """Take copies of what `export` returned."""
+        self.load()
         arriving: dict[str, WeightState] = {}
         num_bytes: Counter[torch.dtype] = Counter()
         for weight in weights:
@@ -271,6 +300,7 @@ class OffloadedState:
             key: Of its state.
             value: On the host; copied.
         """
+        self.load()
         place = (weight.name, _WHOLE)
         self._received[place] = self._received.get(place, frozenset()) | {key}
         self._whole(weight, key, value).copy_(value)
@@ -281,6 +311,7 @@ class OffloadedState:
 
     def whole(self, weight: Weight, key: str) -> torch.Tensor:
         """A weight's waiting tensor, the living one."""
+        self.load()
         return self._tensors[weight.name][key]
 
     def _keep_scalars(self, weight: Weight, start: int, state: WeightState) -> dict[str, torch.Tensor]:

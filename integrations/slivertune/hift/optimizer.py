@@ -8,11 +8,10 @@ a `StreamedGroup` steps each group, `ModelHooks` sees to the model, `checkpoint`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.disk_group import DiskGroup
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
@@ -37,7 +35,7 @@ from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residencies import residencies_of
-from slivertune.hift.residency import export_state, restore_state
+from slivertune.hift.residency import WeightState, adapted_hyperparameters, restore_state
 from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
 from slivertune.hift.streamed import StreamedGroup
@@ -188,8 +186,6 @@ class HiFT(CheckpointedSliver):
             self._meter,
             self._prefetcher.slots_of,
         )
-        if self._disk is not None:
-            weakref.finalize(self, self._disk.opened.close)
         self._waiting: WaitingLayers | None = None
         if self.config.waiting is not None:
             self._check_host_memory()
@@ -421,8 +417,8 @@ class HiFT(CheckpointedSliver):
             What the closure returned, or None.
 
         Raises:
-            OSError: If `state="disk"` finds no room for what is to wait, or a group's file can't be read. Nothing was
-                updated then and nothing is lost; where the room can be made, call it again.
+            OSError: If `state="disk"` finds no space, a file can't be written or read, or holds other bytes than were
+                written. Nothing was updated then; after a failed write nothing is lost, and the next call tries again.
             RuntimeError: If there are several ranks and HiFT was not prepared for them, an engine steps in its place,
                 or only the placeholder of its state was loaded (see `use_sidecar`).
             RuntimeError: With stepped gradients, if there is a closure, or the update is only half done.
@@ -479,7 +475,11 @@ class HiFT(CheckpointedSliver):
         rotation.warn_of_unreached(self.groups)
 
     def _largest_state_bytes(self) -> int:
-        return max(sum(waiting_bytes(each.weights, self._meter).values()) for each in self._residencies)
+        return max(self._state_sizes())
+
+    def _state_sizes(self) -> list[int]:
+        """Bytes of each group's masters and state."""
+        return [sum(waiting_bytes(each.weights, self._meter).values()) for each in self._residencies]
 
     def _step_from_gradients(self) -> bool:
         weights = self._residencies[self.active_group].weights
@@ -529,10 +529,15 @@ class HiFT(CheckpointedSliver):
 
     def _check_host_memory(self) -> None:
         if not self._has_host_memory:
-            check_host_room(self._residencies, self._meter)
-            if self._disk is not None:
-                self._disk.open()
+            check_host_room(self._residencies, self._meter, self._disk)
             self._has_host_memory = True
+        self._open_disk()
+
+    def _open_disk(self) -> None:
+        """With `state="disk"`, reserve its space, if that was not done before."""
+        if self._disk is not None and self._disk.files is None:
+            self._disk.open(self._state_sizes())
+            self._disk.begin_turn(self.rotation.coming_groups)
 
     @torch.no_grad()
     def _step_weight(self, weight: Weight) -> None:
@@ -658,29 +663,45 @@ class HiFT(CheckpointedSliver):
         Raises:
             RuntimeError: With stepped gradients, between a backward and its `step`.
         """
+        self._check_no_update_is_open()
+        state = {name: values for each in self._residencies for name, values in each.export().items()}
+        return {**self.state_header(state), "state": state}
+
+    def state_by_group(self) -> Iterator[dict[str, WeightState]]:
+        """Yield the state of each group as `whole_state` has it, bottom of the model first.
+
+        With `state="disk"` its tensors lie in host memory until the next group is asked for, so that each file is read
+        once and its checksum compared.
+
+        Raises:
+            RuntimeError: As `whole_state`.
+            OSError: With `state="disk"`, if a file can't be read or written.
+        """
+        self._check_no_update_is_open()
+        for residency in self._residencies:
+            yield residency.export(lasts=False)
+        if self._disk is not None:
+            self._disk.begin_turn(self.rotation.coming_groups)
+
+    def state_header(self, names: Iterable[str]) -> dict[str, Any]:
+        """What `whole_state` has beside the state of the weights.
+
+        Args:
+            names: Of the weights that have state.
+        """
+        header = self._header()
+        header["hift"]["weights"] = list(names)
+        return {**header, "own": adapted_hyperparameters(self._residencies)}
+
+    def _check_no_update_is_open(self) -> None:
         self._check_not_delegated()
         if self._in_backward is not None and self._in_backward.is_open:
             raise RuntimeError("an update is open: a backward has stepped weights; call step() before state_dict()")
-        state, own = export_state(self._residencies)
-        header = self._header()
-        header["hift"]["weights"] = list(state)
-        return {**header, "state": state, "own": own}
 
     @property
     def has_own_files(self) -> bool:
-        """Whether groups wait in files of their own."""
+        """Whether groups' state is stored in files, so that a checkpoint has it in a folder of its own."""
         return self._disk is not None
-
-    def saved_file(self, group: int) -> Path | None:
-        """With `state="disk"`: the file that holds what `whole_state` has just returned of a group; None of others.
-
-        A safetensors file that is never written to again; a link to it stays as it is.
-
-        Args:
-            group: Its index, bottom of the model first.
-        """
-        residency = self._residencies[group]
-        return residency.saved_file() if isinstance(residency, DiskGroup) else None
 
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `whole_state` returned; all tensors are copied to where `config.state` keeps them.
@@ -698,8 +719,8 @@ class HiFT(CheckpointedSliver):
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
         self.rotation.restore(state_dict["hift"])
+        self._open_disk()
         if self._disk is not None:
-            self._disk.open()
             self._disk.begin_turn(())
         restore_state(self._residencies, state_dict["state"], state_dict.get("own", {}))
         if self._waiting is not None:

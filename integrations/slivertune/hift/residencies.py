@@ -1,12 +1,14 @@
 """Which owner each group's state gets."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from slivertune.hift.device_slots import DeviceSlots
-from slivertune.hift.disk_group import DiskGroup
-from slivertune.hift.disk_state import DiskState
+from slivertune.hift.disk import Disk
+from slivertune.hift.offload_buffer import host_buffer, mapped_buffer
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import ResidentGroup
@@ -15,7 +17,7 @@ from slivertune.hift.streamed import StreamedGroup
 
 def residencies_of(
     groups: Sequence[Sequence[Weight]], meter: StepMeter, slots_of: Callable[[torch.device], DeviceSlots]
-) -> tuple[list[ResidentGroup], DiskState | None]:
+) -> tuple[Sequence[ResidentGroup], Disk | None]:
     """Make the owners of all groups' masters and state, by HiFT's settings.
 
     Where weights are sharded, files are memory-mapped, and each rank's copies wait for the disk.
@@ -26,13 +28,18 @@ def residencies_of(
         slots_of: Gives the slots of a device, which all groups on it share.
 
     Returns:
-        The owners by index; and what they have in common where their state waits in files of their own.
+        The owners by index; and what they have in common if their state is stored in files of their own.
     """
-    if meter.config.state == "device":
+    config = meter.config
+    if config.state == "device":
         return [ResidentGroup(weights, meter) for weights in groups], None
-    is_sharded = any(weight.trained is not weight.parameter for weights in groups for weight in weights)
-    if meter.config.state != "disk" or is_sharded:
-        return [StreamedGroup(weights, meter, slots_of) for weights in groups], None
-    disk = DiskState(meter.config, meter)
-    disk.groups = [DiskGroup(weights, meter, slots_of, disk) for weights in groups]
-    return list(disk.groups), disk
+    if config.state != "disk":
+        return [StreamedGroup(weights, meter, slots_of, host_buffer) for weights in groups], None
+    if any(weight.trained is not weight.parameter for weights in groups for weight in weights):
+        folder = Path(config.state_dir or ".")
+        return [StreamedGroup(each, meter, slots_of, lambda streams: mapped_buffer(folder)) for each in groups], None
+    disk = Disk(config)
+    owners = [
+        StreamedGroup(weights, meter, slots_of, partial(disk.new_buffer, group)) for group, weights in enumerate(groups)
+    ]
+    return owners, disk

@@ -97,8 +97,12 @@ class ResidentGroup:
     def end(self) -> None:
         """Let go of what is kept on the device from one `step` of an update to the next."""
 
-    def export(self) -> dict[str, WeightState]:
-        """The state of every weight that has some, by name. Tensors are the living ones where they can be."""
+    def export(self, *, lasts: bool = True) -> dict[str, WeightState]:
+        """The state of every weight that has some, by name. Tensors are the living ones where they can be.
+
+        Args:
+            lasts: Whether they are read after another group's were asked for; else `state="disk"` spares a read.
+        """
         exported = {name: dict(state) for name, state in self._restored.items()}
         for weight in self.weights:
             if MASTER in exported.get(weight.name, {}):
@@ -170,30 +174,30 @@ class ResidentGroup:
         return unflatten_state(state)
 
 
-def export_state(groups: Sequence[ResidentGroup]) -> tuple[dict[str, WeightState], dict[int, OwnHyperparameters]]:
-    """The state of every weight that has some, by name, and by group what instances adapted by themselves.
+def adapted_hyperparameters(groups: Sequence[ResidentGroup]) -> dict[int, OwnHyperparameters]:
+    """Return what the base optimizer's instances adapted by themselves, by index of the group.
 
     Args:
         groups: All groups' owners of state, by index.
     """
-    state = {name: values for each in groups for name, values in each.export().items()}
     adapted = {index: each.own_hyperparameters() for index, each in enumerate(groups)}
-    return state, {index: dict(own) for index, own in adapted.items() if own}
+    return {index: dict(own) for index, own in adapted.items() if own}
 
 
 @torch.no_grad()
 def restore_state(
     groups: Sequence[ResidentGroup], state: Mapping[str, WeightState], own: Mapping[int, OwnHyperparameters]
 ) -> None:
-    """Replace all state by a copy of what `export_state` returned, and set weights to their masters, rounded.
+    """Replace all state by a copy of what `export` returned, and set weights to their masters, rounded.
 
     Args:
         groups: All groups' owners of state, by index.
         state: By name of the weight.
-        own: By group.
+        own: As `adapted_hyperparameters` returned.
     """
     for index, group in enumerate(groups):
+        # First: the state may be a view of the files that are written next.
+        for weight in group.weights:
+            if MASTER in state.get(weight.name, {}) and not weight.is_waiting:
+                weight.parameter.copy_(state[weight.name][MASTER])
         group.restore({w.name: state[w.name] for w in group.weights if w.name in state}, own.get(index, {}))
-    for weight in (weight for group in groups for weight in group.weights):
-        if MASTER in state.get(weight.name, {}) and not weight.is_waiting:
-            weight.parameter.copy_(state[weight.name][MASTER])

@@ -15,7 +15,6 @@ the next, and are written back when the turn ends, or when somebody asks for wha
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from typing_extensions import override
@@ -29,14 +28,7 @@ from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.loaded_piece import LoadedPiece, leaf_data, moved_to_slot
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import unflatten_state
-from slivertune.hift.offload_buffer import (
-    Copy,
-    OffloadBuffer,
-    OffloadedState,
-    host_buffer,
-    mapped_buffer,
-    waiting_bytes,
-)
+from slivertune.hift.offload_buffer import Copy, NewBuffer, OffloadedState, waiting_bytes
 from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight, drop_gradient
 from slivertune.hift.probe import StepMeter
@@ -56,13 +48,19 @@ class StreamedGroup(ResidentGroup):
         weights: What the group trains.
         meter: Measures the base optimizer's steps, and knows HiFT's settings.
         slots_of: Gives the slots of a device, which all groups on it share.
+        new_buffer: Makes the owner of the stored tensors.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], meter: StepMeter, slots_of: Callable[[torch.device], DeviceSlots]
+        self,
+        weights: Sequence[Weight],
+        meter: StepMeter,
+        slots_of: Callable[[torch.device], DeviceSlots],
+        new_buffer: NewBuffer,
     ) -> None:
         super().__init__(weights, meter)
         self._slots_of = slots_of
+        self._new_buffer = new_buffer
         self._turn: list[str] = []
         """Weights stepped since `end`, in the order in which their gradients came."""
         self._is_first_turn = False
@@ -89,7 +87,7 @@ class StreamedGroup(ResidentGroup):
     @override
     def prefetch(self, *, in_backward: bool = False) -> None:
         self._follow_the_model()
-        if self._offloaded is None or self._is_first_turn:
+        if self._offloaded is None or self._is_first_turn or not self._offloaded.buffer.is_loaded:
             return  # there is nothing to load yet
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
         self._begin_loading()
@@ -105,6 +103,7 @@ class StreamedGroup(ResidentGroup):
             offloaded.buffer.reserve(waiting_bytes(self.weights, self._meter))
             self._offloaded, self._offloaded_from = offloaded, self._device()
             self._is_first_turn = True
+        self._offloaded.load()
 
     @override
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
@@ -159,11 +158,11 @@ class StreamedGroup(ResidentGroup):
         self._slots.shrink(to_bytes)
 
     @override
-    def export(self) -> dict[str, WeightState]:
+    def export(self, *, lasts: bool = True) -> dict[str, WeightState]:
         if self._offloaded is None:
             return {}
         device_pieces.settle(self._in_slots, self._slots)
-        return self._offloaded.export(self.weights)
+        return self._offloaded.export(self.weights, lasts=lasts)
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
@@ -204,9 +203,6 @@ class StreamedGroup(ResidentGroup):
             self.write_master(weight, exact)
         else:
             self._offloaded.place(weight, MASTER, exact.detach().cpu().float())
-
-    def end_placing(self) -> None:
-        """All masters of the group that had to be placed are."""
 
     def waiting_master(self, weight: Weight) -> torch.Tensor:
         """The fp32 master of a weight, the living one on the host, once all copies have left for it."""
@@ -285,11 +281,8 @@ class StreamedGroup(ResidentGroup):
         return devices.pop()
 
     def _new_state(self) -> OffloadedState:
-        config = self._meter.config
-        on_disk = config.state == "disk"
         streams = self._slots_of(self._device()).streams
-        buffer: OffloadBuffer = mapped_buffer(Path(config.state_dir or ".")) if on_disk else host_buffer(streams)
-        return OffloadedState(buffer)
+        return OffloadedState(self._new_buffer(streams))
 
     # One piece through the device.
 

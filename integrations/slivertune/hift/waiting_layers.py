@@ -73,7 +73,6 @@ class WaitingLayers:
             for weight in group.on_master(held):
                 group.place_master(weight, self._by_parameter[id(weight.parameter)].exact())
                 sources[id(weight.parameter)] = _Master(group, weight)
-            group.end_placing()
         for key, waiting in self._by_parameter.items():
             hold(waiting, self._slots_of, sources.get(key), self._home)
 

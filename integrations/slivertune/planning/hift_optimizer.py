@@ -18,26 +18,20 @@ def hift_over(
     *,
     updates_a_turn: int = 1,
     max_grad_norm: float | None = None,
-    has_disk: bool = False,
 ) -> HiFT:
-    """Make the optimizer.
+    """Make the optimizer. State that would be stored in files lies in host memory, from which it is copied alike.
 
     Args:
         model: The model.
         request: HiFT's settings and the base optimizer.
         updates_a_turn: As many as are run; the request's own number changes nothing that is seen of one.
         max_grad_norm: As in `HiFTConfig`.
-        has_disk: Whether something stands in for the disk (`disks_made_by`). Else files would be allocated for real,
-            and what they would hold waits in host memory, from which it is copied alike.
     """
     optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
-    is_on_disk = has_disk and request.state == "disk"
     config = HiFTConfig(
         layers_per_group=request.layers_per_group,
         steps_per_group=updates_a_turn,
-        state="host" if request.state == "disk" and not has_disk else request.state,
-        state_dir="." if is_on_disk else None,
-        state_ram_bytes=request.state_ram_bytes if is_on_disk else 0,
+        state="host" if request.state == "disk" else request.state,
         master=request.master_kind,
         stream_bytes=request.stream_bytes,
         gradients=request.gradients,

@@ -14,11 +14,12 @@ from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.core.torch_internals import storage_key
-from slivertune.hift.disk_state import groups_on_disk
-from slivertune.hift.file_store import NUM_BUFFERS
+from slivertune.hift.disk import NUM_BUFFERS, groups_on_disk
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
+from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.four_bit import num_weights
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.hift_schedule import record_sample
 from slivertune.planning.make import attached
@@ -240,7 +241,7 @@ class HiFTRun:
 class PlannedHiFT(PlannedMethod):
     """HiFT: of groups alike, the one with the largest peak is run."""
 
-    settings = frozenset({*NAMED_ALIKE, "master"})
+    settings = frozenset({*NAMED_ALIKE, "master", "save_total_limit"})
     bf16_precision = "mixed_hi"
     trains_in_groups = True
     averages_in_buckets = True
@@ -268,10 +269,17 @@ class PlannedHiFT(PlannedMethod):
                     peak = replace(peak, before_step=max(both, key=lambda census: census.device))
                 groups.append(run.plan_of(peak, members))
                 waiting.extend([run.waiting_bytes(peak, members[0])] * len(members))
-        if request.state == "device":
-            groups = _with_state_of_others(groups)
         weights = run.optimizer.waiting_weight_bytes
         host_bytes, disk_bytes = _waiting_bytes(request, waiting, layout)
+        checkpoint_bytes = _checkpoint_bytes(request, groups, model)
+        if request.save_total_limit is not None:
+            disk_bytes += (request.save_total_limit + 1) * checkpoint_bytes
+            notes += (f"{request.save_total_limit} checkpoints on disk, and the one that is being written",)
+        elif request.state == "disk":
+            size = format_bytes(checkpoint_bytes)
+            notes += (f"a checkpoint takes {size} more on disk; --save_total_limit N counts N of them and one more",)
+        if request.state == "device":
+            groups = _with_state_of_others(groups)
         return MeasuredSteps(groups=groups, host_bytes=weights + host_bytes, disk_bytes=disk_bytes, notes=notes)
 
     def record(
@@ -282,7 +290,7 @@ class PlannedHiFT(PlannedMethod):
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Groups, and where their state waits."""
-        arguments = given_arguments(request, NAMED_ALIKE)
+        arguments = given_arguments(request, (*NAMED_ALIKE, "save_total_limit"))
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
         # fp32 weights have no masters, whatever this says; bf16 ones have, unless it says otherwise.
@@ -302,9 +310,14 @@ def _waiting_bytes(request: PlanRequest, waiting: Sequence[int], layout: Layout)
     if layout == "fsdp2":
         return 0, sum(waiting)  # memory-mapped
     on_disk = [waiting[index] for index in groups_on_disk(waiting, request.state_ram_bytes)]
-    largest = max(on_disk, default=0)
-    # Beside the files, room for one more: each is written anew before the older one goes.
-    return sum(waiting) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * largest, sum(on_disk) + largest
+    return sum(waiting) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * max(on_disk, default=0), sum(on_disk)
+
+
+def _checkpoint_bytes(request: PlanRequest, groups: Sequence[GroupPlan], model: nn.Module) -> int:
+    """Bytes of a checkpoint: exact weights, masters and optimizer state."""
+    sizes = [size for group in groups for size in [group.state_bytes + group.master_bytes] * len(group.indices)]
+    state_bytes = max(sizes) if request.state == "discard" else sum(sizes)
+    return state_bytes + num_weights(model) * (2 if request.has_bf16_weights else 4)
 
 
 def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:

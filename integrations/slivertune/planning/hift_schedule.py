@@ -3,20 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from slivertune.core.copy_streams import streams_made_by
-from slivertune.hift.disk import disks_made_by
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike
 from slivertune.planning.cards import Rates
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.make import attached, built
-from slivertune.planning.recorded_disk import RecordedDisk
 from slivertune.planning.recorded_run import record_update
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule import Schedule
@@ -57,8 +54,9 @@ class HiFTSchedule(Schedule):
 
 
 def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm: float | None = None) -> HiFTSchedule:
-    """Record a cycle in which every group has met its batch before, so that all state waits on the host or in files.
+    """Record a cycle in which every group has met its batch before, so that all state waits off the device.
 
+    What would be stored in files lies in host memory: reads and writes of files are not recorded.
     Costs two or three times the steps of a plan, and seconds for each further group. Of a turn one update is run.
 
     Args:
@@ -76,7 +74,7 @@ def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm
         )
     recorder = ScheduleRecorder()
     with built(request, config) as (model, forward):
-        turns = _Turns(request, model, forward, recorder, max_grad_norm=max_grad_norm, has_disk=True)
+        turns = _Turns(request, model, forward, recorder, max_grad_norm=max_grad_norm, most_updates=1)
         shares = turns.record({group.index: 1 / len(turns.groups) for group in turns.groups}, every_micro_batch=True)
     return HiFTSchedule(
         entries=recorder.entries,
@@ -91,8 +89,7 @@ def record_sample(
     """Record steps of a cycle from which its mean follows.
 
     Of neighbours alike the first two and the last count. From one to the next the backward is a group shorter and all
-    else the same, so that between the second and the last a step's time is taken to fall evenly. Files are left out:
-    what would wait in them lies on the host.
+    else the same, so that between the second and the last a step's time is taken to fall evenly.
 
     Args:
         request: The run: HiFT on one GPU.
@@ -135,8 +132,7 @@ class _Turns:
         forward: Its forward.
         recorder: Writes.
         max_grad_norm: As in `HiFTConfig`.
-        has_disk: Whether `state="disk"` reads and writes, and each turn has one update; else state waits in host
-            memory in place of files, and a turn has as many updates as the run's, of which some are run.
+        most_updates: Of a turn that are run; it has as many as the run's.
     """
 
     def __init__(
@@ -147,21 +143,19 @@ class _Turns:
         recorder: ScheduleRecorder,
         *,
         max_grad_norm: float | None = None,
-        has_disk: bool = False,
+        most_updates: int = _MOST_UPDATES,
     ) -> None:
         self._request, self._model, self._forward, self._recorder = request, model, forward, recorder
         with self._recorded():
-            self._num_updates = 1 if has_disk else min(request.steps_per_group, _MOST_UPDATES)
-            self._optimizer = hift_over(
-                model, request, updates_a_turn=self._num_updates, max_grad_norm=max_grad_norm, has_disk=has_disk
-            )
+            self._num_updates = min(request.steps_per_group, most_updates)
+            self._optimizer = hift_over(model, request, updates_a_turn=self._num_updates, max_grad_norm=max_grad_norm)
         self.groups: Sequence[Group] = self._optimizer.groups
         """All groups, bottom of the model first."""
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Let the recorder see the copy streams and disks that are made inside."""
-        with streams_made_by(self._recorder.streams), disks_made_by(partial(RecordedDisk, self._recorder)):
+        """Let the recorder see the copy streams that are made inside."""
+        with streams_made_by(self._recorder.streams):
             yield
 
     def record(self, shares: Mapping[int, float], *, every_micro_batch: bool = False) -> dict[int, float]:

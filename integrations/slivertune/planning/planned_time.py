@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from slivertune.hift.disk_state import groups_on_disk
-from slivertune.hift.file_store import NUM_BUFFERS
+from slivertune.hift.disk import NUM_BUFFERS, groups_on_disk
 from slivertune.hift.prefetch import MARGIN_SHARE
 from slivertune.planning.cards import Rates
 from slivertune.planning.collectives import Owed, mean_state_bytes, owed
@@ -59,8 +58,7 @@ class PlannedTime:
             seconds = each.waited_for(self.update.seconds.get(each.phase, 0.0))
             if seconds > 0:
                 waits[each.reason] = waits.get(each.reason, 0.0) + seconds
-        # A group is read into the buffer from which another was written, all under the updates meanwhile. The few turns
-        # of a sample would not tell: what the disk does in one turn is waited for two turns later (`record_hift` does).
+        # A group is read into the buffer from which another was written, all under the updates meanwhile.
         moving = (2 if self.rates.disk_duplex == "half" else 1) * self.disk_bytes_per_update / self.rates.disk_bandwidth
         if (seconds := moving - sum(self.computing.values()) - sum(waits.values())) > 0:
             waits["the disk"] = seconds

@@ -25,7 +25,7 @@ PART_TITLES = {
     "residual": "activations and other",
 }
 """What the kinds of bytes are called."""
-_WAITING_TITLES: dict[LimitName, str] = {"host_bytes": "waits in host memory", "disk_bytes": "waits on disk"}
+_WAITING_TITLES: dict[LimitName, str] = {"host_bytes": "waits in host memory", "disk_bytes": "on disk"}
 _ALWAYS_SHOWN = ("optimizer", "precision", "batch_size", "seq_length")
 
 

@@ -208,6 +208,14 @@ class PlanRequest:
             least=0,
         ),
     )
+    save_total_limit: int | None = field(
+        default=None,
+        metadata=option(
+            _METHODS,
+            "hift: checkpoints that are kept, which count on disk together with the one that is being written; by "
+            "default none is counted",
+        ),
+    )
     waiting: WaitingForm | None = field(
         default=None,
         metadata=option(

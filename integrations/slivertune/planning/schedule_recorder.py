@@ -1,7 +1,7 @@
 """Records the schedule of real training steps: copies, events and waits by their streams, computation by its operators.
 
-What is recorded is the code that trains, on tensors without data: `RecordedStreams` stand in for the copy streams,
-`RecordedDisk` (`recorded_disk.py`) for the disk, and a dispatch mode sees every operator. An operator inside of
+What is recorded is the code that trains, on tensors without data: `RecordedStreams` stand in for the copy streams, and
+a dispatch mode sees every operator. What would be stored in files lies in host memory. An operator inside of
 `on(direction)` is one of that copy stream, any other is computation. Memory that the streams' `host_memory` returned
 lies on the host, all other on the device: a copy between the two passes the bus, and what touches host memory alone is
 the host's own work and takes no time here.
@@ -58,8 +58,7 @@ _HOST_WAITS = frozenset({READS_A_VALUE, torch.ops.aten.nonzero.default, FINDS_DI
 class ScheduleRecorder(TorchDispatchMode):
     """Writes down what is queued while `recording`.
 
-    Use `streams` as the maker of copy streams (`streams_made_by`) before the optimizer is built, and for its files
-    `RecordedDisk` as that of disks (`disks_made_by`).
+    Use `streams` as the maker of copy streams (`streams_made_by`) before the optimizer is built.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,7 @@
 """HiFT's state in a sidecar folder, read by any number of ranks under DDP or FSDP2, and by one process."""
 
-import errno
 import json
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,15 @@ from safetensors.torch import save_file
 
 from slivertune.core.saved_state import StateMismatchError, check_loadable, load_dictionary
 from slivertune.hift import HiFT
-from slivertune.hift.group_image import FIRST_ROWS
 from slivertune.hift.piece import Weight
 from slivertune.parallel.checkpoint.sidecar import Sidecar, check_by_name, check_plain, refuse_damage
 from slivertune.parallel.consistency.heartbeat import world_size
 from slivertune.parallel.fsdp2.sharding import ShardedWeight
 
 _HEADER = "header.pt"
-# Another file system, or one without links; it is copied then.
-_CANT_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_FIRST_ROWS = "first_rows"
+"""Key of a file's metadata: by tensor, the row of the weight with which it begins, as JSON. It names all tensors; files
+that earlier versions have linked to those of `state="disk"` hold gaps beside them."""
 
 
 class HiFTSidecar(Sidecar):
@@ -37,39 +35,30 @@ class HiFTSidecar(Sidecar):
     def check_target(self, folder: Path) -> None:
         """Whatever is there is replaced."""
 
-    def write(self, folder: Path) -> Collection[Path]:
-        """Write what this rank has to write, or link to the files in which a group's state waits; these are returned.
-
-        A link takes neither time nor room until its group's next turn, whose file takes room of its own.
-        """
+    def write(self, folder: Path) -> None:
+        """Write what this rank has to write, one group after the other."""
         hift: HiFT = self._optimizer
         rank = dist.get_rank() if world_size() > 1 else 0
         is_sharded = any(isinstance(weight, ShardedWeight) for weight in hift.trained_weights)
         if rank and not is_sharded:
-            return ()
-        linked: list[Path] = []
-        whole = hift.whole_state()
-        state: Mapping[str, Mapping[str, Any]] = whole.pop("state")
-        for group in hift.groups:
-            if _link(hift.saved_file(group.index), _file(folder, group.index, rank)):
-                linked.append(_file(folder, group.index, rank))
-                continue
+            return
+        scalars: dict[str, dict[str, Any]] = {}
+        for group, state in zip(hift.groups, hift.state_by_group(), strict=True):
             tensors, first_rows = {}, {}
             for weight in hift.weights_of(group.index):
                 for key, value in state.get(weight.name, {}).items():
-                    if _has_rows(value) or key == "master":
-                        name = f"{weight.name}/{key}"
-                        tensors[name] = value.detach().cpu().contiguous()
-                        first_rows[name] = weight.first_row if isinstance(weight, ShardedWeight) else 0
-            save_file(tensors, _file(folder, group.index, rank), {FIRST_ROWS: json.dumps(first_rows)})
+                    if not _has_rows(value) and key != "master":
+                        continue
+                    name = f"{weight.name}/{key}"
+                    tensors[name] = value.detach().cpu().contiguous()
+                    first_rows[name] = weight.first_row if isinstance(weight, ShardedWeight) else 0
+            save_file(tensors, _file(folder, group.index, rank), {_FIRST_ROWS: json.dumps(first_rows)})
+            for name, values in state.items():
+                scalars[name] = {key: each for key, each in values.items() if not _has_rows(each) and key != "master"}
         if rank == 0:
-            scalars = {
-                name: {key: value for key, value in values.items() if not _has_rows(value) and key != "master"}
-                for name, values in state.items()
-            }
-            torch.save({**whole, "scalars": scalars, "num_ranks": world_size() if is_sharded else 1}, folder / _HEADER)
+            header = {**hift.state_header(scalars), "scalars": scalars, "num_ranks": world_size() if is_sharded else 1}
+            torch.save(header, folder / _HEADER)
             check_loadable(folder / _HEADER)
-        return linked
 
     def read(self, folder: Path) -> None:
         """Continue from what is there.
@@ -103,19 +92,6 @@ def _file(folder: Path, group: int, rank: int) -> Path:
     return folder / f"group-{group:05d}.rank-{rank:05d}.safetensors"
 
 
-def _link(file: Path | None, target: Path) -> bool:
-    """Let a file have another name, if there is one and the file system can do that; whether it has."""
-    if file is None:
-        return False
-    try:
-        os.link(file, target)
-    except OSError as error:
-        if error.errno not in _CANT_LINK:
-            raise
-        return False
-    return True
-
-
 def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dict[str, dict[str, Any]]) -> None:
     """Add this rank's rows of a group's tensors, by weight and key."""
     found: dict[str, dict[int, Any]] = {}
@@ -124,7 +100,7 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dic
             if not path.is_file():
                 raise StateMismatchError(f"{path} is not there; the folder must be whole, and seen by every rank")
             file = opened.enter_context(safe_open(path, "pt"))
-            for name, first_row in json.loads(file.metadata()[FIRST_ROWS]).items():
+            for name, first_row in json.loads(file.metadata()[_FIRST_ROWS]).items():
                 rows = file.get_slice(name)
                 found.setdefault(name, {})[first_row] = rows if rows.get_shape() else file.get_tensor(name)
         for name, parts in found.items():

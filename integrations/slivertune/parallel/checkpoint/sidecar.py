@@ -4,7 +4,7 @@ Programs that save an optimizer know states by parameter and of fixed shapes, ga
 them onto the GPU, where they have no room. So several ranks show them a placeholder, and keep the state here.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,10 @@ class Sidecar:
                 "state alone"
             )
 
-    def write(self, folder: Path) -> Collection[Path]:
-        """Write what this rank has to write; called on every rank. Here: the state, on rank 0.
-
-        Returns:
-            What was not written but linked, so that the manifest tells it by size alone.
-        """
+    def write(self, folder: Path) -> None:
+        """Write what this rank has to write; called on every rank. Here: the state, on rank 0."""
         if world_size() == 1 or dist.get_rank() == 0:
             torch.save(self._optimizer.whole_state(), folder / _FILE)
-        return ()
 
     def read(self, folder: Path) -> None:
         """Continue from what is there.
@@ -235,12 +230,12 @@ def check_by_name(value: Any) -> None:
             raise TypeError(f"a {type(each).__name__} instead of a weight's values by name")
 
 
-def write_folder_together(target: Path, write: Callable[[Path], Collection[Path]]) -> None:
+def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
     """Let every rank write into one folder, which takes its name, with its manifest, when all are done. A collective.
 
     Args:
         target: The folder; an older one is replaced.
-        write: Called by every rank with the folder to write into; returns what it has linked there.
+        write: Called by every rank with the folder to write into.
 
     Raises:
         OSError: On every rank, if one failed; what was at `target` is as before.
@@ -253,11 +248,11 @@ def write_folder_together(target: Path, write: Callable[[Path], Collection[Path]
                 partial = opened.enter_context(atomic_folder(target))
         folder = next(each for each in gather_objects(partial, "saving a checkpoint") if each is not None)
         with _failing_together(target), explain_write_errors(target):
-            linked = write(folder)
+            write(folder)
         # Inside: a folder without its manifest must not take the older one's place.
         with _failing_together(target), explain_write_errors(target):
             if is_first:
-                write_manifest(folder, unread=linked)
+                write_manifest(folder)
         with _failing_together(target):
             opened.close()
 

@@ -1,7 +1,5 @@
-"""Checkpoints of state that waits in files: links to these, which stay what they were."""
+"""Checkpoints of state that is stored in files: copies of these, one group after the other."""
 
-import errno
-import gc
 import hashlib
 import json
 import os
@@ -11,15 +9,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import Trainer, TrainingArguments
 
 import slivertune as st
 from slivertune import HiFT, HiFTConfig
-from slivertune.core.manifest import MANIFEST_NAME, DamagedCheckpointError, check_whole, find_damage
+from slivertune.core.manifest import MANIFEST_NAME, DamagedCheckpointError, check_whole, find_damage, write_manifest
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_bits, assert_same_tree, differing, tiny_llama, token_batches, weights
@@ -43,24 +42,32 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "SGD"])
-def test_a_checkpoint_is_links_that_never_change_and_go_on_to_the_bit(name: str, tmp_path: Path) -> None:
-    model, hift = built(tmp_path / "state", name=name)
-    train(model, hift, BATCHES, 8)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("AdamW", {}),
+        ("AdamW8bit", {"order": "random", "steps_per_group": 2}),
+        ("torch Adafactor", {"state_ram_bytes": 200_000}),
+        ("SGD", {}),
+    ],
+)
+def test_a_checkpoint_is_a_copy_that_never_changes_and_goes_on_to_the_bit(
+    name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model, hift = built(tmp_path / "state", name=name, **config)
+    on_host, reference = built(None, name=name, **{**config, "state_ram_bytes": 0})
+    for each, optimizer in ((model, hift), (on_host, reference)):
+        train(each, optimizer, BATCHES, 8)
     save_state(hift, tmp_path / "saved")
+    save_state(reference, tmp_path / "saved from host")
     then, kept = weights(model), digests(tmp_path / "saved")
-    for group in range(hift.num_groups):
-        file, link = hift.saved_file(group), tmp_path / f"saved/group-{group:05d}.rank-00000.safetensors"
-        assert file is not None
-        assert (file.stat().st_ino, link.stat().st_nlink) == (link.stat().st_ino, 2)
-    stamps = json.loads((tmp_path / "saved" / MANIFEST_NAME).read_text())["files"]
-    assert {key for stamp in stamps.values() for key in stamp if "group" not in key} == {"bytes", "blake2b"}
-    assert [name for name, stamp in stamps.items() if "blake2b" in stamp] == ["header.pt"]
+    of_groups = {file: digest for file, digest in kept.items() if file.startswith("group")}
+    assert len(of_groups) == 5 and of_groups.items() <= digests(tmp_path / "saved from host").items()
     train(model, hift, BATCHES, 12, start=8)
     assert digests(tmp_path / "saved") == kept
-    assert {path.stat().st_nlink for path in (tmp_path / "saved").glob("group-*")} == {1}
     for place in (tmp_path / "again", None):  # on a disk, and in host memory
-        again, resumed = built(place, seed=9, name=name)
+        given = config if place else {**config, "state_ram_bytes": 0}
+        again, resumed = built(place, seed=9, name=name, **given)
         again.load_state_dict(then)
         load_state(resumed, tmp_path / "saved")
         assert resumed.updates == 8
@@ -70,49 +77,64 @@ def test_a_checkpoint_is_links_that_never_change_and_go_on_to_the_bit(name: str,
     assert digests(tmp_path / "saved") == kept
 
 
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP])
-def test_where_links_fail_files_are_copied_and_hashed(number: int, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Such as were links to the groups' files: gaps between tensors, and a manifest that tells their sizes alone."""
     model, hift = built(tmp_path / "state")
     train(model, hift, BATCHES, 8)
-    with mock.patch.object(os, "link", side_effect=OSError(number, os.strerror(number))):
-        save_state(hift, tmp_path / "saved")
-    assert {path.stat().st_nlink for path in (tmp_path / "saved").iterdir()} == {1}
-    stamps = json.loads((tmp_path / "saved" / MANIFEST_NAME).read_text())["files"]
-    assert len(stamps) == hift.num_groups + 1 and all("blake2b" in stamp for stamp in stamps.values())
+    save_state(hift, tmp_path / "saved")
+    for path in (tmp_path / "saved").glob("group-*"):
+        with safe_open(path, "pt") as file:
+            tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+        save_file({**tensors, "gap 0": torch.zeros(64, dtype=torch.uint8)}, path, metadata)
+    write_manifest(tmp_path / "saved")
+    manifest = tmp_path / "saved" / MANIFEST_NAME
+    said = json.loads(manifest.read_text())
+    del said["blake2b of all else"]
+    for name, stamp in said["files"].items():
+        if name.startswith("group"):
+            del stamp["blake2b"]
+    own = hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=32).hexdigest()
+    manifest.write_text(json.dumps({**said, "blake2b of all else": own}))
     again, resumed = built(tmp_path / "again", seed=9)
+    again.load_state_dict(weights(model))
     load_state(resumed, tmp_path / "saved")
     for each, optimizer in ((model, hift), (again, resumed)):
         train(each, optimizer, BATCHES, 12, start=8)
     assert_same_bits(again, model)
-
-
-@pytest.mark.parametrize("config", [{"state_ram_bytes": 200_000}, {"name": "torch Adafactor"}])
-def test_what_has_no_file_of_a_checkpoint_s_form_is_written(config: dict[str, Any], tmp_path: Path) -> None:
-    model, hift = built(tmp_path / "state", **config)
-    train(model, hift, BATCHES, 8)
-    save_state(hift, tmp_path / "saved")
-    again, resumed = built(tmp_path / "again", seed=9, **config)
-    load_state(resumed, tmp_path / "saved")
-    for each, optimizer in ((model, hift), (again, resumed)):
-        train(each, optimizer, BATCHES, 12, start=8)
-    assert_same_bits(again, model)
-
-
-def test_a_link_that_was_cut_short_or_is_missing_is_named(tmp_path: Path) -> None:
-    model, hift = built(tmp_path / "state")
-    train(model, hift, BATCHES, 8)
-    save_state(hift, tmp_path / "saved")
-    file = tmp_path / "saved" / "group-00002.rank-00000.safetensors"
-    content = file.read_bytes()
-    file.unlink()
-    assert find_damage(tmp_path / "saved") == f"{file.name} is missing"
-    file.write_bytes(content[:-1])
+    (tmp_path / "saved" / "group-00002.rank-00000.safetensors").write_bytes(b"cut short")
     with pytest.raises(DamagedCheckpointError, match=r"group-00002.* bytes where"):
         load_state(hift, tmp_path / "saved")
 
 
+def test_every_file_of_a_checkpoint_is_hashed(tmp_path: Path) -> None:
+    model, hift = built(tmp_path / "state")
+    train(model, hift, BATCHES, 8)
+    save_state(hift, tmp_path / "saved")
+    stamps = json.loads((tmp_path / "saved" / MANIFEST_NAME).read_text())["files"]
+    assert len(stamps) == hift.num_groups + 1 and all("blake2b" in stamp for stamp in stamps.values())
+    file = tmp_path / "saved" / "group-00002.rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert find_damage(tmp_path / "saved") == f"{file.name} holds other bytes than were written"
+
+
+def test_saving_reads_no_file_of_another_content(tmp_path: Path) -> None:
+    """What a disk returns wrongly gets into no checkpoint."""
+    model, hift = built(tmp_path / "state")
+    train(model, hift, BATCHES, 8)
+    hift.state_dict()
+    assert hift._disk is not None
+    assert hift._disk.files is not None
+    file = hift._disk.files[hift.rotation.coming_groups[3]]
+    os.pwrite(file._descriptor, b"other", file.used_bytes // 2)
+    with pytest.raises(OSError, match="other bytes than were written"):
+        save_state(hift, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("state", ["disk", "host"])
-def test_accelerate_saves_links_and_resumes_at_any_step(state: str, tmp_path: Path) -> None:
+def test_accelerate_saves_files_and_resumes_at_any_step(state: str, tmp_path: Path) -> None:
     total = 12
 
     def run(
@@ -140,7 +162,7 @@ def test_accelerate_saves_links_and_resumes_at_any_step(state: str, tmp_path: Pa
         assert differing(run(done, total, f"resumed-{done}", loads=saved, seed=9, place=state), straight) == []
 
 
-def test_the_trainer_saves_links_and_resumes(tmp_path: Path) -> None:
+def test_the_trainer_saves_files_and_resumes(tmp_path: Path) -> None:
     rows = [{key: value[0] for key, value in batch.items()} for batch in BATCHES]
 
     def trainer(seed: int, folder: str) -> Any:
@@ -169,14 +191,14 @@ def test_the_trainer_saves_links_and_resumes(tmp_path: Path) -> None:
 CASE = HiFTCase(dtype=torch.bfloat16, is_scheduled=False)
 
 
-def saved_and_resumed(layout: Any, rank: int, folder: Path, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What differs from state on the host, straight on and resumed; and what is seen when it is saved."""
+def saved_and_resumed(layout: Any, rank: int, folder: Path) -> dict[str, Any]:
+    """What differs from state on the host, straight on and resumed; and what files have names when it is saved."""
     with running(CASE, layout, rank) as run:
         expected = whole_weights(run.train(0, 14).model)
     case = HiFTCase(dtype=torch.bfloat16, is_scheduled=False, settings={"state": "disk", "state_dir": folder / "state"})
     with running(case, layout, rank) as run:
         save_state(run.train(0, 7).optimizer, folder / "saved")
-        found = look()
+        found: dict[str, Any] = {"files": [path.name for path in (folder / "state").rglob("*")]}
         found["straight"] = differing(whole_weights(run.train(7, 14).model), expected)
     with running(case, layout, rank, seed=4) as run:
         load_state(run.optimizer, folder / "saved")
@@ -185,39 +207,28 @@ def saved_and_resumed(layout: Any, rank: int, folder: Path, look: Callable[[], d
 
 
 def under_ddp(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    def look() -> dict[str, Any]:
-        return {"links": sorted({path.stat().st_nlink for path in (folder / "saved").glob("group-*")})}
-
-    return saved_and_resumed("ddp", rank, folder, look)
+    return saved_and_resumed("ddp", rank, folder)
 
 
 def under_fsdp2(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    def look() -> dict[str, Any]:
-        return {"files": [path.name for path in (folder / "state").rglob("*")]}
-
-    return saved_and_resumed("fsdp2", rank, folder, look)
+    return saved_and_resumed("fsdp2", rank, folder)
 
 
-def test_ranks_of_fsdp2_have_mapped_files_without_names_and_equal_host_state(tmp_path: Path) -> None:
-    for found in run_ranks(under_fsdp2, 2, tmp_path):
+@pytest.mark.parametrize("run", [under_ddp, under_fsdp2])
+def test_ranks_have_files_without_names_and_equal_host_state(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Under DDP files of their own, which pass through two buffers; under FSDP2 memory-mapped ones."""
+    for found in run_ranks(run, 2, tmp_path):
         assert found == {"files": [], "straight": [], "resumed": []}
-
-
-def test_ranks_of_ddp_have_files_of_their_own_and_equal_host_state(tmp_path: Path) -> None:
-    for found in run_ranks(under_ddp, 2, tmp_path):
-        assert found == {"links": [2], "straight": [], "resumed": []}
 
 
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from slivertune.core import direct_files
-from tests.helpers.models import token_batches
-from tests.helpers.reference import train
-from tests.parallel.checkpoint.test_disk_links import BATCHES, built, run_to_the_end
+from slivertune.hift import group_file
+from tests.parallel.checkpoint.test_disk_checkpoints import run_to_the_end
 
 folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-direct_files.PART_BYTES = 8192
+group_file._PART_BYTES = 8192
 write, calls = os.pwritev, [0]
 
 def pwritev(descriptor, buffers, offset):
@@ -259,8 +270,7 @@ def test_a_run_that_is_killed_in_mid_write_resumes_to_the_same_bits(kill_at: int
         text=True,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    left = list((tmp_path / "killed" / "state").rglob("*.partial/group-*.partial"))
-    assert left, "it was killed in the middle of a file"
+    assert list((tmp_path / "killed" / "state").iterdir()) == [], "nothing stays behind"
     whole = sorted((tmp_path / "killed" / "checkpoints").glob("update-*"))
     kept = {path: digests(path) for path in whole}
     for path in whole:
@@ -270,5 +280,3 @@ def test_a_run_that_is_killed_in_mid_write_resumes_to_the_same_bits(kill_at: int
         partial.rename(tmp_path / "aside")
     assert_same_bits(run_to_the_end(tmp_path / "killed"), expected)
     assert {path: digests(path) for path in whole} == kept
-    gc.collect()
-    assert list((tmp_path / "killed" / "state").iterdir()) == []
