@@ -127,6 +127,12 @@ def _claim_of(storage: torch.UntypedStorage) -> tuple[str, _Death] | None:
     return _claims.get(storage_key(storage))
 
 
+def claimed_as(tensor: torch.Tensor) -> str | None:
+    """Return a claimed tensor's field of `Census`: its kind on the device, or its tier; None if no one claimed it."""
+    found = _claim_of(tensor.untyped_storage())
+    return None if found is None else found[0]
+
+
 @contextmanager
 def claimed_at_birth(kind: Kind, tier: MemoryTier = "device") -> Iterator[None]:
     """Claim every storage that is allocated inside, from its first moment on, so that no peak sees it unclaimed."""

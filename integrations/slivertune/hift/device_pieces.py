@@ -13,7 +13,7 @@ from slivertune.core.copy_streams import Event
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.loaded_piece import Copies, LoadedPiece
 
-_PASSING_PIECES = 3
+PASSING_PIECES = 3
 """Slots left to the others where pieces stay: one is loaded while one is stepped and one is written back."""
 
 
@@ -56,7 +56,7 @@ def may_stay(pieces: DevicePieces, index: int, num_pieces: int, num_slots: int) 
     """
     if num_slots >= num_pieces:
         return True
-    most = num_slots - _PASSING_PIECES
+    most = num_slots - PASSING_PIECES
     if most <= 0 or num_staying(pieces, beside=index) >= most:
         return False
     passing = num_pieces - most  # spread evenly, so that the bus always has something to do

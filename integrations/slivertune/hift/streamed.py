@@ -35,7 +35,7 @@ from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, ResidentGroup, WeightState
 from slivertune.hift.rotation import LearningRate
 
-_WORKING_PIECES = 2
+WORKING_PIECES = 2
 """Pieces on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
 _ALWAYS = 2**30
 """Slots that may be in use where one is needed in any case."""
@@ -91,7 +91,7 @@ class StreamedGroup(ResidentGroup):
             return  # there is nothing to load yet
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
         self._begin_loading()
-        self._load_ahead(_WORKING_PIECES if in_backward else 0)
+        self._load_ahead(WORKING_PIECES if in_backward else 0)
 
     @override
     def begin(self, *, stays: bool) -> None:
@@ -117,7 +117,7 @@ class StreamedGroup(ResidentGroup):
                     self._expect(own[position:])
                 self._step_piece(index, param_groups, held_lr)
                 self._store(index)
-                self._load_ahead(_WORKING_PIECES)
+                self._load_ahead(WORKING_PIECES)
         except BaseException:
             self._is_first_turn = False
             self.release()
@@ -321,7 +321,7 @@ class StreamedGroup(ResidentGroup):
             waiting = {*self._to_load, *loaded}
             device_pieces.give_up_loaded(self._in_slots, self._slots)
             self._to_load = [*own, *sorted(waiting.difference(own))]
-        self._load_ahead(_WORKING_PIECES)
+        self._load_ahead(WORKING_PIECES)
 
     def _load_ahead(self, at_least: int) -> None:
         """Load the next pieces, as many as there are slots for; so many in any case, beside those that stay."""

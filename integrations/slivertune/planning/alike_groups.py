@@ -56,4 +56,5 @@ def measure_alike(measure: Callable[[Group], StepPeak], members: Sequence[Group]
         before_step=max((peak.before_step for peak in peaks), key=lambda census: census.device),
         activations=max(peak.activations for peak in peaks),
         after=peaks[-1].after,
+        work=peaks[-1].work,
     )

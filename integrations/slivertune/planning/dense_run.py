@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,7 @@ class _Steps:
                 )
             ],
             notes=notes,
+            updates=[peak.work.of_update(share=1.0)],
         )
 
     def _peak(self, request: PlanRequest, ledger: Ledger, forward: Forward) -> StepPeak:
@@ -116,7 +118,8 @@ class _Steps:
         if not self._meter.has_seen(self._trained):
             # What no gradient reaches has no state.
             self._optimizer, self._first, self._second = _optimizer_over(self._trained, request), None, None
-            return largest_of([run(self._optimizer) for _ in range(2)])
+            peaks = [run(self._optimizer) for _ in range(2)]
+            return replace(largest_of(peaks), work=peaks[-1].work)
         self._second = second.update
         return larger_of_two(self._first, second)
 

@@ -1,7 +1,7 @@
 """HiFT's groups: which differ, and a step of each that does."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
+from slivertune.core.layers import find_blocks
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.core.torch_internals import storage_key
@@ -18,6 +19,7 @@ from slivertune.hift.disk import NUM_BUFFERS, groups_on_disk
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
 from slivertune.planning.byte_text import format_bytes
+from slivertune.planning.counter import beside_computation
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
@@ -38,6 +40,7 @@ from slivertune.planning.step import (
     measure_step,
     measure_update,
 )
+from slivertune.planning.step_work import Place, UpdateWork
 
 NAMED_ALIKE = (
     "layers_per_group",
@@ -56,6 +59,12 @@ NAMED_ALIKE = (
 
 class SlowStreams(CopyStreams):
     """Copies of which nobody knows when they end: what leaves stays alive until HiFT lets the computation wait."""
+
+    @override
+    @contextmanager
+    def on(self, direction: Direction, *after: Event) -> Iterator[None]:
+        with beside_computation():
+            yield
 
     @override
     def record(self, direction: Direction | None = None) -> Event:
@@ -131,13 +140,23 @@ class HiFTRun:
         peaks = []
         with Ledger(self._model) as ledger:
             for _ in range(self._num_updates):
-                peaks.append(measure_step(ledger, forward, self.optimizer, num_backwards=self._request.num_backwards))
+                peaks.append(self._measure_step(ledger, forward))
                 # Sequences of text reach no image tower, whose turns pass without an update.
                 if self.optimizer.skipped_turns and (self._request.task != "image_text" or self._request.images):
                     raise RuntimeError(f"group {group.index} lost its turn: no gradient reached its parameters")
         # What a turn throws away at its end waits between the updates before.
         last = 0 if self._request.state == "discard" else -1
-        return replace(largest_of(peaks), after=peaks[last].after)
+        return replace(largest_of(peaks), after=peaks[last].after, work=peaks[-1].work)
+
+    def _measure_step(self, ledger: Ledger, forward: Forward, known: UpdatePeak | None = None) -> StepPeak:
+        return measure_step(
+            ledger,
+            forward,
+            self.optimizer,
+            num_backwards=self._request.num_backwards,
+            known=known,
+            blocks_of=self._model,
+        )
 
     def _measure_second(self, group: Group, forward: Forward) -> StepPeak | None:
         """As `_measure_all`; None where the backward does not reach all of the group.
@@ -156,7 +175,7 @@ class HiFTRun:
             if backward.device > first.census.device:  # where the backward steps
                 first, phase = replace(first, census=backward), "backward"
             self._meter.forget(parameters)
-            second = measure_step(ledger, forward, self.optimizer, num_backwards=self._request.num_backwards)
+            second = self._measure_step(ledger, forward)
         if not self._meter.has_seen(parameters):
             return None
         if self._can_be_taken_up:
@@ -166,9 +185,7 @@ class HiFTRun:
     def _measure_again(self, group: Group, forward: Forward, known: "_KnownTurn") -> StepPeak:
         with Ledger(self._model) as ledger:
             self._begin_turn(group, known.state, num_updates=1)
-            second = measure_step(
-                ledger, forward, self.optimizer, num_backwards=self._request.num_backwards, known=known.second
-            )
+            second = self._measure_step(ledger, forward, known.second)
         return self._larger(known.first, second)
 
     @property
@@ -232,10 +249,47 @@ class HiFTRun:
             name=", ".join(layer.name for layer in group.layers),
             num_parameters=sum(parameter.numel() for parameter in parameters),
             gradient_bytes=self._meter.bytes_of(parameters),
+            largest_gradient_bytes=max(self._meter.bytes_of([each]) for each in parameters),
             state_bytes=num_bytes["state"],
             master_bytes=num_bytes["master"],
             indices=tuple(member.index for member in members),
         )
+
+    def updates_of(self, peak: StepPeak, members: Sequence[Group], place: int) -> list[UpdateWork]:
+        """What the updates of groups alike compute and copy.
+
+        All but the backward is as in the lowest group's step, which was run. A backward is shorter by the blocks below.
+
+        Args:
+            peak: Of the first.
+            members: All of them.
+            place: Of their plan among the plan's groups.
+        """
+        index_of = {path: index for index, (path, _) in enumerate(find_blocks(self._model))}
+        blocks = [{index_of[layer.name] for layer in each.layers if layer.kind == "block"} for each in members]
+        return [
+            peak.work.of_update(
+                share=1 / len(self.optimizer.groups),
+                group=place,
+                is_part=partial(_is_part, trained, blocks[0]),
+                trained=blocks[0],
+                usual=0 if self._request.gradients == "stepped" else -1,  # the last backward alone steps
+            )
+            for trained in blocks
+        ]
+
+
+def _is_part(trained: set[int], run: set[int], place: Place) -> bool:
+    """Whether a backward that trains some blocks has a part of one that was run to train others, below them.
+
+    What trained there stands for what trains here.
+    """
+    if place is None or not trained:
+        return True
+    index, is_again = place
+    if is_again:
+        return index >= min(trained)
+    return index in run or (index >= min(trained) and index not in trained)
 
 
 class PlannedHiFT(PlannedMethod):
@@ -258,7 +312,7 @@ class PlannedHiFT(PlannedMethod):
     def _measure(
         self, run: HiFTRun, model: nn.Module, layout: Layout, request: PlanRequest, forward: Forward
     ) -> MeasuredSteps:
-        groups, waiting = list[GroupPlan](), list[int]()
+        groups, waiting, updates = list[GroupPlan](), list[int](), list[UpdateWork]()
         with attached(request, model) as notes:
             for members in alike(run.optimizer.groups, model):
                 peak = measure_alike(partial(run.measure, forward=forward), members, request)
@@ -267,6 +321,7 @@ class PlannedHiFT(PlannedMethod):
                     # its way.
                     both = (peak.before_step, run.measure(members[1], forward).before_step)
                     peak = replace(peak, before_step=max(both, key=lambda census: census.device))
+                updates += run.updates_of(peak, members, len(groups))
                 groups.append(run.plan_of(peak, members))
                 waiting.extend([run.waiting_bytes(peak, members[0])] * len(members))
         weights = run.optimizer.waiting_weight_bytes
@@ -280,7 +335,9 @@ class PlannedHiFT(PlannedMethod):
             notes += (f"a checkpoint takes {size} more on disk; --save_total_limit N counts N of them and one more",)
         if request.state == "device":
             groups = _with_state_of_others(groups)
-        return MeasuredSteps(groups=groups, host_bytes=weights + host_bytes, disk_bytes=disk_bytes, notes=notes)
+        return MeasuredSteps(
+            groups=groups, host_bytes=weights + host_bytes, disk_bytes=disk_bytes, notes=notes, updates=updates
+        )
 
     def record(
         self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder

@@ -24,6 +24,7 @@ from slivertune.core.offloaded_activations import offload_activations
 from slivertune.core.token_tiles import tile_tokens
 from slivertune.core.torch_internals import set_buffer
 from slivertune.planning.batches import make_batch
+from slivertune.planning.counter import computing_again
 from slivertune.planning.fake import without_data
 from slivertune.planning.four_bit import hold_in_4bit, num_weights
 from slivertune.planning.kernels import kernels_of
@@ -152,6 +153,7 @@ def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
         host_bytes=steps.host_bytes + max(group.host_activation_bytes for group in steps.groups),
         disk_bytes=steps.disk_bytes,
         notes=steps.notes,
+        updates=tuple(steps.updates),
     )
 
 
@@ -203,7 +205,7 @@ def _again(request: PlanRequest) -> tuple[AbstractContextManager[None], Abstract
 
 @contextmanager
 def _as_in_forward(request: PlanRequest) -> Iterator[None]:
-    with kernels_of(request.kernels), knowing(request.images > 0):
+    with kernels_of(request.kernels), knowing(request.images > 0), computing_again():
         yield
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slivertune.planning.request import PlanRequest
     from slivertune.planning.schedule_recorder import ScheduleRecorder
     from slivertune.planning.step import Forward
+    from slivertune.planning.step_work import UpdateWork
 
 
 Measurer = Callable[["PlanRequest", "Forward"], "MeasuredSteps"]
@@ -35,6 +36,8 @@ class MeasuredSteps:
     """Parameters that the method has put on the model, and counts as its state."""
     notes: tuple[str, ...] = ()
     """What was not run but computed from sizes."""
+    updates: Sequence[UpdateWork] = ()
+    """What the kinds of updates compute and copy."""
 
 
 class PlannedMethod:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from slivertune.core.ledger import Census
 from slivertune.planning.request import PlanRequest
+from slivertune.planning.step_work import UpdateWork
 
 Phase = Literal["forward", "backward", "step"]
 LimitName = Literal["host_bytes", "disk_bytes"]
@@ -72,6 +73,8 @@ class GroupPlan:
     """Optimizer state of all that trains, without masters, wherever it lies between steps."""
     master_bytes: int = 0
     """fp32 masters of all that trains, wherever and in whatever form they wait."""
+    largest_gradient_bytes: int = 0
+    """Gradient of the largest tensor that trains, where another group trains in each update."""
     peak: Moment
     """The peak of its step."""
     activation_bytes: int = 0
@@ -126,6 +129,8 @@ class Plan:
     """What waits in files, of all groups together."""
     notes: tuple[str, ...] = ()
     """What was not run but computed from sizes, and other limits of this plan."""
+    updates: tuple[UpdateWork, ...] = ()
+    """The kinds of the run's updates as one GPU alone makes them, and what each computes and copies."""
 
     @property
     def peak_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 A model's blocks are alike, so that SFT's search in one of them allocates what it allocated in the one before, some
 hundred tensors. The first is run under a ledger of its own; for all others, what was alive at its peak is allocated at
-once, and freed. The bytes of a plan stay the same.
+once, and freed, and its operators are counted as they were. The figures of a plan stay the same.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from slivertune.core.ledger import Kind, Ledger, claimed_at_birth
+from slivertune.planning.counter import WorkCounter
+from slivertune.planning.kernels import tell_listeners
+from slivertune.planning.step_work import Work
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -30,6 +33,8 @@ class _Taken:
     """Each kind's own largest bytes; the moments differ."""
     left: Any
     """Sizes of what it left."""
+    work: Work
+    """What it computed."""
 
     @property
     def can_be_replayed(self) -> bool:
@@ -74,7 +79,8 @@ def replay(
     known = _running[-1]
     taken: _Taken | None = known.get(key)
     if taken is None:
-        with Ledger() as ledger:
+        counter = WorkCounter()
+        with Ledger() as ledger, counter.counting(None):
             ledger.track(there())
             ledger.reset_peak()
             before = ledger.current()
@@ -83,10 +89,14 @@ def replay(
             at_peak={kind: getattr(ledger.peak, kind) - getattr(before, kind) for kind in _KINDS},
             most={kind: getattr(ledger.highest, kind) - getattr(before, kind) for kind in _KINDS},
             left=sizes_left(result),
+            work=counter.work_of(None),
         )
         return result
     if not taken.can_be_replayed:
         return compute()
+    for (flops, num_bytes), count in taken.work.operators.items():
+        for _ in range(count):
+            tell_listeners(flops, num_bytes)
     _take(taken.at_peak)
     for kind, size in taken.most.items():
         if size > taken.at_peak[kind]:

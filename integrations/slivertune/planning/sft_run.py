@@ -6,6 +6,7 @@ SFT runs as it is.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
+from slivertune.planning.counter import WorkCounter
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
@@ -23,6 +25,7 @@ from slivertune.planning.replayed import VectorSize, replay, replaying
 from slivertune.planning.request import COUNTS, PlanRequest
 from slivertune.planning.schedule_recorder import ScheduleRecorder
 from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
+from slivertune.planning.step_work import StepWork, UpdateWork, Work
 from slivertune.sft import SFT, SFTConfig, adam
 from slivertune.sft import selection as real
 from slivertune.sft.communicator import ALONE, Communicator
@@ -131,6 +134,8 @@ class SizedReselection(Reselection):
     """Takes what a reselection takes, and chooses nothing; see `Reselection`."""
 
     estimator_class = SizedGrowthEstimator
+    work = Work()
+    """What the last reselection computed."""
 
     @override
     def _share_candidates(self, estimators: Mapping[str, GrowthEstimator]) -> None:
@@ -140,6 +145,12 @@ class SizedReselection(Reselection):
 
     @override
     def reselect(self, updates: int, options: Mapping[str, Any]) -> None:
+        counter = WorkCounter()
+        with counter.counting(None):
+            self._propose(updates)
+        SizedReselection.work = counter.work_of(None)
+
+    def _propose(self, updates: int) -> None:
         proposals = []
         for weight in self._weights:
             estimator, count = weight.estimators.pop(updates, None), weight.num_active
@@ -259,6 +270,7 @@ class PlannedSFT(PlannedMethod):
             groups=groups,
             own_parameters=[parameter for group in optimizer.param_groups for parameter in group["params"]],
             notes=(*notes, "SFT's search for weights to grow is computed from its sizes"),
+            updates=_updates_of(request, [peak.work for peak in peaks], num_inside),
         )
 
     def record(
@@ -283,6 +295,26 @@ class PlannedSFT(PlannedMethod):
         if request.reselection_interval > 0:
             names += ["replacement_rate", "redistribute"]
         return ("--selection", request.selection, *given_arguments(request, (*names, "load_in_4bit")))
+
+
+def _updates_of(request: PlanRequest, steps: Sequence[StepWork], num_inside: int) -> list[UpdateWork]:
+    """What the updates from one reselection to the next compute, each kind as often as it comes.
+
+    Args:
+        request: Has the schedule of the run.
+        steps: Of the shortened run, those that belong to phases first.
+        num_inside: As many of them belong to phases.
+    """
+    interval, outside, reselection = request.reselection_interval, steps[-1], SizedReselection.work
+    usual = replace(outside, step=outside.step - reselection)  # SM3 reselects in every update of the shortened run
+    kinds = [(interval - 1, usual), (1, outside)] if interval else [(1, outside)]
+    if request.has_phases:
+        first, last, length = steps[0], steps[num_inside - 1], request.estimation_steps
+        between = replace(steps[1], step=last.step - reselection)
+        kinds = [(1, last), (min(length - 1, 1), first), (max(length - 2, 0), between), (interval - length, outside)]
+    return [
+        work.of_update(share=count / max(1, interval), group=min(1, num_inside)) for count, work in kinds if count > 0
+    ]
 
 
 @contextmanager

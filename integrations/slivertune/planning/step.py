@@ -1,4 +1,4 @@
-"""One real step under the ledger: the peak, when it came, and what each trained parameter's gradient took."""
+"""One real step under the ledger: the peak, when it came, what each trained gradient took, and what was computed."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from slivertune.core.ledger import Census, Ledger, claim
+from slivertune.planning.counter import WorkCounter
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.plan import GroupPlan, Moment, Phase
+from slivertune.planning.step_work import STEP, StepWork, Work
 
 Forward = Callable[[], torch.Tensor]
 """Runs the model on a batch and returns the loss."""
@@ -27,6 +29,8 @@ class UpdatePeak:
     """Bytes alive when the update began."""
     after: Census
     """Bytes alive when it was over."""
+    work: Work
+    """What it computed and copied."""
 
     def beside(self, residual: int) -> "UpdatePeak":
         """The same beside another batch.
@@ -40,7 +44,7 @@ class UpdatePeak:
             for name in ("census", "highest", "before", "after")
             for census in (getattr(self, name),)
         }
-        return UpdatePeak(**moved)
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +67,8 @@ class StepPeak:
     """Bytes alive when the step was over."""
     update: UpdatePeak
     """The update alone."""
+    work: StepWork
+    """What the step computed and copied."""
 
 
 def measure_step(
@@ -72,6 +78,7 @@ def measure_step(
     *,
     num_backwards: int = 1,
     known: UpdatePeak | None = None,
+    blocks_of: nn.Module | None = None,
 ) -> StepPeak:
     """Run a forward, its backward and the update.
 
@@ -81,17 +88,21 @@ def measure_step(
         optimizer: Holds the parameters that train.
         num_backwards: Forwards and backwards before the update; the third is like the second.
         known: The same update after another batch; gradients are dropped then, and nothing is updated.
+        blocks_of: A model whose blocks are told apart in the work of backward passes.
 
     Returns:
         The step's peak.
     """
     ledger.reset_peak()
     heights: dict[int, Phase] = {}
+    counter = WorkCounter(blocks_of)
     for index in range(num_backwards):
-        loss = forward()
+        with counter.counting(("forward", index)):
+            loss = forward()
         # The peak only grows: each height belongs to the phase that reached it.
         heights.setdefault(ledger.peak.device, "forward")
-        with FakeOverrides(), within_update(optimizer, is_last=index == num_backwards - 1):
+        is_last = index == num_backwards - 1
+        with FakeOverrides(), within_update(optimizer, is_last=is_last), counter.counting(("backward", index)):
             loss.backward()
         del loss
         heights.setdefault(ledger.peak.device, "backward")
@@ -113,6 +124,11 @@ def measure_step(
         before_step=before_step,
         after=update.after,
         update=update,
+        work=StepWork(
+            forwards=tuple(counter.work_of(("forward", index)) for index in range(num_backwards)),
+            backwards=tuple(counter.by_place(("backward", index)) for index in range(num_backwards)),
+            step=update.work + counter.work_of(STEP),
+        ),
     )
 
 
@@ -145,11 +161,18 @@ def measure_update(ledger: Ledger, optimizer: torch.optim.Optimizer) -> UpdatePe
     """
     before = ledger.current()
     ledger.reset_peak()
-    with FakeOverrides():
+    counter = WorkCounter()
+    with FakeOverrides(), counter.counting(STEP):
         optimizer.step()
         optimizer.zero_grad()
     claim_state(optimizer)
-    return UpdatePeak(census=ledger.peak, highest=ledger.highest, before=before, after=ledger.current())
+    return UpdatePeak(
+        census=ledger.peak,
+        highest=ledger.highest,
+        before=before,
+        after=ledger.current(),
+        work=counter.work_of(STEP),
+    )
 
 
 def claim_state(optimizer: torch.optim.Optimizer) -> None:
@@ -186,6 +209,7 @@ def group_plan(
     gradient_bytes: int,
     state_bytes: int,
     master_bytes: int = 0,
+    largest_gradient_bytes: int = 0,
     indices: tuple[int, ...] = (0,),
 ) -> GroupPlan:
     """What a step was measured to need.
@@ -195,6 +219,7 @@ def group_plan(
         name: What trains in it.
         num_parameters: Elements that train.
         gradient_bytes: Of all gradients together.
+        largest_gradient_bytes: Of the largest gradient.
         state_bytes: Of all that trains, without masters.
         master_bytes: Of all that trains.
         indices: Of this step, and of those alike.
@@ -213,6 +238,7 @@ def group_plan(
         gradient_bytes=gradient_bytes,
         state_bytes=state_bytes,
         master_bytes=master_bytes,
+        largest_gradient_bytes=largest_gradient_bytes,
     )
 
 

@@ -1,0 +1,191 @@
+"""Counts what a step computes and copies: operations, bytes of the device's memory, and bytes over the bus.
+
+The step is the one that the memory plan runs on tensors without data. A dispatch mode sees each operator. Memory that
+an owner has claimed for the host (`core.ledger`) lies on the host, all other on the device: a copy between the two
+passes the bus, and operators on host memory alone take no time of the device.
+"""
+
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.core.copy_streams import Direction
+from slivertune.core.layers import find_blocks
+from slivertune.core.ledger import claimed_as
+from slivertune.core.outputs import tensors_of
+from slivertune.core.torch_internals import (
+    FLOP_FORMULAS,
+    NO_BACKWARD,
+    TorchDispatchMode,
+    arguments_of,
+    is_wrapper_type,
+    running_backward,
+    storage_key,
+)
+from slivertune.planning.kernels import attention_seen_by
+from slivertune.planning.step_work import STATE, STEP, Place, Work
+
+_WRITES_NOTHING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_READS_NO_VALUES = frozenset(
+    {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_"}
+)
+_READS_WHERE_INDICES_SAY = frozenset({"embedding", "index_select", "gather", "index"})
+_COPIES = frozenset({"copy_", "_to_copy", "clone"})
+_OFF_DEVICE = frozenset({"host", "host_activations", "disk"})
+_arguments_of = cache(arguments_of)
+
+_counting: list["WorkCounter"] = []
+_beside: list[None] = []
+
+
+@contextmanager
+def beside_computation() -> Iterator[None]:
+    """Leave out the operators inside, which run on a copy stream; copies over the bus count."""
+    _beside.append(None)
+    try:
+        yield
+    finally:
+        _beside.pop()
+
+
+@contextmanager
+def computing_again() -> Iterator[None]:
+    """Tell counters that a block's forward is computed again inside of its backward."""
+    counters = list(_counting)
+    for counter in counters:
+        counter.is_again = True
+    try:
+        yield
+    finally:
+        for counter in counters:
+            counter.is_again = False
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts operators by the part of a step that they belong to.
+
+    Args:
+        model: In a backward, its blocks are told apart, and updates of state belong to `STEP`; None where no one asks.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._blocks = [] if model is None else [block for _, block in find_blocks(model)]
+        self._counted: dict[tuple[Hashable, Place], Work] = {}
+        self._part: Hashable = None
+        self._block: int | None = None
+        self.is_again = False
+        """Whether the block's forward is computed again."""
+
+    @contextmanager
+    def counting(self, part: Hashable) -> Iterator[None]:
+        """Count what runs inside as a part of the step."""
+        self._part, self._block = part, None
+        with ExitStack() as stack:
+            for index, block in enumerate(self._blocks):
+                hook = partial(self._watch_outputs, index)
+                stack.callback(block.register_forward_hook(hook, with_kwargs=True).remove)
+            _counting.append(self)
+            stack.callback(_counting.remove, self)
+            stack.enter_context(attention_seen_by(self.add))
+            stack.enter_context(self)
+            yield
+
+    def work_of(self, part: Hashable) -> Work:
+        """All that a part of the step computed and copied."""
+        return sum(self.by_place(part).values(), Work())
+
+    def by_place(self, part: Hashable) -> dict[Place, Work]:
+        """What a part of the step computed and copied, by place."""
+        return {place: work for (of, place), work in self._counted.items() if of == part}
+
+    def add(self, flops: int, num_bytes: int) -> None:
+        """Count an operator of the part that runs."""
+        if (flops or num_bytes) and not _beside:
+            self._work().operators[flops, num_bytes] += 1
+
+    def _work(self, *, updates_state: bool = False) -> Work:
+        place = None if self._block is None else (self._block, self.is_again)
+        # A backward may step as well.
+        key = (STEP, None) if self._blocks and updates_state else (self._part, place)
+        return self._counted.setdefault(key, Work())
+
+    def _watch_outputs(self, index: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note when a block's backward begins: with the gradients of its outputs."""
+        if running_backward() != NO_BACKWARD:
+            return
+        # The gradient of a tensor that is passed on comes in the midst of another block's backward.
+        passed_on = {id(each) for each in tensors_of((args, kwargs))}
+        for tensor in tensors_of(output):
+            if tensor.requires_grad and id(tensor) not in passed_on:
+                tensor.register_hook(lambda gradient: self._enter(index))
+
+    def _enter(self, block: int) -> None:
+        self._block = block
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(is_wrapper_type(each) for each in types):
+            return NotImplemented  # the operators inside of the wrapper count
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in _WRITES_NOTHING:
+            self._note(func, name, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        read, written = _touched(func, name, args, kwargs, out)
+        if not written:
+            return  # asks for a tensor's form or a number
+        places = [claimed_as(tensor) for tensor in (*read, *written)]
+        is_off = [place in _OFF_DEVICE for place in places]
+        if name in _COPIES and any(is_off) and not all(is_off):
+            direction: Direction = "outbound" if is_off[-1] else "inbound"
+            on_device = next(place for place, off in zip(places, is_off, strict=True) if not off)
+            self._work().copies[direction, on_device or "activations"] += read[0].nbytes
+            return
+        formula = FLOP_FORMULAS.get(func.overloadpacket)
+        flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
+        num_bytes = sum(_num_bytes(each) for each, off in zip((*read, *written), is_off, strict=True) if not off)
+        if (flops or num_bytes) and not _beside:
+            self._work(updates_state=STATE in places).operators[flops, num_bytes] += 1
+
+
+def _touched(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that an operator reads, and those that it writes."""
+    read: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
+    for position, (argument, is_written) in enumerate(_arguments_of(func)):
+        tensors = _tensors(args[position] if position < len(args) else kwargs.get(argument))
+        if is_written:
+            written += tensors
+        if not is_written or (name != "copy_" and argument != "out"):
+            read += tensors
+    known = {storage_key(each.untyped_storage()) for each in (*read, *written)}
+    fresh = [each for each in _tensors(out) if storage_key(each.untyped_storage()) not in known]
+    if name in _READS_NO_VALUES:
+        read = []
+    elif name in _READS_WHERE_INDICES_SAY:
+        read = [*read[1:], *fresh]  # as many bytes of the table as come out
+    return read, written + fresh
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.device.type != "meta" else []
+    if isinstance(value, (list, tuple)):
+        return [each for item in value for each in _tensors(item)]
+    return []
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    # What is expanded lies in memory once.
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
