@@ -30,7 +30,7 @@ help:  ## List the targets
 train: $(STAMP)  ## Fine-tune: the embedded default, or what ARGS asks for
 	@$(BIN)/slivertune train $(ARGS)
 
-test: lint  ## Lint, type-check and run the tests, but for the slow ones
+test: $(if $(strip $(ARGS)),$(DEV_STAMP),lint)  ## Lint, type-check and run the tests, but for the slow ones; ARGS=path: pytest alone
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" $(ARGS)
 
 test-all: lint $(OLDEST_STAMP)  ## Run every test of a clean tree, in parts, and record it; ARGS="ranks planning" runs these parts

@@ -37,6 +37,7 @@ from tests.helpers.faults import (
     names,
     snapshot,
 )
+from tests.helpers.pairwise import pairwise
 
 VERSIONS = {"old": {"a": "old", "sub/b": "old"}, "new": {"b": "new", "sub/c": "new", "sub/deep/d": "new"}}
 
@@ -83,9 +84,7 @@ def test_a_process_killed_at_any_file_operation_leaves_the_old_folder_or_the_new
     assert seen == sorted(seen, reverse=True) and set(seen) == {"old", "new"}
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-@pytest.mark.parametrize("once", [True, False])
-@pytest.mark.parametrize("fault", [full_disk, denied, interrupted])
+@pairwise(fault=[full_disk, denied, interrupted], once=[True, False], can_exchange=[True, False])
 def test_an_error_at_any_file_operation_leaves_the_old_folder_or_the_new_one(
     fault: Fault, once: bool, can_exchange: bool, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from slivertune.core.ledger import Ledger
 from slivertune.core.token_tiles import runs_in_tiles
 from tests.core.test_kept_activations import batch, bert, blocks_of, checkpoint, llama, optimizer_of, with_lora
 from tests.helpers.models import tiny_gpt2, tiny_llama, tiny_mixtral, token_batches
+from tests.helpers.pairwise import pairwise
 from tests.helpers.tolerance import sum_limit
 
 Gradients = dict[str, torch.Tensor]
@@ -38,10 +39,13 @@ def made(method: str, dtype: torch.dtype = torch.float64, *, checkpointed: bool 
     return model
 
 
-def gradients_of(model: nn.Module, method: str, *, num_steps: int = 8) -> list[Gradients]:
-    """The gradients of some steps, and the losses under the name of none."""
+def gradients_of(model: nn.Module, method: str, *, num_steps: int | None = None) -> list[Gradients]:
+    """The gradients of some steps, and the losses under the name of none.
+
+    By default there are as many as HiFT needs for a cycle and more, and SFT to choose twice.
+    """
     optimizer, steps = optimizer_of(method, model), list[Gradients]()
-    for step in range(num_steps):
+    for step in range(num_steps or (8 if method.startswith("hift") else 5)):
         loss = model(**batch(model, step)).loss
         loss.backward()
         named = model.named_parameters()
@@ -65,9 +69,8 @@ def assert_close(found: list[Gradients], expected: list[Gradients], limit: float
             assert distance <= limit * max(floor, float(other[name].abs().max())), (step, name, distance)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("checkpointed", [True, False])
-def test_losses_and_gradients_are_those_of_whole_batches(method: str, checkpointed: bool) -> None:
+@pairwise(method=METHODS, checkpointed=(True, False), tile_size=TILES)
+def test_losses_and_gradients_are_those_of_whole_batches(method: str, checkpointed: bool, tile_size: int) -> None:
     def run(tile_size: int | None) -> list[Gradients]:
         # SFT has no fp64.
         model = made(method, torch.float32 if method == "sft" else torch.float64, checkpointed=checkpointed)
@@ -78,10 +81,8 @@ def test_losses_and_gradients_are_those_of_whole_batches(method: str, checkpoint
                 stack.enter_context(st.TokenTune(ratio=0.5).attach(model))
             return gradients_of(model, method)
 
-    expected = run(None)
-    for tile_size in TILES:
-        # Sums over 42 tokens in another order, in each of eight steps that follow from one another.
-        assert_close(run(tile_size), expected, limit=1e-3 if method == "sft" else 1e-11)
+    # Sums over 42 tokens in another order, in each of up to eight steps that follow from one another.
+    assert_close(run(tile_size), run(None), limit=1e-3 if method == "sft" else 1e-11)
 
 
 def test_in_bf16_gradients_are_those_of_whole_batches_to_rounding() -> None:

@@ -23,6 +23,7 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.helpers.pairwise import rotated
 from tests.helpers.reference import NaiveHiFT, decay_split, grouped_optimizer, naive_groups, train
 from tests.hift.cases import BIG_VOCAB, DTYPES, OPTIMIZERS, WITH_LR, cosine, hift_over, warm_cosine
 
@@ -60,7 +61,7 @@ def equals_the_bare_optimizer(
     assert_same_bits(model, bare)
 
 
-BIG_BATCHES = token_batches(20, vocab=BIG_VOCAB)
+BIG_BATCHES = token_batches(12, vocab=BIG_VOCAB)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -76,7 +77,7 @@ def test_one_group_of_bf16_weights_without_masters_equals_the_bare_optimizer(nam
     equals_the_bare_optimizer(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), name, BIG_BATCHES, master="none")
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("scheduled", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", WITH_LR)
 def test_one_group_wrapped_with_decay_groups_equals_the_bare_optimizer(name: str, scheduled: bool) -> None:
     options = {key: value for key, value in OPTIMIZERS[name][1].items() if key != "weight_decay"}
@@ -86,6 +87,7 @@ def test_one_group_wrapped_with_decay_groups_equals_the_bare_optimizer(name: str
     equals_the_bare_optimizer(model, name, BIG_BATCHES, options, split=split, scheduled=scheduled, max_norm=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_LR)
 def test_one_group_with_cosine_and_warmup_equals_the_bare_optimizer(name: str) -> None:
     equals_the_bare_optimizer(tiny_llama(vocab=BIG_VOCAB), name, BIG_BATCHES, scheduled=True)
@@ -173,14 +175,15 @@ GRID: list[dict[str, Any]] = [
 ]
 
 
+# Of combinations of settings each pair is in test_pairwise.py.
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case.values())))
 def test_several_groups_equal_the_reference(case: dict[str, Any], dtype: torch.dtype) -> None:
     hift_and_reference(tiny_llama(dtype), **case)
 
 
-@DTYPES
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "AdamW"])
+@rotated(name=OPTIMIZERS, dtype=[torch.float32, torch.bfloat16])
 def test_every_optimizer_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     config = {"layers_per_group": 2, "steps_per_group": 2, "scheduled": name in WITH_LR, "big": True}
     hift_and_reference(tiny_llama(dtype, vocab=BIG_VOCAB), name, **config)

@@ -1,4 +1,7 @@
-"""Gradients that wait on the host, or are stepped in an update's last backward: the same bits, and nothing silent."""
+"""Gradients that wait on the host, or are stepped in an update's last backward: the same bits, and nothing silent.
+
+Together with other settings they stand in test_pairwise.py; combinations that are listed here are slow.
+"""
 
 import copy
 import gc
@@ -29,10 +32,13 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.helpers.pairwise import rotated
+from tests.helpers.ranks import quick
 from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, UPDATES, hift_over, run
 from tests.hift.test_ordering import pretended
 
 STREAM_BYTES = 20_000
+PLACES = ("host", "stepped")
 
 
 def trained(model: nn.Module, name: str, *, accumulation: int = 1, clip: float | None = None, **config: Any) -> Any:
@@ -42,6 +48,7 @@ def trained(model: nn.Module, name: str, *, accumulation: int = 1, clip: float |
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["host", "stepped"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("layers_per_group", [1, LAYERS])
@@ -85,9 +92,10 @@ def test_an_accumulation_that_was_stepped_leaves_no_gradient_on_the_device(dtype
     assert hift.updates == 2
 
 
-@pytest.mark.parametrize("prefetch_bytes", [0, 60_000])
+@pytest.mark.parametrize("prefetch_bytes", [pytest.param(0, marks=pytest.mark.slow), 60_000])
 @pytest.mark.parametrize(
-    ("name", "accumulation", "clip"), [("SGD momentum", 4, 0.1), ("AdamW8bit", 1, 0.1), ("AdamW", 4, 0.1)]
+    ("name", "accumulation", "clip"),
+    quick([("SGD momentum", 4, 0.1), ("AdamW8bit", 1, 0.1), ("AdamW", 4, 0.1)], [("SGD momentum", 4, 0.1)]),
 )
 def test_clipped_gradients_on_the_host_are_those_of_the_device(
     name: str, accumulation: int, clip: float, prefetch_bytes: int
@@ -100,8 +108,7 @@ def test_clipped_gradients_on_the_host_are_those_of_the_device(
     assert differing(weights(unclipped), weights(expected)), "the clipping must bite, or this compares nothing"
 
 
-@pytest.mark.parametrize("gradients", ["host", "stepped"])
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "transformers" not in name and "own" not in name])
+@rotated(name=[name for name in OPTIMIZERS if "transformers" not in name and "own" not in name], gradients=PLACES)
 def test_every_optimizer_gets_the_same_gradients(name: str, gradients: str) -> None:
     model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
     common = {"layers_per_group": 2, "accumulation": 2}
@@ -136,19 +143,17 @@ def test_clipping_inside_the_step_is_clipping_before_it_and_reports_the_norm(gra
     assert_same_bits(found, expected)
 
 
-CASES: list[tuple[str, Callable[[], nn.Module], dict[str, Any], dict[str, Any] | None]] = [
-    ("tied", lambda: tiny_llama(torch.bfloat16, tied=True), {"layers_per_group": LAYERS}, None),
-    ("tied gpt2", lambda: tiny_gpt2(torch.bfloat16), {}, None),
-    ("checkpointed", lambda: tiny_llama(torch.bfloat16), {"layers_per_group": 2}, {"use_reentrant": False}),
-    ("reentrant", lambda: tiny_llama(torch.bfloat16), {"layers_per_group": 2}, {"use_reentrant": True}),
-]
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any] | None]] = {
+    "tied": (lambda: tiny_llama(torch.bfloat16, tied=True), {"layers_per_group": LAYERS}, None),
+    "tied gpt2": (lambda: tiny_gpt2(torch.bfloat16), {}, None),
+    "checkpointed": (lambda: tiny_llama(torch.bfloat16), {"layers_per_group": 2}, {"use_reentrant": False}),
+    "reentrant": (lambda: tiny_llama(torch.bfloat16), {"layers_per_group": 2}, {"use_reentrant": True}),
+}
 
 
-@pytest.mark.parametrize("gradients", ["host", "stepped"])
-@pytest.mark.parametrize(("name", "make", "config", "checkpointing"), CASES, ids=[case[0] for case in CASES])
-def test_tied_weights_and_checkpointing(
-    name: str, make: Any, config: dict[str, Any], checkpointing: Any, gradients: str
-) -> None:
+@rotated(name=CASES, gradients=PLACES)
+def test_tied_weights_and_checkpointing(name: str, gradients: str) -> None:
+    make, config, checkpointing = CASES[name]
     model = make()
     if checkpointing is not None:
         enable_checkpointing(model, checkpointing)
@@ -168,8 +173,7 @@ def test_with_token_selection(gradients: str) -> None:
     assert_same_bits(*made)
 
 
-@pytest.mark.parametrize("gradients", ["host", "stepped"])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@rotated(gradients=PLACES, accumulation=[1, 4])
 def test_a_run_resumes_after_every_step(gradients: str, accumulation: int) -> None:
     config = {"gradients": gradients, "stream_bytes": STREAM_BYTES, "prefetch_bytes": 40_000}
     made = tiny_llama(torch.bfloat16)
@@ -187,6 +191,7 @@ def test_a_run_resumes_after_every_step(gradients: str, accumulation: int) -> No
     assert_same_bits(model, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("gradients", ["host", "stepped"])
 @pytest.mark.parametrize("prefetch_bytes", [0, 60_000, 10**9])
@@ -204,7 +209,7 @@ def test_every_legal_order_of_the_copies_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("gradients", ["host", "stepped"])
-@pytest.mark.parametrize("prefetch_bytes", [0, 60_000])
+@pytest.mark.parametrize("prefetch_bytes", [pytest.param(0, marks=pytest.mark.slow), 60_000])
 def test_all_copies_come_after_what_they_depend_on(gradients: str, prefetch_bytes: int) -> None:
     model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
     config = {"gradients": gradients, "prefetch_bytes": prefetch_bytes, "stream_bytes": STREAM_BYTES}

@@ -14,8 +14,10 @@ from slivertune.hift.host_weights import _WeightSlot
 from slivertune.hift.resident_blocks import choose_resident
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.pairwise import pairwise
+from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
-from tests.hift.cases import DTYPES, OPTIMIZERS, hift_over
+from tests.hift.cases import OPTIMIZERS, hift_over
 from tests.hift.test_ordering import pretended
 
 BLOCKS = 5
@@ -51,9 +53,7 @@ def trained(
     return other
 
 
-@DTYPES
-@pytest.mark.parametrize("layers_per_group", [1, 4])
-@pytest.mark.parametrize("checkpointing", [None, "plain"])
+@pairwise(dtype=[torch.float32, torch.bfloat16], layers_per_group=[1, 4], checkpointing=[None, "plain"])
 def test_three_cycles_are_those_of_the_naive_reference(
     dtype: torch.dtype, layers_per_group: int, checkpointing: str | None
 ) -> None:
@@ -70,26 +70,29 @@ def test_three_cycles_are_those_of_the_naive_reference(
         assert_same_bits(found, plain)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"accumulation": 2},
-        {"selects": True},
-        {"selects": True, "checkpointing": "plain", "layers_per_group": 4},
-        {"checkpointing": "reentrant"},
-        {"gradients": "host", "max_grad_norm": 0.5, "layers_per_group": 3, "checkpointing": "plain"},
-        {"gradients": "stepped", "layers_per_group": 4, "checkpointing": "plain"},
-        {"gradients": "stepped", "checkpointing": "reentrant"},
-        {"prefetch_bytes": 60_000},
-        {"master": "none", "steps_per_group": 2},
-        {"state": "discard", "steps_per_group": 2, "order": "random"},
-        {"layers_per_group": LAYERS},
-        {"name": "AdamW8bit", "order": "top2down"},
-        {"name": "transformers Adafactor"},
-    ],
-    ids=lambda settings: " ".join(f"{key}={value}" for key, value in settings.items()),
-)
+ELSEWHERE: list[dict[str, Any]] = [
+    {"accumulation": 2},
+    {"checkpointing": "reentrant"},
+    {"gradients": "host", "max_grad_norm": 0.5, "layers_per_group": 3, "checkpointing": "plain"},
+    {"gradients": "stepped", "layers_per_group": 4, "checkpointing": "plain"},
+    {"gradients": "stepped", "checkpointing": "reentrant"},
+    {"prefetch_bytes": 60_000},
+    {"master": "none", "steps_per_group": 2},
+    {"state": "discard", "steps_per_group": 2, "order": "random"},
+    {"layers_per_group": LAYERS},
+    {"name": "AdamW8bit", "order": "top2down"},
+]
+"""Settings that test_pairwise.py has, each with each."""
+HERE: list[dict[str, Any]] = [
+    {"selects": True},
+    {"selects": True, "checkpointing": "plain", "layers_per_group": 4},
+    {"name": "transformers Adafactor"},
+]
+
+
+@pytest.mark.parametrize("settings", quick(HERE + ELSEWHERE, HERE), ids=str)
 def test_settings_have_the_bits_of_resident_weights(settings: dict[str, Any]) -> None:
+    settings = {**settings}
     model = model_of(torch.bfloat16, settings.pop("checkpointing", None))
     expected = trained(model, **settings)
     assert_all_moved(expected, weights(model))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -21,6 +20,7 @@ from tests.helpers.models import (
     token_batches,
     weights,
 )
+from tests.helpers.pairwise import rotated
 from tests.helpers.reference import NaiveHiFT, train
 from tests.hift.cases import hift_over, with_reference
 
@@ -63,8 +63,7 @@ def write(model: nn.Module, values: dict[str, torch.Tensor], writer: str = "load
             WRITERS[writer](parameter, values[name])
 
 
-@pytest.mark.parametrize("writer", ["load_state_dict", *WRITERS])
-@pytest.mark.parametrize("place", PLACES)
+@rotated(place=PLACES, writer=["load_state_dict", *WRITERS])
 def test_a_cycle_at_rate_zero_does_not_bring_the_old_weights_back(place: str, writer: str, tmp_path: Path) -> None:
     model, new = tiny_llama(torch.bfloat16), weights(tiny_llama(torch.bfloat16, seed=7))
     new["model.norm.weight"] = torch.zeros_like(new["model.norm.weight"])
@@ -97,8 +96,7 @@ def scale_data_in_part(parameter: torch.Tensor) -> None:
     parameter.data.view(-1)[::3].mul_(0.9)
 
 
-@pytest.mark.parametrize("change", [scale_in_part, scale_data_in_part])
-@pytest.mark.parametrize("place", PLACES)
+@rotated(place=PLACES, change=[scale_in_part, scale_data_in_part])
 def test_training_goes_on_from_weights_that_were_changed_in_part(
     place: str, change: Callable[[torch.Tensor], None], tmp_path: Path
 ) -> None:
@@ -115,8 +113,7 @@ def test_training_goes_on_from_weights_that_were_changed_in_part(
     assert_all_moved(model, before)
 
 
-@pytest.mark.parametrize("order", ["optimizer first", "model first"])
-@pytest.mark.parametrize("place", PLACES)
+@rotated(place=PLACES, order=["optimizer first", "model first"])
 def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_path: Path) -> None:
     """An average that is swapped in for an evaluation and out again, and both orders of loading a checkpoint."""
     model, undisturbed = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16)
@@ -144,8 +141,7 @@ def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_pa
     assert_same_bits(again, undisturbed)
 
 
-@pytest.mark.parametrize("writer", ["load_state_dict", "into data"])
-@pytest.mark.parametrize("place", PLACES)
+@rotated(place=PLACES, writer=["load_state_dict", "into data"])
 def test_a_state_that_is_saved_after_weights_were_loaded_brings_the_new_ones(
     place: str, writer: str, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from slivertune.core.ledger import Ledger
 from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
+from tests.helpers.pairwise import rotated
 from tests.helpers.reference import train
 from tests.hift.cases import hift_over, reloaded, with_reference
 
@@ -108,8 +109,7 @@ def placed(place: str, folder: Path) -> dict[str, Any]:
     return {**PLACES[place], **({"state_dir": str(folder)} if place == "disk" else {})}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", CASES)
+@rotated(name=CASES, place=PLACES)
 def test_with_one_group_it_is_the_bare_optimizer(name: str, place: str, tmp_path: Path) -> None:
     optimizer_class, options = CASES[name]()
     dense = tiny_llama(vocab=VOCAB)
@@ -125,8 +125,7 @@ def test_with_one_group_it_is_the_bare_optimizer(name: str, place: str, tmp_path
         assert kinds == {"Tensor", f"OptimState{name.removeprefix('AdamW')}"}
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("name", CASES)
+@rotated(name=CASES, dtype=[FP32, BF16])
 def test_rotated_groups_are_optimizers_rotated_by_hand(name: str, dtype: torch.dtype) -> None:
     optimizer_class, options = CASES[name]()
     model, hift, dense, naive = with_reference(
@@ -137,8 +136,7 @@ def test_rotated_groups_are_optimizers_rotated_by_hand(name: str, dtype: torch.d
     assert_same_bits(model, dense)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", CASES)
+@rotated(place=PLACES, name=[*CASES][::-1])
 def test_it_resumes_with_the_same_bits(name: str, place: str, tmp_path: Path) -> None:
     optimizer_class, options = CASES[name]()
 

@@ -1,111 +1,204 @@
-"""Whatever is loaded ahead, wherever gradients wait, whichever blocks keep their activations: the same bits.
+"""Settings of HiFT together: wherever state, gradients and weights are, the reference's bits; resumed, the same.
 
-Every legal pair of settings stands in a row; copies come as late as their events allow, into poisoned memory.
+Each legal pair of settings has a row. Copies come as late as their events allow, into poisoned memory, or each is
+checked to come after what it depends on. Tests of single settings leave their combinations to this table.
 """
 
 import copy
-import itertools
-import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from slivertune import HiFT, keep_activations
+from slivertune import HiFT, HiFTConfig, keep_activations
 from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.delayed_streams import delayed
-from tests.helpers.models import LAYERS, assert_all_moved, assert_same_bits, tiny_llama, twin, weights
-from tests.hift.cases import BIG_VOCAB, hift_over, run
+from tests.helpers.models import LAYERS, assert_same_bits, bits, differing, tiny_llama, token_batches, weights
+from tests.helpers.pairwise import Row, assert_has_every_legal_pair, drawn_rows, pairwise_rows, row_params
+from tests.helpers.reference import NaiveHiFT, naive_groups
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over, reloaded, run, warm_cosine
+from tests.hift.test_ordering import pretended
+from tests.hift.test_waiting import NaiveWaiting
 
-Row = Mapping[str, Any]
-FACTORS: dict[str, tuple[Any, ...]] = {
+CONFIG: dict[str, tuple[Any, ...]] = {
+    "layers_per_group": (1, 2, 3, LAYERS),
+    "steps_per_group": (1, 2),
+    "order": ("bottom2up", "top2down", "random"),
+    "state": ("host", "disk", "device", "discard"),
+    "master": ("fp32", "none"),
+    "stream_bytes": (20_000, 0),
     "prefetch_bytes": (0, 60_000, 10**9),
     "gradients": ("device", "host", "stepped"),
-    "blocks": ("none is checkpointed", "all, reentrant", "all", "one keeps its activations"),
-    "optimizer": ("AdamW", "SGD momentum", "AdamW8bit"),
-    "accumulation": (1, 4),
-    "clip": (None, 0.1),
-    "layers_per_group": (1, 2, LAYERS),
+    "waiting": (None, "int8", "nf4"),
+    "weights": ("device", "host"),
+    "resident_bytes": (0, 20_000),
+    "max_grad_norm": (None, 0.1),
 }
-UPDATES = LAYERS + 2
+FACTORS: dict[str, tuple[Any, ...]] = {
+    **CONFIG,
+    "optimizer": ("AdamW", "SGD momentum", "AdamW8bit", "transformers Adafactor with lr"),
+    "dtype": ("bf16", "fp32"),
+    "blocks": ("none checkpointed", "all, reentrant", "all", "one keeps its activations"),
+    "accumulation": (1, 2),
+    "copies": ("all late", "some late", "in order"),
+}
+ILLEGAL: tuple[Row, ...] = (
+    {"gradients": "stepped", "max_grad_norm": 0.1},
+    {"gradients": "host", "state": "device"},
+    {"weights": "host", "state": "device"},
+    {"weights": "device", "resident_bytes": 20_000},
+    {"state": "device", "resident_bytes": 20_000},
+    {"state": "device", "prefetch_bytes": 60_000},
+    {"state": "device", "prefetch_bytes": 10**9},
+    *({"waiting": form, "state": state} for form in ("int8", "nf4") for state in ("device", "discard")),
+)
+UNTESTED: tuple[Row, ...] = ({"copies": "in order", "state": "disk"},)
+"""Files are read and written by threads, whose copies are not checked."""
+MORE = 2
+"""Turns after the first cycle."""
 
 
 def is_legal(row: Row) -> bool:
-    """Gradients that are gone can't be clipped."""
-    return not (row.get("gradients") == "stepped" and row.get("clip") is not None)
+    return not any(pair.items() <= row.items() for pair in ILLEGAL + UNTESTED)
 
 
-def pairs_of(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    return set(itertools.combinations(row.items(), 2))
+ROWS = pairwise_rows(FACTORS, is_legal)
 
 
-def pairwise_rows() -> list[Row]:
-    """Rows in which every legal pair of values stands; drawn, the best of many each time."""
-    draw = random.Random(0)
-    missing = {
-        pair
-        for (one, values), (other, more) in itertools.combinations(FACTORS.items(), 2)
-        for pair in itertools.product(((one, value) for value in values), ((other, value) for value in more))
-        if is_legal(dict(pair))
-    }
-    rows: list[Row] = []
-    while missing:
-        wanted = dict(min(missing, key=str))
-        drawn = [{name: draw.choice(values) for name, values in FACTORS.items()} | wanted for _ in range(200)]
-        rows.append(max(filter(is_legal, drawn), key=lambda row: len(pairs_of(row) & missing)))
-        missing -= pairs_of(rows[-1])
-    return rows
+def settings_of(row: Row, folder: Path) -> dict[str, Any]:
+    """HiFT's fields."""
+    return {name: row[name] for name in CONFIG} | ({"state_dir": folder} if row["state"] == "disk" else {})
 
 
-ROWS = pairwise_rows()
+class Run:
+    """A model that is trained by a row's settings, over and over the same batches."""
+
+    def __init__(self, row: Row, folder: Path, *, seed: int = 0) -> None:
+        self.row = row
+        self.model: Any = made(row, seed)
+        if row["blocks"] != "none checkpointed":
+            enable_checkpointing(self.model, {"use_reentrant": row["blocks"] == "all, reentrant"})
+        _, self.hift = hift_over(self.model, row["optimizer"], **settings_of(row, folder))
+        self.schedule = LambdaLR(self.hift, lambda step: warm_cosine(step, 30))
+
+    def train(self, updates: range) -> tuple[list[float], list[int]]:
+        """The losses, and which group was active in each update."""
+        keeps = keep_activations(self.model, 1) if "keeps" in self.row["blocks"] else nullcontext()
+        with keeps:
+            return train(self.model, self.hift, self.schedule, self.row, updates)
+
+    def states(self) -> list[Any]:
+        return [each.state_dict() for each in (self.model, self.hift, self.schedule)]
+
+    def load(self, states: Sequence[Any]) -> None:
+        for each, state in zip((self.model, self.hift, self.schedule), states, strict=True):
+            each.load_state_dict(state)
 
 
-def train(model: Any, hift: HiFT, row: Row) -> None:
-    checkpointing = {"all, reentrant": True, "all": False, "one keeps its activations": False}
-    if row["blocks"] in checkpointing:
-        enable_checkpointing(model, {"use_reentrant": checkpointing[row["blocks"]]})
-    with keep_activations(model, 1) if row["blocks"] == "one keeps its activations" else nullcontext():
-        run(model, hift, UPDATES, accumulation=row["accumulation"], clip=row["clip"], hift=hift)
+def made(row: Row, seed: int = 0) -> nn.Module:
+    model: Any = tiny_llama(torch.bfloat16 if row["dtype"] == "bf16" else torch.float32, vocab=BIG_VOCAB, seed=seed)
+    model.config.use_cache = False  # as under checkpointing
+    return model
 
 
-def plain(row: Row) -> Row:
-    """The same update as it is made with everything where it always was."""
-    return {**row, "prefetch_bytes": 0, "gradients": "device", "blocks": "none is checkpointed"}
+def train(model: Any, optimizer: Any, schedule: Any, row: Row, updates: range) -> tuple[list[float], list[int]]:
+    losses, active = [], []
+    batches = token_batches(updates.stop * row["accumulation"], vocab=BIG_VOCAB)
+    for update in updates:
+        for micro in reversed(range(row["accumulation"])):
+            loss = model(**batches[update * row["accumulation"] + micro]).loss / row["accumulation"]
+            with optimizer.accumulating() if micro and isinstance(optimizer, HiFT) else nullcontext():
+                loss.backward()
+            losses.append(loss.item())
+        if isinstance(optimizer, HiFT):
+            active.append(optimizer.active_group)
+        else:
+            optimizer.keep_active_gradients()
+            if row["max_grad_norm"] is not None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), row["max_grad_norm"])
+                assert norm > row["max_grad_norm"], "the clipping must bite, or this compares nothing"
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses, active
 
 
-def trained(model: nn.Module, row: Row) -> Any:
-    other = twin(model)
-    names = ("prefetch_bytes", "gradients", "layers_per_group")
-    other, hift = hift_over(other, row["optimizer"], stream_bytes=20_000, **{name: row[name] for name in names})
-    train(other, hift, row)
-    assert hift.updates == UPDATES
-    return other
+def reference(row: Row, model: nn.Module, order: list[int]) -> Any:
+    """A dense model that takes the groups in that order, its weights quantised by hand where they wait."""
+    optimizer_class, options = OPTIMIZERS[row["optimizer"]]
+    kind: Any = NaiveHiFT if row["waiting"] is None else NaiveWaiting
+    return kind(
+        model,
+        optimizer_class,
+        groups=naive_groups(model, row["layers_per_group"]),
+        order=order,
+        steps_per_group=row["steps_per_group"],
+        masters=row["master"] != "none",
+        discard=row["state"] == "discard",
+        **({} if row["waiting"] is None else {"form": row["waiting"]}),
+        **options,
+    )
+
+
+def assert_exact(model: nn.Module, naive: NaiveHiFT) -> None:
+    """What is saved of a model are the reference's weights, which show codes where they wait."""
+    saved, expected = model.state_dict(), getattr(naive, "exact", naive.parameters)
+    others = [name for name, value in expected.items() if not torch.equal(bits(saved[name] + 0), bits(value + 0))]
+    assert others == []
 
 
 def test_the_rows_have_every_legal_pair_and_few_more() -> None:
-    found = set().union(*map(pairs_of, ROWS))
-    for (one, values), (other, more) in itertools.combinations(FACTORS.items(), 2):
-        for value, another in itertools.product(values, more):
-            pair = ((one, value), (other, another))
-            assert (pair in found) == is_legal(dict(pair)), pair
-    # Two factors alone have twelve pairs.
-    assert 12 <= len(ROWS) <= 24
+    assert_has_every_legal_pair(ROWS, FACTORS, is_legal)
+    # Two factors alone have sixteen pairs.
+    assert 16 <= len(ROWS) <= 32
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: ", ".join(map(str, row.values())))
-def test_no_bit_differs(row: Row) -> None:
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
-    model.config.use_cache = False  # as under checkpointing
-    expected = trained(model, plain(row))
-    assert_all_moved(expected, weights(model))
-    with delayed(seed=1) as streams:
-        found = trained(model, row)
-    assert sum(each.num_late for each in streams) > 0
-    assert_same_bits(found, expected)
+@pytest.mark.parametrize("pair", ILLEGAL, ids=str)
+def test_illegal_pairs_are_refused(pair: Row) -> None:
+    with pytest.raises(ValueError, match="|".join(pair)):
+        HiFTConfig(**pair)
+
+
+@pytest.mark.parametrize("row", row_params(ROWS, drawn_rows(FACTORS, is_legal, num_rows=100)))
+def test_bits_are_the_references_and_a_run_that_is_resumed_has_them_too(row: Row, tmp_path: Path) -> None:
+    before = weights(made(row))
+    streams: Any
+    in_order = row["copies"] == "in order"
+    with pretended() if in_order else delayed(None if row["copies"] == "all late" else 1) as streams:
+        whole = Run(row, tmp_path / "whole")
+        cycle, turn = whole.hift.cycle_length, row["steps_per_group"]
+        last = cycle + MORE * turn
+        losses, active = whole.train(range(cycle + 1))
+        saved = reloaded(whole.states())
+        more, _ = whole.train(range(cycle + 1, last))
+
+        num_groups = cycle // turn
+        order = active[:cycle:turn]
+        assert active == [group for group in order for _ in range(turn)] + order[:1]
+        assert sorted(order) == list(range(num_groups))
+        assert row["order"] == "random" or order == sorted(order, reverse=row["order"] == "top2down")
+        dense: Any = made(row)
+        naive = reference(row, dense, order)
+        schedule = LambdaLR(naive.carrier, lambda step: warm_cosine(step, 30))
+        assert train(dense, naive, schedule, row, range(last))[0] == losses + more
+        assert_exact(whole.model, naive)
+        # A norm's vector may have moved by less than bf16 shows.
+        assert {name for name, value in before.items() if value.ndim == 2} <= set(differing(weights(dense), before))
+    if in_order:
+        assert streams.violations == []
+    elif row["state"] != "device":
+        assert sum(each.num_late for each in streams) > 0
+
+    resumed = Run(row, tmp_path / "resumed", seed=9)
+    resumed.load(saved)
+    assert resumed.train(range(cycle + 1, last))[0] == more
+    assert_exact(resumed.model, naive)
 
 
 @pytest.mark.parametrize("gradients", ["host", "stepped"])
@@ -116,23 +209,16 @@ def test_adapters_of_peft_train_with_the_same_bits(gradients: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated
         model = peft.get_peft_model(tiny_llama(vocab=BIG_VOCAB), config).train()
-    row: Row = {
-        "prefetch_bytes": 60_000,
-        "gradients": gradients,
-        "blocks": "all",
-        "optimizer": "AdamW",
-        "accumulation": 4,
-        "clip": None,
-    }
     models = []
-    for each in (plain(row), row):
+    for settings in ({"prefetch_bytes": 0}, {"prefetch_bytes": 60_000, "gradients": gradients}):
         other = copy.deepcopy(model)
-        settings = {name: each[name] for name in ("prefetch_bytes", "gradients")}
         with pytest.warns(UserWarning, match="keeps them frozen"):
             other, hift = hift_over(other, "AdamW", stream_bytes=2_000, **settings)
+        if "gradients" in settings:
+            enable_checkpointing(other, {"use_reentrant": False})
         with delayed(seed=2):
-            train(other, hift, each)
-        assert hift.updates == UPDATES
+            run(other, hift, LAYERS + 2, accumulation=4, hift=hift)
+        assert hift.updates == LAYERS + 2
         models.append(other)
     moved = [
         name

@@ -1,4 +1,7 @@
-"""Pieces loaded ahead of their step: no bit changes, no more bytes are held than allowed, and they give way."""
+"""Pieces loaded ahead of their step: no bit changes, no more bytes are held than allowed, and they give way.
+
+Together with other settings they stand in test_pairwise.py; combinations that are listed here are slow.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -12,13 +15,14 @@ from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.hift import prefetch
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.pairwise import rotated
 from tests.helpers.reference import train
 from tests.hift.cases import BIG_VOCAB, hift_over
 from tests.hift.test_ordering import assert_in_order
 
 STREAM_BYTES = 20_000
-ROOMS = [0, 1, 20_000, 60_000, 10**9]
-"""Nothing, less than a piece, about one, some, and all."""
+ROOMS = [1, 20_000, 60_000, 10**9]
+"""Less than a piece, about one, some, and all."""
 STEPS = 17
 
 
@@ -28,33 +32,32 @@ def trained(model: nn.Module, name: str, steps: int = STEPS, **config: Any) -> n
     return other
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"layers_per_group": 2},
-        {"steps_per_group": 3},
-        {"state": "discard", "steps_per_group": 2},
-        {"gradients": "stepped"},
-        {"stream_bytes": 0, "layers_per_group": 5},
-    ],
-    ids=lambda config: " ".join(f"{key}={value}" for key, value in config.items()),
-)
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "AdamW8bit"])
-def test_no_room_changes_a_bit(name: str, config: dict[str, Any]) -> None:
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"layers_per_group": 2},
+    {"steps_per_group": 3},
+    {"state": "discard", "steps_per_group": 2},
+    {"gradients": "stepped"},
+    {"stream_bytes": 0, "layers_per_group": 5},
+]
+
+
+@rotated(config=CONFIGS, name=["AdamW", "SGD momentum", "AdamW8bit"], room=ROOMS)
+def test_no_room_changes_a_bit(name: str, config: dict[str, Any], room: int) -> None:
     model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
     expected = trained(model, name, prefetch_bytes=0, **config)
     assert_all_moved(expected, weights(model))
-    for room in ROOMS[1:]:
-        assert_same_bits(trained(model, name, prefetch_bytes=room, **config), expected)
+    assert_same_bits(trained(model, name, prefetch_bytes=room, **config), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch_bytes", [20_000, 60_000, 10**9])
 @pytest.mark.parametrize("config", [{}, {"steps_per_group": 2}, {"gradients": "stepped"}])
 def test_all_copies_are_in_order_with_room(config: dict[str, Any], prefetch_bytes: int) -> None:
     assert_in_order("AdamW", torch.bfloat16, stream_bytes=STREAM_BYTES, prefetch_bytes=prefetch_bytes, **config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("prefetch_bytes", [0, 60_000, 10**9])
 @pytest.mark.parametrize("config", [{}, {"steps_per_group": 2}, {"gradients": "stepped", "layers_per_group": 2}])

@@ -21,11 +21,13 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.helpers.pairwise import pairwise
+from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
-from tests.hift.cases import BIG_VOCAB, DTYPES, OPTIMIZERS, Stumbling, hift_over
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, Stumbling, hift_over
 from tests.hift.test_ordering import pretended
 
-TURN = 4
+TURN = 3
 PIECE = 20_000
 SOME, ALL = 90_000, 10**9
 """Room for a few of the largest groups' pieces, and for all."""
@@ -47,10 +49,12 @@ def kept(hift: HiFT) -> dict[int, LoadedPiece]:
     return pieces.staying | {index: each for index, each in pieces.loaded.items() if each.owed is not None}
 
 
-@ROOMS
-@DTYPES
-@pytest.mark.parametrize("layers_per_group", [1, 2])
-@pytest.mark.parametrize("name", ["AdamW", "AdamW amsgrad", "SGD momentum", "transformers Adafactor", "AdamW8bit"])
+@pairwise(
+    name=["AdamW", "AdamW amsgrad", "SGD momentum", "transformers Adafactor", "AdamW8bit"],
+    layers_per_group=[1, 2],
+    dtype=[torch.float32, torch.bfloat16],
+    room=[SOME, ALL],
+)
 def test_weights_and_losses_are_those_of_masters_that_never_leave(
     name: str, layers_per_group: int, dtype: torch.dtype, room: int
 ) -> None:
@@ -74,21 +78,20 @@ def test_weights_and_losses_are_those_of_masters_that_never_leave(
     assert most > 0
 
 
-@pytest.mark.parametrize("seed", [None, 1, 2])
-@ROOMS
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"layers_per_group": 2},
-        {"gradients": "host", "max_grad_norm": 0.1},
-        {"gradients": "stepped"},
-        {"state": "discard"},
-        {"waiting": "int8", "layers_per_group": 2},
-        {"weights": "host", "resident_bytes": 0},
-    ],
-    ids=str,
-)
+# Of late copies a few cases; test_pairwise.py has more.
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"layers_per_group": 2},
+    {"gradients": "host", "max_grad_norm": 0.1},
+    {"gradients": "stepped"},
+    {"state": "discard"},
+    {"waiting": "int8", "layers_per_group": 2},
+    {"weights": "host", "resident_bytes": 0},
+]
+
+
+@pytest.mark.parametrize("config", quick(CONFIGS, [CONFIGS[1], CONFIGS[2], CONFIGS[-1]]), ids=str)
+@pytest.mark.parametrize(("room", "seed"), quick(itertools.product([SOME, ALL], [None, 1, 2]), [(SOME, None)]), ids=str)
 def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
     config: dict[str, Any], room: int, seed: int | None
 ) -> None:
@@ -103,8 +106,8 @@ def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
     assert sum(each.num_late for each in streams) > 100
 
 
-@ROOMS
-@pytest.mark.parametrize("config", [{}, {"gradients": "host"}, {"gradients": "stepped"}], ids=str)
+@pytest.mark.parametrize("room", [SOME, pytest.param(ALL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", quick([{}, {"gradients": "host"}, {"gradients": "stepped"}], [{}]), ids=str)
 def test_all_copies_are_in_order(config: dict[str, Any], room: int) -> None:
     with pretended() as streams:
         model, hift = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=room, **config)

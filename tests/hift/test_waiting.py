@@ -36,8 +36,10 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.helpers.pairwise import pairwise, rotated
+from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
-from tests.hift.cases import DTYPES, OPTIMIZERS
+from tests.hift.cases import OPTIMIZERS
 
 FORMS = pytest.mark.parametrize("form", ["int8", "nf4"])
 
@@ -49,12 +51,10 @@ def by_hand(weight: torch.Tensor, form: str) -> torch.Tensor:
             weight, blocksize=64, compress_statistics=True, quant_type="nf4"
         )
         return bitsandbytes.functional.dequantize_4bit(codes, state)
-    flat = weight.flatten()
-    parts = []
-    for block in flat.split(64):
-        scale = (block.float().abs().max() / 127).to(weight.dtype)
-        parts.append(torch.round(block.float() / scale.float()).to(weight.dtype) * scale)
-    return torch.cat(parts).view(weight.shape)
+    blocks = nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+    scales = (blocks.float().abs().amax(dim=1, keepdim=True) / 127).to(weight.dtype)
+    codes = torch.round(blocks.float() / scales.float()).to(weight.dtype)
+    return (codes * scales).flatten()[: weight.numel()].view(weight.shape)
 
 
 class NaiveWaiting(NaiveHiFT):
@@ -126,9 +126,7 @@ def compare(pair_: Any, batches: list[Batch], steps: int, **options: Any) -> Non
         assert_exact(model, naive)
 
 
-@FORMS
-@DTYPES
-@pytest.mark.parametrize("layers_per_group", [1, 2, 4])
+@pairwise(form=["int8", "nf4"], dtype=[torch.float32, torch.bfloat16], layers_per_group=[1, 2, 4])
 def test_three_cycles_are_those_of_weights_quantised_by_hand(
     form: str, dtype: torch.dtype, layers_per_group: int
 ) -> None:
@@ -136,22 +134,22 @@ def test_three_cycles_are_those_of_weights_quantised_by_hand(
     compare(both, token_batches(8), 3 * both[1].num_groups)
 
 
+ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"master": "none"}),
+    ("AdamW", {"steps_per_group": 2}),
+    ("AdamW", {"gradients": "host"}),
+    ("AdamW", {"gradients": "stepped"}),
+    ("AdamW", {"stream_bytes": 0}),
+    ("AdamW", {"prefetch_bytes": 10**6}),
+    ("SGD momentum", {}),
+    ("AdamW8bit", {}),
+]
+"""Settings that test_pairwise.py has, each with each."""
+HERE: list[tuple[str, dict[str, Any]]] = [("transformers Adafactor", {})]
+
+
 @FORMS
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("AdamW", {"master": "none"}),
-        ("AdamW", {"steps_per_group": 2}),
-        ("AdamW", {"gradients": "host"}),
-        ("AdamW", {"gradients": "stepped"}),
-        ("AdamW", {"stream_bytes": 0}),
-        ("AdamW", {"prefetch_bytes": 10**6}),
-        ("SGD momentum", {}),
-        ("AdamW8bit", {}),
-        ("transformers Adafactor", {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "config"), quick(HERE + ELSEWHERE, HERE), ids=str)
 def test_settings_go_together(form: str, name: str, config: dict[str, Any]) -> None:
     both = pair(tiny_llama(torch.bfloat16), name, layers_per_group=2, form=form, **config)
     compare(both, token_batches(8), 3 * both[1].cycle_length, accumulation=1 if "stepped" in str(config) else 2)
@@ -178,6 +176,7 @@ def test_exact_weights_and_state_may_wait_on_disk(dtype: torch.dtype, state_ram_
     assert train(resumed, again, token_batches(8), 6) == train(model, hift, token_batches(8), 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 @pytest.mark.parametrize("master", ["fp32", "none"])
 @pytest.mark.parametrize("prefetch_bytes", [0, 10**6])
@@ -191,9 +190,7 @@ def test_late_copies_change_no_bit(seed: int | None, master: str, prefetch_bytes
 # ---- saving, loading, going on
 
 
-@FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stop", [1, 3, 5, 8])
+@pairwise(form=["int8", "nf4"], dtype=[torch.float32, torch.bfloat16], stop=[1, 3, 5, 8])
 def test_a_run_goes_on_with_the_same_bits(form: str, dtype: torch.dtype, stop: int, tmp_path: Path) -> None:
     batches = token_batches(8)
     model, hift, naive = pair(tiny_llama(dtype), form=form, stream_bytes=4096)
@@ -431,8 +428,7 @@ def test_the_base_of_adapters_waits_for_good() -> None:
 # ---- bytes
 
 
-@pytest.mark.parametrize("form", ["int8", "nf4"])
-@pytest.mark.parametrize("layers_per_group", [1, 2])
+@rotated(form=["int8", "nf4"], layers_per_group=[1, 2])
 def test_the_device_holds_codes_the_rest_and_the_active_group(form: str, layers_per_group: int) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
@@ -441,7 +437,7 @@ def test_the_device_holds_codes_the_rest_and_the_active_group(form: str, layers_
     model = seeded(lambda: LlamaForCausalLM(config), 0).to(torch.bfloat16)
     sizes = {name: each.nbytes for name, each in model.named_parameters()}
     linear = {name for name, each in model.named_parameters() if each.ndim == 2 and ".layers." in name}
-    piece, prefetch = 2**18, 2**19
+    piece, prefetch = 2**20, 2**20
     settings: Any = {
         "waiting": form,
         "layers_per_group": layers_per_group,
@@ -452,12 +448,12 @@ def test_the_device_holds_codes_the_rest_and_the_active_group(form: str, layers_
     with Ledger(model) as ledger:
         hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**settings), lr=1e-3)
         batches = token_batches(2, vocab=64)
-        train(model, hift, batches, 2 * hift.num_groups)
+        train(model, hift, batches, hift.num_groups)
         held = [hift.waiting_weight(each) for name, each in model.named_parameters() if name in linear]
         codes = sum(each.nbytes for one in held if one is not None and one.is_waiting for each in one.tensors())
         gc.collect()
         ledger.reset_peak()
-        train(model, hift, batches, 2 * hift.num_groups, start=2 * hift.num_groups)
+        train(model, hift, batches, hift.num_groups + 1, start=hift.num_groups)
     exact_rest = sum(size for name, size in sizes.items() if name not in linear)
     block = sum(size for name, size in sizes.items() if ".layers.0." in name)
     largest = max(sizes[name] for name in linear)
@@ -579,7 +575,7 @@ def test_a_model_that_fits_in_no_other_way_is_loaded_trained_and_saved(tmp_path:
     gc.collect()
     with Ledger() as ledger:
         model = slivertune.load_quantized(AutoModelForCausalLM, tmp_path / "base", "int8").train()
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", stream_bytes=2**18), lr=1e-3)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", stream_bytes=2**20), lr=1e-3)
         train(model, hift, batches, hift.num_groups + 2)
         model.save_pretrained(tmp_path / "tuned", max_shard_size=500_000)
     assert ledger.highest.device < exact_bytes, "activations, gradients and state included"

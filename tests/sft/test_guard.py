@@ -38,6 +38,7 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.helpers.pairwise import pairwise
 from tests.helpers.tolerance import assert_step_close
 from tests.sft.reference import FixedAdamW
 from tests.sft.runs import over, sft_over, train
@@ -270,10 +271,12 @@ def test_a_cast_is_allowed_for_what_is_not_trained_and_for_evaluation() -> None:
     assert optimizer.updates == before + 2
 
 
-@pytest.mark.parametrize("checkpointing", [None, False, True])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("when", ["before forward", "before backward"])
+@pairwise(
+    checkpointing=[None, False, True],
+    form=FORMS,
+    requires_grad=[True, False],
+    when=["before forward", "before backward"],
+)
 def test_requires_grad_of_others_changes_neither_the_update_nor_the_norm(
     checkpointing: bool | None, form: str, requires_grad: bool, when: str
 ) -> None:

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from slivertune import SFT
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama, token_batches, twin
+from tests.helpers.pairwise import rotated
 from tests.sft.runs import over, sft_over, token_rows, train
 
 UPDATES = 14
@@ -170,8 +171,7 @@ def test_the_trainers_run_equals_a_plain_loop(selection: str, tmp_path: Path) ->
     assert_same_bits(trained, model)
 
 
-@pytest.mark.parametrize("form", ["optimizer", "layer"])
-@pytest.mark.parametrize("stop", [4, 9])
+@rotated(form=["optimizer", "layer"], stop=[4, 9])
 def test_a_stopped_run_resumes_to_the_bit(form: str, stop: int, tmp_path: Path) -> None:
     whole, its_optimizer, its_norms = run_trainer(tmp_path / "whole", "accumulated_gradient", form=form)
     run_trainer(tmp_path / "cut", "accumulated_gradient", form=form, stop=stop)

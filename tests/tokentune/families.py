@@ -15,6 +15,8 @@ import torch
 import transformers
 from torch import nn
 
+from slivertune.core.checkpointing import enable_checkpointing
+
 Batch = dict[str, torch.Tensor]
 Head = Literal["causal", "token", "pooled"]
 Mask = Literal["no mask", "padded right", "padded left", "packed"]
@@ -30,6 +32,8 @@ UNPADDED: tuple[Mask, ...] = ("no mask",)
 RIGHT: tuple[Mask, ...] = ("no mask", "padded right")
 BOTH_SIDES: tuple[Mask, ...] = (*RIGHT, "padded left")
 ALL_MASKS: tuple[Mask, ...] = (*BOTH_SIDES, "packed")
+CHECKPOINTING = {"plain": None, "not reentrant": False, "reentrant": True}
+"""Whether layers that are computed again in the backward are so by a reentrant one; None: they keep what they saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,13 @@ def make_model(family: Family, attention: str = "", *, seed: int = 0) -> nn.Modu
                 is_scale = parameter.ndim == 1 and bool((parameter == 1).all())
                 _ = parameter.uniform_(0.5, 1.5) if is_scale else parameter.normal_(std=0.15)
     return model.train()
+
+
+def checkpointed(model: Any, use_reentrant: bool | None) -> Any:
+    """The model itself, whose layers are computed again in the backward; None leaves it as it is."""
+    if use_reentrant is not None:
+        enable_checkpointing(model, {"use_reentrant": use_reentrant})
+    return model
 
 
 def make_batch(family: Family, mask: Mask = "no mask", *, seed: int = 1) -> Batch:
@@ -109,17 +120,6 @@ def _labels(family: Family, batch: Batch, generator: torch.Generator) -> torch.T
 def families(*names: str) -> list[Any]:
     """The families of these names; every one where none is given."""
     return [pytest.param(FAMILIES[name], id=name) for name in names or FAMILIES]
-
-
-def cases(*masks: Mask) -> list[Any]:
-    """Every family, with every attention and mask that it has, or with those of `masks` that it has."""
-    return [
-        pytest.param(family, attention, mask, id=f"{name}-{attention}-{mask}")
-        for name, family in FAMILIES.items()
-        for attention in family.attentions
-        for mask in family.masks
-        if not masks or mask in masks
-    ]
 
 
 def _pixels() -> Batch:

@@ -17,11 +17,22 @@ import transformers
 from torch import nn
 
 import slivertune as st
-from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.training.options.table import RENAMED
 from tests.helpers.models import assert_all_moved, weights
+from tests.helpers.pairwise import pairwise
 from tests.helpers.tolerance import assert_step_close, exact_sums, with_exact
-from tests.tokentune.families import BATCH, FAMILIES, VOCAB, Batch, Family, families, make_batch, make_model
+from tests.tokentune.families import (
+    BATCH,
+    CHECKPOINTING,
+    FAMILIES,
+    VOCAB,
+    Batch,
+    Family,
+    checkpointed,
+    families,
+    make_batch,
+    make_model,
+)
 from tests.tokentune.reference import (
     CAP,
     Expected,
@@ -44,17 +55,8 @@ LLAMA = FAMILIES["llama, grouped"]
 TUNE = st.TokenTune(ratio=0.4, pattern="random")
 TUNE_AGAIN = st.TokenTune(ratio=0.4, pattern="random", checkpoint_mlp=True)
 
-CHECKPOINTING = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
-PLAIN_OR_CHECKPOINTING = pytest.mark.parametrize(
-    "use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"]
-)
-
-
-def checkpointed(model: Any, use_reentrant: bool | None) -> Any:
-    """The model itself, whose layers are computed again in the backward; None leaves it as it is."""
-    if use_reentrant is not None:
-        enable_checkpointing(model, {"use_reentrant": use_reentrant})
-    return model
+WITH_CHECKPOINTING = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
+PLAIN_OR_CHECKPOINTING = pytest.mark.parametrize("use_reentrant", CHECKPOINTING.values(), ids=CHECKPOINTING)
 
 
 def with_copy(family: Family, use_reentrant: bool | None = None) -> tuple[Any, Any]:
@@ -134,7 +136,7 @@ def test_lora_is_the_reference_with_lora(options: dict[str, Any]) -> None:
     assert_is_the_reference(model, LLAMA, make_batch(LLAMA, "padded right"), unhooked=unhooked)
 
 
-@CHECKPOINTING
+@WITH_CHECKPOINTING
 def test_lora_with_checkpointing_is_the_reference_with_lora(use_reentrant: bool) -> None:
     model, unhooked = (lora(make_model(LLAMA)) for _ in range(2))
     model.enable_input_require_grads()
@@ -164,12 +166,6 @@ def test_lora_over_nf4_weights_is_the_reference_over_them(use_reentrant: bool | 
 
 
 # ---- gradient checkpointing
-
-
-@CHECKPOINTING
-@pytest.mark.parametrize("family", families())
-def test_checkpointing_changes_nothing(family: Family, use_reentrant: bool) -> None:
-    assert_is_the_reference(make_model(family), family, make_batch(family), use_reentrant=use_reentrant)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +260,7 @@ def drop(model: nn.Module, batch: Batch, seed: int, tune: st.TokenTune = TUNE) -
         return model_gradients(model, batch)[1]
 
 
-@CHECKPOINTING
+@WITH_CHECKPOINTING
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "bert, masked", "bloom"])
 def test_checkpointed_layers_drop_the_same_again(name: str, use_reentrant: bool) -> None:
     # All random numbers of a layer are drawn again from the state that the checkpoint restores, in the same order.
@@ -289,22 +285,27 @@ def fp32_copy(gradients: Gradients) -> Gradients:
     return {name: None if value is None else value.float() for name, value in gradients.items()}
 
 
-@PLAIN_OR_CHECKPOINTING
-@pytest.mark.parametrize("family", families("llama, grouped", "gemma3", "gpt2", "gpt_neox", "bert, masked", "gpt_oss"))
-@pytest.mark.parametrize(
-    ("dtype", "context"),
-    [(torch.bfloat16, nullcontext), (torch.float32, partial(torch.autocast, "cpu", torch.bfloat16))],
-    ids=["bf16 weights", "bf16 autocast"],
+BF16: dict[str, tuple[torch.dtype, Callable[[], Any]]] = {
+    "bf16 weights": (torch.bfloat16, nullcontext),
+    "bf16 autocast": (torch.float32, partial(torch.autocast, "cpu", torch.bfloat16)),
+}
+
+
+@pairwise(
+    name=("llama, grouped", "gemma3", "gpt2", "gpt_neox", "bert, masked", "gpt_oss"),
+    precision=BF16,
+    checkpointing=CHECKPOINTING,
 )
 def test_in_bf16_gradients_are_as_near_to_the_truth_as_the_references(
-    dtype: torch.dtype, context: Callable[[], Any], family: Family, use_reentrant: bool | None
+    name: str, precision: str, checkpointing: str
 ) -> None:
     # bf16 has eight bits, and sums in another order round otherwise, so that two correct results differ by as much as
     # each differs from the fp32 one: some percent. A wrong gradient would be off by tens of percent.
+    family, (dtype, context) = FAMILIES[name], BF16[precision]
     exact = make_model(family).to(dtype).float()
     unhooked = copy.deepcopy(exact).to(dtype)
     model, batch = copy.deepcopy(unhooked), make_batch(family, "padded right")
-    checkpointed(model, use_reentrant)
+    checkpointed(model, CHECKPOINTING[checkpointing])
     with TUNE.attach(model) as handle:
         with context():
             loss = model(**batch).loss
@@ -344,10 +345,10 @@ def trainer_arguments(folder: Path, **options: Any) -> Any:
     )
 
 
-CHECKPOINTING = RENAMED.get("gradient_checkpointing", "gradient_checkpointing")
+CHECKPOINTED = {RENAMED.get("gradient_checkpointing", "gradient_checkpointing"): True}
 
 
-@pytest.mark.parametrize("options", [{}, {CHECKPOINTING: True}], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("options", [{}, CHECKPOINTED], ids=["plain", "checkpointing"])
 def test_the_hf_trainer_updates_as_a_loop_over_the_reference(options: dict[str, Any], tmp_path: Path) -> None:
     rows = trainer_rows(8)
     model, untrained = with_copy(LLAMA)
@@ -403,11 +404,14 @@ def test_num_items_in_batch_counts_for_the_selected_share(num_items: Any) -> Non
 # ---- HiFT
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("order", ["bottom2up", "top2down"])
-@pytest.mark.parametrize("family", families("llama, grouped", "gpt2", "bert, sequences"))
-def test_under_hift_a_cycle_is_hift_over_the_reference(family: Family, order: Any, use_reentrant: bool | None) -> None:
-    model, unhooked = with_copy(family, use_reentrant)
+@pairwise(
+    name=("llama, grouped", "gpt2", "bert, sequences"),
+    order=("bottom2up", "top2down"),
+    checkpointing=("plain", "not reentrant"),
+)
+def test_under_hift_a_cycle_is_hift_over_the_reference(name: str, order: Any, checkpointing: str) -> None:
+    family = FAMILIES[name]
+    model, unhooked = with_copy(family, CHECKPOINTING[checkpointing])
     before = weights(model)
     config = st.HiFTConfig(order=order)
     exact = copy.deepcopy(unhooked)

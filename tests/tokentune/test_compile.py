@@ -23,11 +23,10 @@ from tests.tokentune.reference import (
 
 pytestmark = IGNORED
 
-FEW = ("llama, grouped", "gemma3, n = heads", "gpt2")
+FEW = {"llama, grouped": "sdpa", "gemma3, n = heads": "eager", "gpt2": "sdpa"}
 """Queries that share keys; norms between projections and attention, in doubtful shapes; other modules."""
 NOT_FOUND = ("longcat_flash",)
 """Their blocks hold no module with attention in its class name, so that `find_layers` has to be told."""
-MORE = [name for name in FAMILIES if name not in (*FEW, *NOT_FOUND)]
 
 
 def compiled_and_plain(family: Family, attention: str = "", *, checkpointing: bool = False) -> tuple[Any, Any, Any]:
@@ -44,10 +43,12 @@ def compiled_and_plain(family: Family, attention: str = "", *, checkpointing: bo
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        pytest.param(FAMILIES[name], attention, id=f"{name}-{attention}", marks=marks)
-        for names, marks in ((FEW, ()), (MORE, pytest.mark.slow))
-        for name in names
-        for attention in FAMILIES[name].attentions
+        pytest.param(
+            family, attention, id=f"{name}-{attention}", marks=() if FEW.get(name) == attention else pytest.mark.slow
+        )
+        for name, family in FAMILIES.items()
+        if name not in NOT_FOUND
+        for attention in family.attentions
     ],
 )
 def test_compiled_blocks_have_the_gradients_of_the_reference(family: Family, attention: str) -> None:

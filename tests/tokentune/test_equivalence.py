@@ -10,15 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import slivertune as st
+from tests.helpers.pairwise import Row, assert_has_every_legal_pair, pairwise_rows, product_rows, row_params
 from tests.tokentune.families import (
+    ALL_MASKS,
     BATCH,
+    CHECKPOINTING,
     FAMILIES,
     HIDDEN,
     VOCAB,
     Batch,
     Family,
-    Mask,
-    cases,
+    checkpointed,
     families,
     make_batch,
     make_model,
@@ -34,6 +36,47 @@ from tests.tokentune.reference import (
     selected,
     take_gradients,
 )
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "family": tuple(FAMILIES),
+    "attention": ("sdpa", "eager"),
+    "mask": ALL_MASKS,
+    "selected": ("all", "some", "pads, too"),
+    "checkpointing": tuple(CHECKPOINTING),
+}
+
+
+def is_legal(row: Row) -> bool:
+    """Families have some of the attentions and masks alone, and without padding there is no pad to select."""
+    family = FAMILIES.get(row.get("family", ""))
+    masks = ALL_MASKS if family is None else family.masks
+    if family is not None and row.get("attention", family.attentions[0]) not in family.attentions:
+        return False
+    if row.get("mask", masks[0]) not in masks:
+        return False
+    return row.get("selected") != "pads, too" or "padded" in row.get("mask", " ".join(masks))
+
+
+ROWS = pairwise_rows(FACTORS, is_legal)
+PRODUCT = product_rows({**FACTORS, "checkpointing": ("plain",)}, is_legal)
+
+
+def rows_where_are_selected(*selected: str) -> Any:
+    """The table's rows of these selections; the others that there are, without checkpointing, are slow."""
+    rows = ([row for row in each if row["selected"] in selected] for each in (ROWS, PRODUCT))
+    return pytest.mark.parametrize("row", row_params(*rows))
+
+
+def test_the_rows_have_every_legal_pair_and_few_more() -> None:
+    assert_has_every_legal_pair(ROWS, FACTORS, is_legal)
+    # Families and masks alone have as many pairs.
+    assert sum(len(family.masks) for family in FAMILIES.values()) <= len(ROWS) < len(PRODUCT) / 4
+
+
+def of_row(row: Row) -> tuple[Family, Any, Batch]:
+    """The family, its model and a batch."""
+    family = FAMILIES[row["family"]]
+    return family, make_model(family, row["attention"]), make_batch(family, row["mask"])
 
 
 def every_position(family: Family) -> torch.Tensor:
@@ -52,9 +95,9 @@ def some_positions(family: Family, count: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "attention", "mask"), cases())
-def test_the_reference_with_all_tokens_is_the_model_itself(family: Family, attention: str, mask: Mask) -> None:
-    model, batch = make_model(family, attention), make_batch(family, mask)
+@pytest.mark.parametrize("row", row_params(row for row in PRODUCT if row["selected"] == "all"))
+def test_the_reference_with_all_tokens_is_the_model_itself(row: Row) -> None:
+    family, model, batch = of_row(row)
     expected = dense_gradients(model, batch)
     reference = reference_gradients(model, family, batch, every_position(family))
     assert_same(reference.loss, reference.gradients, expected)
@@ -157,33 +200,23 @@ def hooked_gradients(model: nn.Module, batch: Batch, tune: st.TokenTune) -> tupl
         return *model_gradients(model, batch), selected(handle)
 
 
-@pytest.mark.parametrize(("family", "attention", "mask"), cases())
-def test_with_all_tokens_selected_loss_and_gradients_are_the_unhooked_models(
-    family: Family, attention: str, mask: Mask
-) -> None:
-    model, batch = make_model(family, attention), make_batch(family, mask)
+@rows_where_are_selected("all")
+def test_with_all_tokens_selected_loss_and_gradients_are_the_unhooked_models(row: Row) -> None:
+    family, model, batch = of_row(row)
     expected = dense_gradients(copy.deepcopy(model), batch)
+    checkpointed(model, CHECKPOINTING[row["checkpointing"]])
     loss, gradients, selection = hooked_gradients(model, batch, st.TokenTune(ratio=1.0))
     assert torch.equal(selection, every_position(family))
     assert_same(loss, gradients, expected)
 
 
-@pytest.mark.parametrize(("family", "attention", "mask"), cases())
-def test_with_some_tokens_selected_loss_and_gradients_are_the_references(
-    family: Family, attention: str, mask: Mask
-) -> None:
-    assert_is_the_reference(family, attention, mask, ratio=0.4)
-
-
-@pytest.mark.parametrize(("family", "attention", "mask"), cases("padded right", "padded left"))
-def test_with_pads_selected_loss_and_gradients_are_the_references(family: Family, attention: str, mask: Mask) -> None:
-    # The shorter sequences have fewer tokens than are selected.
-    assert_is_the_reference(family, attention, mask, ratio=0.85)
-
-
-def assert_is_the_reference(family: Family, attention: str, mask: Mask, ratio: float) -> None:
-    model, batch = make_model(family, attention), make_batch(family, mask)
+@rows_where_are_selected("some", "pads, too")
+def test_with_some_tokens_selected_loss_and_gradients_are_the_references(row: Row) -> None:
+    family, model, batch = of_row(row)
+    # Of 0.85 the shorter sequences have fewer tokens than are selected.
+    ratio = 0.4 if row["selected"] == "some" else 0.85
     unhooked = copy.deepcopy(model)
+    checkpointed(model, CHECKPOINTING[row["checkpointing"]])
     loss, gradients, selection = hooked_gradients(model, batch, st.TokenTune(ratio=ratio, pattern="random"))
     assert selection.dtype == torch.int64 and selection.shape == (BATCH, round(ratio * family.length))
     assert (selection.diff(dim=1) > 0).all()
