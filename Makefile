@@ -11,6 +11,9 @@ WORKERS ?= 2
 THREADS ?= 1
 ARGS ?=
 
+# Compiled modules are kept, whatever the shell says: else each of the many processes of the tests compiles them anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev

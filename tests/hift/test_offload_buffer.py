@@ -89,6 +89,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_with_a_warning(calls: lis
     assert sum(call[0] == "unregister" for call in calls) == 2, "only what was registered is unregistered"
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12
 @pytest.mark.parametrize("is_inherited", [True, False])
 def test_a_forked_child_reads_weights_alone_and_unpins_nothing(
     calls: list[tuple[Any, ...]], is_inherited: bool

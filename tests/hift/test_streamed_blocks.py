@@ -308,7 +308,7 @@ def test_auto_lets_blocks_stay_in_what_the_first_cycle_has_left_and_gives_them_u
 
 
 def test_pinned_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: CopyStreams, num_bytes: int) -> torch.Tensor:
+    def refuse(self: CopyStreams, num_bytes: int, *, is_inherited: bool = False) -> torch.Tensor:
         raise RuntimeError(f"{num_bytes:,} bytes of host memory for what waits off the device can't be pinned")
 
     monkeypatch.setattr(CopyStreams, "host_memory", refuse)

@@ -32,6 +32,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "layers_per_group": 4,
         "state": "disk",
         "state_ram_bytes": 2**31,
+        "save_total_limit": 3,
         "master": "fp32",
         "steps_per_group": 3,
         "stream_bytes": 2**25,

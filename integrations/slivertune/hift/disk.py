@@ -167,6 +167,8 @@ class FileBuffer(OffloadBuffer):
     What outgrows the file stays in host memory.
     """
 
+    is_resident = False
+
     def __init__(self, disk: Disk, file: GroupFile, streams: CopyStreams) -> None:
         super().__init__("host", streams.host_memory)
         self._disk, self._file, self._streams = disk, file, streams

@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -85,6 +85,9 @@ class OffloadBuffer:
         start = self._used_bytes[dtype]
         self._used_bytes[dtype] += aligned(model.nbytes)
         return tensor_at(self._buffers[dtype], start, model)
+
+    is_resident: ClassVar[bool] = True
+    """Whether the tensors always lie in host memory, so that there is nothing to load."""
 
     @property
     def is_loaded(self) -> bool:
@@ -240,7 +243,7 @@ class OffloadedState:
 
     def load(self) -> None:
         """Wait until all tensors lie in host memory; each use of them does so."""
-        moved = self.buffer.load()
+        moved = None if self.buffer.is_resident else self.buffer.load()
         if moved is not None:
             self._parts = {}
             for tensors in self._tensors.values():

@@ -87,8 +87,11 @@ class StreamedGroup(ResidentGroup):
     @override
     def prefetch(self, *, in_backward: bool = False) -> None:
         self._follow_the_model()
-        if self._offloaded is None or self._is_first_turn or not self._offloaded.buffer.is_loaded:
+        if self._offloaded is None or self._is_first_turn:
             return  # there is nothing to load yet
+        buffer = self._offloaded.buffer
+        if not (buffer.is_resident or buffer.is_loaded):
+            return  # the file is still being read
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
         self._begin_loading()
         self._load_ahead(WORKING_PIECES if in_backward else 0)
