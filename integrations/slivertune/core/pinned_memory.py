@@ -21,7 +21,7 @@ class _Pages(mmap.mmap):
 
 
 def pinned_memory(device: torch.device, num_bytes: int, *, is_inherited: bool) -> torch.Tensor:
-    """Map and pin host memory; where it can't be pinned, warn once, and return it unpinned: copies are slower then.
+    """Map and pin host memory; where it can't be pinned, warn, and return it unpinned: copies are slower then.
 
     Args:
         device: A CUDA device that copies to and from it.
