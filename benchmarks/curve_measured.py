@@ -1,8 +1,8 @@
 """Tokens a second against tokens an update on a GPU: HiFT over the dial, and beside it what a user would take instead.
 
-What `curve.py` plans, measured: Llama-3.1-8B in bf16 with random weights, AdamW, activation checkpointing, the loss in
-chunks, nothing clipped, random tokens in sequences as long as there; the ways are those of `curve_ways.py`. A point is
-a way and a number of tokens an update. It is measured with micro-batches of one sequence, two, four and so on, each in
+Llama-3.1-8B in bf16 with random weights, AdamW, activation checkpointing, the loss in chunks, nothing clipped, random
+tokens in sequences of at most 2,048; the ways are those of `curve_ways.py`. A point is a way and a number of tokens an
+update. It is measured with micro-batches of one sequence, two, four and so on, each in
 a process of its own, until one does not fit; the fastest counts. Seconds are the wall clock's between two waits for the
 device: of a cycle of all groups (of SFT's interval with its reselection) after a first one, which makes all state, or
 of `--updates` after two.
@@ -29,16 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curve import MODEL, TOKENS
 from curve_ways import WAYS, make_update
 from environment import record_environment
 from gpu import SHAPES, synchronize
 from llama import LlamaSizes, random_batch
 from markdown_table import markdown_table
-from result_files import read_json, write_json
-from simulated_rows import open_result
+from result_files import RESULTS, read_json, write_json
 
+MODEL = "llama-3.1-8b"
+TOKENS = (512, 1024, 2048, 4096, 8192, 32768, 131072)
+"""Of an update."""
 LONGEST = 2048
+"""Tokens of a sequence."""
 TINY = {"hidden": 32, "intermediate": 64, "blocks": 3, "heads": 4, "vocabulary": 97}
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 """What DeepSpeed reads of a process that no launcher started."""
@@ -157,8 +159,8 @@ def _cell(point: dict[str, Any] | None) -> str:
     return f"{point['seconds_per_update']:.3g} s, {point['tokens_per_second']:,.0f}/s{memory}"
 
 
-def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Read the command line; its defaults are all points of `curve.py` with up to 32,768 tokens."""
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; its defaults are all ways at three numbers of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=[512, 4096, 32768])
@@ -170,16 +172,17 @@ def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--trial", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.device == "cpu" and arguments.output is None and not arguments.trial:
-        parser.error("--device cpu is a dry run and needs --output: its figures must not stand among the results")
+    if (arguments.device == "cpu" or arguments.quick) and arguments.output is None and not arguments.trial:
+        parser.error("a dry run, by --device cpu or --quick, needs --output: it must not stand among the results")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device, and torch sees none; nothing was measured or written")
-    return parser, arguments
+    arguments.output = arguments.output or RESULTS / "curve_measured.json"
+    return arguments
 
 
 def main() -> None:
     """Measure what is missing, write the result after every point, and print the table."""
-    parser, arguments = parse_arguments()
+    arguments = parse_arguments()
     if arguments.trial:
         way_name, num_tokens, batch_size = arguments.trial
         sizes, num_micro_batches = trial_sizes(int(num_tokens), int(batch_size), is_quick=arguments.quick)
@@ -191,7 +194,9 @@ def main() -> None:
         "memory_gib": arguments.memory_gib,
         "dry_run": arguments.device == "cpu",
     }
-    output, kept = open_result(parser, arguments, "curve_measured.json", about, "points of")
+    kept = read_json(arguments.output)
+    if kept and {name: kept[name] for name in about} != about:
+        raise SystemExit(f"{arguments.output} has points of {[kept[name] for name in about]}; name another --output")
     by_key = {(each["way"], each["tokens"]): each for each in kept.get("points", [])}
     for tokens in arguments.tokens:
         for way in arguments.ways:
@@ -199,9 +204,9 @@ def main() -> None:
                 continue
             by_key[way, tokens] = measure_point(way, tokens, arguments)
             points = [by_key[key] for key in ((way, tokens) for way in WAYS for tokens in TOKENS) if key in by_key]
-            write_json(output, {"environment": record_environment(), **about, "points": points})
+            write_json(arguments.output, {"environment": record_environment(), **about, "points": points})
             print(f"{WAYS[way].title}, {tokens:,} tokens: {_cell(by_key[way, tokens])}", flush=True)
-    print(table(read_json(output)))
+    print(table(read_json(arguments.output)))
 
 
 if __name__ == "__main__":

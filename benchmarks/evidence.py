@@ -1,30 +1,22 @@
-"""The tables and the picture of docs/evidence.md, from the files under `results/`; nothing is trained.
-
-    python benchmarks/tables.py --write       # puts the tables into the page
-    python benchmarks/evidence.py             # draws the picture
+"""The tables of docs/evidence.md, and what its picture shows, from the files under `results/`.
 
 Whether a claim held, `claims.py` decides.
 
 At equal time for the user: an update of the small model counts as one of an 8B on a 4090 that trains the same share of
-its layers, rounded up, as `curve.py` has planned it. So a setting may have as many updates as take the time of dense's.
+its layers, rounded up, as planned. So a setting may have as many updates as take the time of dense's.
 """
 
-import argparse
-import json
 import re
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from claims import CLAIMS, IDEAS, Claim
-from curve import CARDS
 from markdown_table import markdown_table
 from measured_row import MeasuredRow, read_row
 from quality import ROWS, times_as_many_updates
-from result_files import RESULTS, read_json, write_picture
+from result_files import kept
 
-PICTURE = RESULTS.parents[1] / "docs" / "images" / "evidence.png"
+CARDS = ("4090", "3090", "H100")
 TASKS = {"language": "language reference: loss", "sst2": "SST-2: accuracy", "retrieval": "docstrings: accuracy"}
 Results = dict[str, dict[str, MeasuredRow]]
 """By task and row."""
@@ -32,7 +24,7 @@ Results = dict[str, dict[str, MeasuredRow]]
 
 def read_results() -> Results:
     """What `quality.py` has measured, of the tasks whose dense row, which the others are held against, is there."""
-    content = read_json(RESULTS / "quality.json")
+    content = kept("quality")
     results = {
         task: {row["name"]: read_row(row) for row in content.get(task, []) if not row["failure"]} for task in TASKS
     }
@@ -124,8 +116,8 @@ def time_table() -> str:
 
 
 def _points(card: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Those of `curve.py` that fit, by setting and tokens an update."""
-    points = read_json(RESULTS / "curve.json")["points"]
+    """Return the planned points that fit, by setting and tokens an update."""
+    points = kept("curve")["points"]
     return {(each["setting"], each["tokens"]): each for each in points if each["card"] == card and each["fits"]}
 
 
@@ -151,7 +143,7 @@ def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) 
 
 
 _WHOLE = "all"
-"""The setting of `curve.py` that trains all layers."""
+"""The planned setting that trains all layers."""
 _TIMED_TOKENS = (512, 4096, 32768)
 _TIMED = {
     "hift-1": ("m5", "5 layers of 34 (m = 1 of 8)"),
@@ -165,7 +157,7 @@ _TIMED = {
     "sft-ag": ("sft", "SFT (AG), as many weights as LoRA r 64"),
     "sft-fixed": ("sft", "SFT, fixed indices, as many weights"),
 }
-"""By a row's name without its number of updates: the setting of `curve.py` whose time counts, and its title. Of m of
+"""By a row's name without its number of updates: the planned setting whose time counts, and its title. Of m of
 eight layers it is the one that trains the same share of 34, rounded up."""
 
 
@@ -178,56 +170,3 @@ def figures() -> dict[str, dict[str, list[float]]]:
         }
         for task, of_task in read_results().items()
     }
-
-
-def draw(shown: dict[str, dict[str, list[float]]]) -> Any:
-    """A panel a task: every row's mean and range, the best on top."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    tallest = max(len(of_task) for of_task in shown.values())
-    figure = Figure(figsize=(5 * len(shown), 0.9 + 0.24 * tallest), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, (task, of_task) in zip(panels, shown.items(), strict=True):
-        scale = 1 if task == "language" else 100
-        for place, (name, values) in enumerate(of_task.items()):
-            colour = _COLOURS[name.partition("-")[0]]
-            axes.plot([scale * value for value in values], [place] * len(values), color=colour)
-            axes.plot(scale * statistics.fmean(values), place, "o", color=colour, markersize=5)
-        axes.axvline(scale * statistics.fmean(of_task["dense"]), color="#999999", linewidth=0.8)
-        axes.set_ylim(len(of_task) - tallest - 0.5, len(of_task) - 0.5)
-        axes.set_yticks(range(len(of_task)), list(of_task), fontsize=8)
-        axes.set_title(TASKS[task] + ("" if task == "language" else ", %"), fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-_COLOURS = {
-    "dense": "#000000",
-    "hift": "#0072B2",
-    "sft": "#D55E00",
-    "qsft": "#D55E00",
-    "lora": "#009E73",
-    "qlora": "#009E73",
-    "tokens": "#CC79A7",
-    "lisa": "#999999",
-    "galore": "#999999",
-}
-"""By the first word of a row's name."""
-
-
-def main() -> None:
-    """Draw the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=PICTURE, help="default: docs/images/evidence.png")
-    parser.add_argument("--figures", action="store_true", help="print what is drawn, and draw nothing")
-    arguments, shown = parser.parse_args(), figures()
-    if arguments.figures:
-        print(json.dumps(shown, indent=1))
-        return
-    write_picture(arguments.output, draw(shown), shown)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,18 +12,16 @@ HiFT around AdamW with fp32 masters, state in pinned host memory, default pieces
   device. It holds everything that streaming costs: exposed transfers, and the launches of many small pieces.
 
 The first cycle allocates and pins each group's host memory, so it is listed, and the second one counts. Nothing waits
-for the device within a cycle. Last, the dense forward and backward pass of the same model, without an optimizer; and
-beside it all `simulated`: the same cycle played against the card's rates (`benchmarks/schedule.py` says how), at the
-bandwidth of copies that was measured and at a share of the peak that is assumed.
+for the device within a cycle. Last, the dense forward and backward pass of the same model, without an optimizer.
 
     python benchmarks/gpu.py                                   # Llama-2-7B: 81 GB of host memory
+    python benchmarks/gpu.py --batch_size 2 --length 2048 --output benchmarks/results/gpu_4096.json
     python benchmarks/gpu.py --shape llama-3-8b --output gpu_8b.json   # 97 GB
     python benchmarks/gpu.py --blocks 4 --output trial.json
     python benchmarks/gpu.py --device cpu --blocks 2 --hidden 64 --heads 4 --output dry.json   # the same code, dry
 
 In a dry run on a CPU events are the wall clock, nothing waits and no memory is counted; a dry run says so in its result
-and can't be written to `results/` unasked. Over 400 lines, since all of it is one measurement, of which no other script
-uses a part.
+and can't be written to `results/` unasked.
 """
 
 import argparse
@@ -46,9 +44,6 @@ import slivertune as st
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams, streams_made_by
 from slivertune.hift.offload_buffer import host_buffer
-from slivertune.planning.cards import EFFICIENCY, Card, find_card, known_cards
-from slivertune.planning.hift_schedule import record_hift
-from slivertune.planning.request import PlanRequest
 
 SHAPES: dict[str, dict[str, int]] = {
     "llama-2-7b": {"hidden": 4096, "intermediate": 11008, "blocks": 32, "heads": 32, "vocabulary": 32_000},
@@ -173,10 +168,8 @@ def run_cycle(model: Any, optimizer: st.HiFT, batch: dict[str, torch.Tensor]) ->
     return records
 
 
-def measure_hift(
-    model: Any, config: st.HiFTConfig, sizes: LlamaSizes, num_cycles: int
-) -> tuple[list[list[dict[str, Any]]], int]:
-    """Train for some cycles; the records of each, and the bytes that pieces may hold ahead in the end."""
+def measure_hift(model: Any, config: st.HiFTConfig, sizes: LlamaSizes, num_cycles: int) -> list[list[dict[str, Any]]]:
+    """Train for some cycles, and return the records of each."""
     optimizer = make_hift(model, config)
     batch = random_batch(sizes, device=model.device, seed=1)
     cycles = []
@@ -184,44 +177,8 @@ def measure_hift(
         cycles.append(run_cycle(model, optimizer, batch))
         mean = statistics.fmean(one["forward_backward_ms"] + one["step_ms"] for one in cycles[-1])
         print(f"state={config.state!r}, {sizes.blocks} blocks, cycle {cycle + 1}: {mean:.1f} ms a step", flush=True)
-    slots = optimizer._prefetcher.slots.values()
-    prefetch_bytes = max((each.prefetch_bytes for each in slots), default=0)
     optimizer.detach()
-    return cycles, prefetch_bytes
-
-
-def simulate(
-    model: Any, sizes: LlamaSizes, card: Card, *, stream_bytes: int, prefetch_bytes: int, bus_bandwidth: float
-) -> dict[str, Any]:
-    """The cycle by the simulator, in the order of the groups.
-
-    Args:
-        model: Has the configuration.
-        sizes: The batch.
-        card: Whose rates count.
-        stream_bytes: As in the run.
-        prefetch_bytes: What pieces could hold ahead in it.
-        bus_bandwidth: Bytes a second of copies into the device, as measured.
-    """
-    request = PlanRequest(
-        precision="mixed_hi",
-        gradient_checkpointing=True,
-        chunked_cross_entropy=False,
-        batch_size=sizes.batch_size,
-        seq_length=sizes.length,
-        stream_bytes=stream_bytes,
-        prefetch_bytes=prefetch_bytes,
-    )
-    times = record_hift(request, model.config).cycle(card.rates(bus_bandwidth=bus_bandwidth))
-    return {
-        "card": card.name,
-        "efficiency": EFFICIENCY,
-        "bus_bandwidth": bus_bandwidth,
-        "prefetch_bytes": prefetch_bytes,
-        "mean_ms": 1e3 * statistics.fmean(step.total for step in times),
-        "mean_exposed_ms": 1e3 * statistics.fmean(step.exposed for step in times),
-        "groups": [{"ms": 1e3 * step.total, "exposed_ms": 1e3 * step.exposed} for step in times],
-    }
+    return cycles
 
 
 def measure_dense(model: Any, sizes: LlamaSizes, num_steps: int) -> dict[str, Any]:
@@ -320,9 +277,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="llama-2-7b", help="sizes of the model, unless given here")
     for name in ("hidden", "intermediate", "blocks", "heads", "kv_heads", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, help="default: the shape's; --intermediate scaled with --hidden")
-    parser.add_argument(
-        "--card", choices=known_cards(), help="whose rates are simulated; default: the one that is here"
-    )
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--cycles", type=int, default=2, help="cycles; the last one counts, the first allocates")
@@ -387,7 +341,7 @@ def main() -> None:
     refuse_without_host_memory(count_parameters(sizes))
     host_memory = measure_host_memory(device, arguments.probe_bytes)
     model = make_model(small, device)
-    resident = measure_hift(model, st.HiFTConfig(state="device"), small, arguments.cycles)[0][-1]
+    resident = measure_hift(model, st.HiFTConfig(state="device"), small, arguments.cycles)[-1]
     del model
     gc.collect()  # the optimizer's cycles of references, or its state would count in the peaks to come
     if device.type == "cuda":
@@ -398,22 +352,9 @@ def main() -> None:
     print(f"{num_parameters(model):,} weights made in {time.perf_counter() - start:.1f} s", flush=True)
     before = allocated_bytes(device)
     config = st.HiFTConfig(stream_bytes=arguments.stream_bytes)
-    streamed, prefetch_bytes = measure_hift(model, config, sizes, arguments.cycles)
+    streamed = measure_hift(model, config, sizes, arguments.cycles)
     dense = measure_dense(model, sizes, arguments.dense_steps)
     summary = summarize(streamed[-1], resident, dense)
-    simulated: dict[str, Any] | None = None
-    if arguments.card is not None or device.type == "cuda":
-        try:
-            simulated = simulate(
-                model,
-                sizes,
-                find_card(arguments.card),
-                stream_bytes=arguments.stream_bytes,
-                prefetch_bytes=prefetch_bytes,
-                bus_bandwidth=1e9 * host_memory["inbound_gb_per_second"],
-            )
-        except ValueError as error:  # the measurement stands without it
-            print(f"not simulated: {error}", flush=True)
     write_json(
         arguments.output or RESULTS / "gpu.json",
         {
@@ -429,7 +370,6 @@ def main() -> None:
             "allocated_before_bytes": before,
             "host_memory": host_memory,
             "summary": summary,
-            "simulated": simulated,
             "dense": dense,
             "cycles": streamed,
             "resident_cycle": resident,
@@ -439,8 +379,6 @@ def main() -> None:
         f"peak {summary['peak_bytes']} bytes; {summary['mean_ms']:.1f} ms a step, {summary['mean_waits_ms']:.1f} ms of "
         f"it waiting for transfers, {summary['mean_beyond_resident_ms']:.1f} ms beyond a step with resident state"
     )
-    if simulated is not None:
-        print(f"simulated: {simulated['mean_ms']:.1f} ms a step, {simulated['mean_exposed_ms']:.1f} ms of it exposed")
 
 
 if __name__ == "__main__":

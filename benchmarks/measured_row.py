@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dial_table import mean_and_range
+from markdown_table import mean_and_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

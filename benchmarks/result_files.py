@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
+MIB, GIB = 2**20, 2**30
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -20,8 +21,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What the file holds; nothing if there is none yet."""
+    """Read what the file holds; nothing if there is none yet."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def kept(name: str) -> dict[str, Any]:
+    """Read a result that is kept under `results/`, by its name without `.json`."""
+    return read_json(RESULTS / f"{name}.json")
 
 
 def write_picture(path: Path, figure: "Figure", shown: Any) -> None:

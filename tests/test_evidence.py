@@ -69,7 +69,7 @@ def test_a_task_waits_for_its_dense_row_and_a_row_that_failed_is_none(monkeypatc
         return {"name": name, "runs": [] if failure else [run], "is_at_edge": False, "failure": failure}
 
     content = {"language": [row("dense"), row("lisa", "refused")], "retrieval": [row("lisa")]}
-    monkeypatch.setattr(evidence, "read_json", lambda path: content)
+    monkeypatch.setattr(evidence, "kept", lambda name: content)
     assert evidence.read_results() == {"language": {"dense": measured(1.5)}}
     assert "retrieval" not in evidence.quality_table() and "`dense`" in evidence.quality_table()
 
@@ -84,7 +84,7 @@ def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.Monk
     ]
     rows = {"dense": 1.0, "hift-1": 2.0, "hift-1-x4": 1.5, "hift-1-x8": 1.2, "hift-2": 1.9, "hift-4": 1.8}
     rows |= {"hift-4-x2": 1.01, "lora-16-x4": 0.5, "lora-64": 1.3, "lora-64-x8": 0.99}
-    monkeypatch.setattr(evidence, "read_json", lambda path: {"points": points})
+    monkeypatch.setattr(evidence, "kept", lambda name: {"points": points})
     of_task: dict[str, Any] = {name: measured(loss, loss) for name, loss in rows.items()}
     monkeypatch.setattr(evidence, "read_results", lambda: {"language": of_task})
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evidence.time_table().split("\n")[2:-1]]
@@ -112,7 +112,7 @@ def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not
         point("H100", "lora", 4096, 4.0),
         point("3090", "m5", 512, 1.0),
     ]
-    monkeypatch.setattr(evidence, "read_json", lambda path: {"points": points})
+    monkeypatch.setattr(evidence, "kept", lambda name: {"points": points})
     lines = evidence.map_table().split("\n")
     heads, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in [lines[0], *lines[2:]])
     shown = [{head: cell for head, cell in zip(heads, row, strict=True) if cell} for row in rows]

@@ -3,6 +3,7 @@
 Tables stand between markers and are compared whole; figures in sentences are listed here with their words.
 """
 
+import json
 import math
 import re
 import shutil
@@ -72,7 +73,7 @@ def test_every_table_between_markers_is_made_of_the_committed_results(tmp_path: 
     run_python(copy / "benchmarks" / "tables.py", "--write", cwd=tmp_path)
     for page in PAGES:
         assert (copy / page.relative_to(CHECKOUT)).read_text("utf-8") == page.read_text("utf-8"), page
-    assert emptied == 24
+    assert emptied == 19
 
 
 def test_tables_that_a_page_lacks_the_markers_of_are_named(tmp_path: Path) -> None:
@@ -81,6 +82,19 @@ def test_tables_that_a_page_lacks_the_markers_of_are_named(tmp_path: Path) -> No
     (tmp_path / "README.md").write_text(text, encoding="utf-8")
     done = run_python(tmp_path / "benchmarks" / "tables.py", "--write", cwd=tmp_path, expect=1)
     assert "README.md must have <!-- measured --> and <!-- /measured --> once" in done.stderr
+
+
+def test_each_result_has_its_script_here_or_the_commit_that_made_it() -> None:
+    results = {path: json.loads(path.read_text(encoding="utf-8")) for path in (BENCHMARKS / "results").glob("*.json")}
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (BENCHMARKS / "README.md", *BENCHMARKS.glob("*.py")))
+    assert len(results) > 15
+    for path, content in results.items():
+        if "made_by" not in content:
+            assert path.name in scripts, path
+            continue
+        made_by = content["made_by"]
+        assert re.fullmatch(r"[0-9a-f]{40}", made_by["commit"]) and made_by["script"].startswith("benchmarks/"), path
+        assert not (CHECKOUT / made_by["script"]).exists(), f"{path} is made here; it needs no commit"
 
 
 def seconds_beyond_plan(way: str) -> float:

@@ -56,7 +56,7 @@ class HiFT(CheckpointedSliver):
     `param_groups` always shows the scheduler's learning rate; what is applied is read in the first step of a cycle
     and held to its end (`held_lr`; the paper's delayed update, section 3.1); a rate of 0, with which a warm-up begins,
     is not held but read again at the next step. Start the search at the rate of ordinary fine-tuning, and try half and
-    twice of it: groups of layers bear no more, though each parameter moves once a cycle (benchmarks/dial.py).
+    twice of it: groups of layers bear no more, though each parameter moves once a cycle (benchmarks/results/dial.json).
 
     Args:
         model: The model, in fp32 or bf16; on its device before the first step.

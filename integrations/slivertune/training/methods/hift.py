@@ -32,8 +32,8 @@ EMBEDDED_LAYERS_PER_GROUP = 4
 """On the embedded model, which has eight layers."""
 
 _DEFAULTS = HiFTConfig()
-# By layers_per_group, from benchmarks/dial.py on the language reference: the best rate, and the updates, whole lines of
-# eight, that take the CPU time of 480 updates of one layer each.
+# By layers_per_group, from benchmarks/results/dial.json on the language reference: the best rate, and the updates,
+# whole lines of eight, that take the CPU time of 480 updates of one layer each.
 _EMBEDDED_RATES = {1: 2e-3, 2: 1e-3, 4: 1e-3, 8: 2e-3}
 _EMBEDDED_STEPS = {1: 480, 2: 432, 4: 352, 8: 264}
 
