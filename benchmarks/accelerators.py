@@ -1,10 +1,16 @@
-"""Accelerators of every layout on CPUs, for `ranks.py`, `faults.py` and `same_bits.py`; knows nothing of slivertune."""
+"""Accelerators of every layout on CPUs; knows nothing of slivertune."""
 
 from typing import Any
 
 
-def make_accelerator(layout: str, accumulation: int = 1) -> Any:
-    """An Accelerator of a layout on CPUs; every process calls it after the last one's is gone."""
+def make_accelerator(layout: str, accumulation: int = 1, *, bf16: bool = False) -> Any:
+    """Make an Accelerator of a layout on CPUs, once the process's last one is gone.
+
+    Args:
+        layout: "single", "ddp", "fsdp2", "zero1", "zero2" or "zero3".
+        accumulation: Micro-batches per update.
+        bf16: Whether weights are bf16, which DeepSpeed must be told.
+    """
     from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType, InitProcessGroupKwargs
@@ -23,6 +29,7 @@ def make_accelerator(layout: str, accumulation: int = 1) -> Any:
             "steps_per_print": 10**9,
             "zero_optimization": {"stage": int(layout[-1]), "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": bf16},
         }
         backend = InitProcessGroupKwargs(backend="gloo")
         return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[backend])

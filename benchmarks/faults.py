@@ -66,7 +66,7 @@ class Ended:
         return self.reports
 
 
-def fork(num_ranks: int, work: Callable[..., None], *args: Any) -> Ended:
+def fork(num_ranks: int, work: Callable[..., None], *args: Any, timeout_s: float = TIMEOUT_S) -> Ended:
     """Call `work(rank, num_ranks, folder, *args)` in forks that are one process group, and wait for their ends."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -80,7 +80,7 @@ def fork(num_ranks: int, work: Callable[..., None], *args: Any) -> Ended:
             leader = leader or process
             ranks.append(process)
         start = time.monotonic()
-        statuses = _wait(ranks, start + TIMEOUT_S)
+        statuses = _wait(ranks, start + timeout_s)
         killed = folder / "killed.json"
         if killed.exists():
             shutil.copy(killed, LAST_KILL)

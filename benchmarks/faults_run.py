@@ -100,12 +100,10 @@ class Run:
     """
 
     def __init__(self, layout: str, method: str) -> None:
-        self.accelerator = make_accelerator(layout)
+        self.accelerator = make_accelerator(layout, bf16=True)
         if layout == "fsdp2":
             # Accelerate chooses FSDP for GPUs alone, and asks here again when it saves.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        if layout.startswith("zero"):
-            self.accelerator.state.deepspeed_plugin.hf_ds_config.config["bf16"] = {"enabled": True}
         network: Any = build_llama(SIZES, dtype=torch.bfloat16, device=CPU, seed=0)
         self.handle = st.TokenTune(ratio=0.5, seed=5).attach(network) if method == "tokentune_hift" else None
         optimizer: Any

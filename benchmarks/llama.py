@@ -62,6 +62,20 @@ def build_llama(sizes: LlamaSizes, *, dtype: torch.dtype, device: torch.device, 
     return model.train()
 
 
+def quantize_linears(model: nn.Module) -> None:
+    """Put the linear layers of the blocks into nf4, in their places and where they lie."""
+    from bitsandbytes.nn import Linear4bit, Params4bit  # type: ignore[attr-defined]
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and "layers" in path:
+            weight = module.weight.detach()
+            in_4_bits = {"compute_dtype": weight.dtype, "quant_type": "nf4", "device": "meta"}
+            layer = Linear4bit(module.in_features, module.out_features, bias=False, **in_4_bits)
+            on_host = Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4", module=layer)
+            layer.weight = on_host.to(weight.device)  # which quantises
+            model.set_submodule(path, layer)
+
+
 def random_batch(sizes: LlamaSizes, *, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
     """Draw token ids: int64 `input_ids` and `labels` of shape (batch_size, length)."""
     generator = torch.Generator().manual_seed(seed)

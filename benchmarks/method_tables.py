@@ -1,10 +1,10 @@
-"""The tables of the methods' pages, from the files under `results/`."""
+"""The tables of the methods' pages, each from the content of a file under `results/`."""
 
 import statistics
 from typing import Any
 
 from markdown_table import markdown_table, mean_and_range
-from result_files import GIB, MIB, kept
+from result_files import GIB, MIB
 
 LAYOUTS = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 _SFT = {
@@ -27,15 +27,15 @@ _TOKENTUNE = {
 _PATTERNS = {"random": "`random`", "chunks": "`chunks` of 16", "block": "`block`"}
 _METHODS = {"dense": "dense", "hift": "HiFT", "sft_ag": "SFT-AG", "sft_ma": "SFT-MA"}
 _TASKS = {"language": "language reference", "sst2": "SST-2"}
+Content = dict[str, Any]
 Run = dict[str, Any]
 
 
-def sft() -> str:
-    """Time and peak of a step beside LoRA's, without and with checkpointed layers."""
-    content = kept("sft")
+def sft(content: Content) -> str:
+    """Show time and peak of a step beside LoRA's, without and with checkpointed layers."""
     rows = []
     for part in ("plain", "checkpointing"):
-        times = content[part]["times"]["variants"]
+        times = content[part].get("times", {}).get("variants", {})
         for name, title in _SFT.items():
             begins = part == "checkpointing" and name == "lora"
             time, share = "not timed", ""
@@ -43,49 +43,52 @@ def sft() -> str:
                 time = f"{times[name]['plain_ratio_to_lora']:.2f}"
                 share = f"{100 * times[name]['reselection_share']:.1f} %" if name.startswith("sft") else ""
             title = ("*layers checkpointed:* " if begins else "") + title.format(rank=content["rank"])
-            rows.append([title, time, share, _sft_peak(content[part]["peaks"][name])])
+            rows.append([title, time, share, _sft_peak(content[part].get("peaks", {}).get(name))])
     heads = ["", "step / LoRA's (CPU time)", "reselection's share", "peak, MiB (in an estimation phase)"]
     return markdown_table(heads, rows)
 
 
-def sft_in_chunks() -> str:
-    """Peaks of a step with the loss in chunks, without and with checkpointed layers."""
-    content = kept("sft")
-    parts = [content[part]["chunked_peaks"] for part in ("plain", "checkpointing")]
+def sft_in_chunks(content: Content) -> str:
+    """Show peaks of a step with the loss in chunks, without and with checkpointed layers."""
+    parts = [content[part].get("chunked_peaks", {}) for part in ("plain", "checkpointing")]
     heads = ["8,192 tokens, loss in chunks", "peak, MiB (in an estimation phase)", "layers checkpointed"]
     rows = ([_SFT[name].format(rank=content["rank"]), *(_sft_peak(part[name]) for part in parts)] for name in parts[0])
     return markdown_table(heads, rows)
 
 
-def _sft_peak(phases: dict[str, Any]) -> str:
+def _sft_peak(phases: dict[str, Any] | None) -> str:
+    if phases is None:
+        return "not counted"
     plain, estimating = (f"{phases[phase]['peak_bytes'] / MIB:.0f}" for phase in ("plain", "estimating"))
     return plain if plain == estimating else f"{plain} ({estimating})"
 
 
-def tokentune() -> str:
-    """Time of a step beside the dense one's, and bytes of activations."""
+def tokentune(content: Content) -> str:
+    """Show time of a step beside the dense one's, and bytes of activations."""
     rows = []
-    for name, each in kept("tokentune")["variants"].items():
+    for name, each in content["variants"].items():
         sizes = (f"{each[kind] / MIB:.0f}" for kind in ("saved_bytes", "peak_activation_bytes"))
         rows.append([_TOKENTUNE[name], f"{each['median_ratio']['cpu']:.2f}", *sizes])
     heads = ["", "step (CPU time)", "saved for the backward, MiB", "most activations at a time, MiB"]
     return markdown_table(heads, rows)
 
 
-def token_gradients() -> str:
-    """Cosines to the dense gradient, by pattern and share of the tokens."""
-    cosines = {(row["pattern"], row["ratio"]): row["cosine"] for row in kept("token_gradients")["rows"]}
+def token_gradients(content: Content) -> str:
+    """Show cosines to the dense gradient, by pattern and share of the tokens."""
+    cosines = {(row["pattern"], row["ratio"]): row["cosine"] for row in content["rows"]}
     ratios = dict.fromkeys(ratio for _, ratio in cosines)
     rows = ([title, *(f"{cosines[name, ratio]:.2f}" for ratio in ratios)] for name, title in _PATTERNS.items())
     return markdown_table(["", *(f"{100 * ratio:.0f} %" for ratio in ratios)], rows)
 
 
-def sent_by_ranks() -> str:
-    """Megabytes that a rank sends in a step, by layout and method; layouts that send the same in one row."""
+def sent_by_ranks(content: Content) -> str:
+    """Show megabytes that a rank sends in a step, by layout and method; layouts that send the same share a row."""
     alike: dict[tuple[str, ...], list[str]] = {}
-    for layout, title in LAYOUTS.items():
-        sent = [kept("ranks")["layouts"][layout][method]["bytes_per_step"] / 1e6 for method in _METHODS]
-        alike.setdefault(tuple(f"{each:.{1 if each >= 1 else 2}f}" for each in sent), []).append(title)
+    for layout in (each for each in LAYOUTS if each in content["layouts"]):
+        methods = content["layouts"][layout]
+        sent = (methods.get(method, {}).get("bytes_per_step") for method in _METHODS)
+        cells = tuple("" if each is None else f"{each / 1e6:.{1 if each >= 1e6 else 2}f}" for each in sent)
+        alike.setdefault(cells, []).append(LAYOUTS[layout])
     return markdown_table(["", *_METHODS.values()], ([", ".join(titles), *row] for row, titles in alike.items()))
 
 
@@ -108,14 +111,12 @@ def best_runs(part: dict[str, Any], m: str) -> list[Run]:
     return min(whole, key=lambda runs: sign * statistics.fmean(run[figure] for run in runs))
 
 
-def dial() -> str:
-    """Losses and accuracies of each `layers_per_group` at equal CPU time, and bytes on the device at the peak."""
-    content = kept("dial")
+def dial(content: Content) -> str:
+    """Show losses and accuracies of each `layers_per_group` at equal CPU time, and bytes on the device at the peak."""
     heads, rows = ["`layers_per_group`"], []
-    for name, part in content.items():
-        if name in _TASKS:
-            num_seeds = len({run["seed"] for run in part["runs"]})
-            heads += [f"{_TASKS[name]}: {part['fixed']['figure']} ({num_seeds} seeds)", "rate", "updates", "MB"]
+    for task, title in _TASKS.items():
+        num_seeds = len({run["seed"] for run in content[task]["runs"]})
+        heads += [f"{title}: {content[task]['fixed']['figure']} ({num_seeds} seeds)", "rate", "updates", "MB"]
     for m, num_groups in content["language"]["calibration"]["num_groups"].items():
         cells = [f"{m} (all: dense)" if num_groups == 1 else f"{m} ({num_groups} groups)"]
         for part in (content[name] for name in _TASKS):
@@ -127,9 +128,9 @@ def dial() -> str:
     return markdown_table(heads, rows)
 
 
-def waiting() -> str:
-    """Figures of layers in fewer bits, as they lie on the device, and the mean difference to exact ones by seed."""
-    content, rows = kept("waiting"), []
+def waiting(content: Content) -> str:
+    """Show figures of layers in fewer bits, as they lie on the device, and the mean difference to exact ones."""
+    rows = []
     for name, title in _TASKS.items():
         figure = content[name]["figure"]
         for m in dict.fromkeys(run["layers_per_group"] for run in content[name]["runs"]):
@@ -147,20 +148,20 @@ def waiting() -> str:
     return markdown_table(["Task", "Layers a group", "exact", "`int8`", "`nf4`"], rows)
 
 
-def plan_time() -> str:
-    """Measured and planned seconds of an update on a CPU, but for the dense one, which calibrated it."""
+def plan_time(content: Content) -> str:
+    """Show measured and planned seconds of an update on a CPU, but for the dense one, which calibrated it."""
     rows = []
-    for row in kept("plan_time")["rows"]:
+    for row in content["rows"]:
         if row["is_met"] is not None:
             seconds = (sum(row[part].values()) for part in ("measured_seconds", "planned_seconds"))
             rows.append([row["name"], *(f"{each:.3f} s" for each in seconds), f"{100 * row['error']:+.1f} %"])
     return markdown_table(["", "measured", "planned", "error"], rows)
 
 
-def ways() -> str:
-    """What `slivertune plan --compare --json` answered: the fastest way first, those that do not fit last."""
+def ways(content: Content) -> str:
+    """Show what `slivertune plan --compare --json` answered: the fastest way first, those that do not fit last."""
     rows = []
-    for row in kept("ways_8b_4090")["rows"]:
+    for row in content["rows"]:
         if "reason" in row:
             rows.append([row["title"], f"can't be planned: {row['reason']}", *[""] * 5])
             continue

@@ -125,7 +125,6 @@ def measure_wrapper(sizes: LlamaSizes, num_rounds: int) -> dict[str, Any]:
     return {
         "sizes": dataclasses.asdict(sizes),
         "num_parameters": num_parameters(trainees["bare"].model),
-        "median_seconds": {name: median_times(series) for name, series in counted.items()},
         "median_ratio_to_bare": ratios,
         "same_weights_as_bare": same,
         "limit_of_wrapped_cpu": WRAPPER_LIMIT,
@@ -168,17 +167,6 @@ def measure_cycle(sizes: LlamaSizes, num_cycles: int) -> dict[str, Any]:
         "sizes": dataclasses.asdict(sizes),
         "num_parameters": num_parameters(dense.model),
         "num_groups": num_groups,
-        "mean_seconds": {
-            name: {
-                field.name: statistics.fmean(getattr(one, field.name) for times in counted for one in times[name])
-                for field in dataclasses.fields(StepTime)
-            }
-            for name in ("hift", "dense")
-        },
-        "hift_seconds_by_group": [
-            median_times([times["hift"][group] for times in counted]) for group in range(num_groups)
-        ],
-        "ratio_by_cycle": ratios,
         "median_ratio": {name: statistics.median(values) for name, values in ratios.items()},
         "limit_of_cpu": CYCLE_LIMIT,
         "within_limit": statistics.median(ratios["cpu"]) <= CYCLE_LIMIT,
@@ -202,13 +190,6 @@ def mean_ratio(times: dict[str, list[StepTime]], kind: str) -> float:
     """The mean HiFT step of a cycle over the mean dense step of the same cycle."""
     means = {name: statistics.fmean(getattr(one, kind) for one in series) for name, series in times.items()}
     return means["hift"] / means["dense"]
-
-
-def median_times(series: Sequence[StepTime]) -> dict[str, float]:
-    return {
-        field.name: statistics.median(getattr(one, field.name) for one in series)
-        for field in dataclasses.fields(StepTime)
-    }
 
 
 def parse_arguments() -> argparse.Namespace:

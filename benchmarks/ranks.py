@@ -16,20 +16,18 @@ A meeting is what ranks tell each other before a step or a gradient sync (`Heart
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import faults  # also keeps the runs, which are forks of this process, on CPUs
+import method_tables
 import torch
 from accelerators import make_accelerator
 from environment import record_environment
+from faults_run import CPU, join, report
 from llama import LlamaSizes, build_llama, num_parameters, random_batch
 from result_files import RESULTS, read_json, write_json
 from traffic import Traffic
@@ -43,12 +41,12 @@ QUICK = LlamaSizes(hidden=32, intermediate=64, blocks=2, heads=2, vocabulary=97,
 LAYOUTS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 METHODS = ("dense", "hift", "sft_ag", "sft_ma")
 NUM_RANKS = 2
+TIMEOUT_S = 1800
 NUM_CYCLES = 3
 NUM_MEETINGS = 300
 INTERVAL = 8
 ESTIMATION = 3
 SWITCH_LIMIT_SECONDS = 0.005
-CPU = torch.device("cpu")
 
 
 def make_optimizer(method: str, model: torch.nn.Module, num_steps: int) -> Any:
@@ -137,48 +135,15 @@ def switch_seconds(layout: str, model: Any, optimizer: Any) -> dict[str, float]:
     return {"beyond_copies": statistics.median(series), "num_switches": len(series)}
 
 
-def work(layout: str, sizes: LlamaSizes, methods: list[str], output: Path) -> None:
-    """What each process of a launch does; rank 0 writes."""
+def work(rank: int, num_ranks: int, folder: Path, layout: str, methods: list[str], sizes: LlamaSizes) -> None:
+    """Train by each method in one process of a layout, and report what was counted."""
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+    join(rank, num_ranks, folder)
     results = {}
     for method in methods:
         results[method] = measure(layout, method, sizes)
         torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        output.write_text(json.dumps(results), encoding="utf-8")
-    torch.distributed.barrier()
-    # Engines leave threads behind whose teardown has aborted processes after their work was done.
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def launch(layout: str, methods: list[str], *, quick: bool) -> dict[str, Any]:
-    """Run `work` in two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NUM_RANKS}"]
-        command += [__file__, "--work", layout, "--methods", *methods, "--output", str(output)]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run(command + ["--quick"] * quick, env=environment, check=True)
-        results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-        return results
-
-
-def summarise(results: dict[str, Any]) -> list[str]:
-    """Lines for people."""
-    lines = [f"{'layout':8}{'method':10}{'MB a step':>12}{'of dense':>10}{'switch, ms':>12}"]
-    for layout, methods in results.items():
-        dense = methods.get("dense", {}).get("bytes_per_step")
-        for method, figures in methods.items():
-            if "refused" in figures:
-                lines.append(f"{layout:8}{method:10}  refused: {figures['refused']}")
-                continue
-            sent = figures["bytes_per_step"]
-            ratio = f"{sent / dense:10.3f}" if dense else " " * 10
-            switch = f"{figures['switch']['beyond_copies'] * 1e3:12.2f}" if "switch" in figures else ""
-            lines.append(f"{layout:8}{method:10}{sent / 1e6:12.3f}{ratio}{switch}")
-    return lines
+    report(rank, num_ranks, folder, results)
 
 
 def main() -> None:
@@ -187,18 +152,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to run")
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--output", type=Path, default=RESULTS / "ranks.json", help="where to write")
-    parser.add_argument("--work", choices=LAYOUTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = QUICK if options.quick else FULL
-    if options.work is not None:
-        work(options.work, sizes, options.methods, options.output)
-        return
     content = read_json(options.output)
     content["num_ranks"] = NUM_RANKS
     content["environment"] = record_environment()
     content.setdefault("layouts", {})
     for layout in options.layouts:
-        found = launch(layout, options.methods, quick=options.quick)
+        ended = faults.fork(NUM_RANKS, work, layout, options.methods, sizes, timeout_s=TIMEOUT_S)
+        found = ended.need_reports()[0]
         content["layouts"].setdefault(layout, {}).update(found)
         write_json(options.output, content)
     content["switch_limit_seconds"] = SWITCH_LIMIT_SECONDS
@@ -208,7 +170,7 @@ def main() -> None:
         if "switch" in methods.get("hift", {})
     )
     write_json(options.output, content)
-    print("\n".join(summarise(content["layouts"])))
+    print(method_tables.sent_by_ranks(content))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ import faults  # imports what the runs need; they are forks of this process
 import faults_run
 import torch
 from accelerators import make_accelerator
-from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]
 from faults_run import CPU, bytes_digest, join, report
-from llama import build_llama, random_batch
+from llama import build_llama, quantize_linears, random_batch
 from peft import LoraConfig, get_peft_model
 
 import slivertune as st
@@ -123,9 +122,7 @@ def work(rank: int, num_ranks: int, folder: Path, layout: str, cell: Cell) -> No
 
 def train(layout: str, cell: Cell, folder: Path) -> dict[str, Any]:
     """Updates in bf16; the losses, and a digest of the weights."""
-    accelerator = make_accelerator(layout, cell.accumulation)
-    if layout.startswith("zero"):
-        accelerator.state.deepspeed_plugin.hf_ds_config.config["bf16"] = {"enabled": True}
+    accelerator = make_accelerator(layout, cell.accumulation, bf16=True)
     network = make_network(cell)
     built = make_optimizer(cell, network, folder)
     model, optimizer = st.prepare(accelerator, network, built)
@@ -154,17 +151,6 @@ def make_network(cell: Cell) -> Any:
         config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         network = get_peft_model(network, config, autocast_adapter_dtype=False)
     return network
-
-
-def quantize_linears(network: torch.nn.Module) -> None:
-    """Put the linear layers of the blocks into nf4, in their places."""
-    for path, module in list(network.named_modules()):
-        if isinstance(module, torch.nn.Linear) and "layers" in path:
-            layer = Linear4bit(
-                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
-            )
-            layer.weight.data.copy_(module.weight.data)
-            network.set_submodule(path, layer.to(CPU))  # which quantises
 
 
 def make_optimizer(cell: Cell, network: torch.nn.Module, folder: Path) -> torch.optim.Optimizer:

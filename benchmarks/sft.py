@@ -26,6 +26,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import method_tables
 import torch
 from environment import record_environment
 from llama import LlamaSizes, build_llama, num_parameters, random_batch
@@ -229,22 +230,6 @@ def check(result: dict[str, Any]) -> dict[str, bool]:
     return met
 
 
-def print_tables(title: str, result: dict[str, Any]) -> None:
-    """Print what was measured, a line for each variant."""
-    if "times" in result:
-        print(f"{title:24}{'step / LoRA':>12}{'reselection':>13}")
-        for name, one in result["times"]["variants"].items():
-            share = f"{one['reselection_share']:+.1%}" if name.startswith("sft") else ""
-            print(f"{name:24}{one['plain_ratio_to_lora']:12.3f}{share:>13}")
-    for part, heading in (("peaks", "peak, MiB"), ("chunked_peaks", "chunked, MiB")):
-        if part in result:
-            print(f"{title:24}{heading:>12}{'estimating':>13}{'of it state':>13}")
-        for name, one in result.get(part, {}).items():
-            peaks = [f"{one[kind]['peak_bytes'] / 2**20:.0f}" for kind in ("plain", "estimating")]
-            print(f"{name:24}{peaks[0]:>12}{peaks[1]:>13}{one['plain']['state'] / 2**20:>13.0f}")
-    print(result["targets_met"])
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(
@@ -274,9 +259,9 @@ def main() -> None:
         if "times" in arguments.parts:
             part["times"] = measure_times(sizes, rank, arguments.intervals, checkpointing=checkpointing)
         part["targets_met"] = check(part)
-        print_tables(title, part)
+        print(title, part["targets_met"], flush=True)
     write_json(output, result)
-    print(f"written to {output}")
+    print(method_tables.sft(result), method_tables.sft_in_chunks(result), f"written to {output}", sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerators import make_accelerator
 from environment import record_environment
 from llama import LlamaSizes, build_llama, random_batch
 from result_files import RESULTS, read_json, write_json
@@ -87,12 +88,7 @@ def plant(leak: str, model: torch.nn.Module, kept: list[Any]) -> None:
 
 def soak(method: str, updates: int, folder: Path, leak: str | None = None) -> list[dict[str, int]]:
     """Train, and count at every tenth of the run."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = make_accelerator("single")
     model: Any = build_llama(SIZES, dtype=torch.bfloat16, device=CPU, seed=0)
     handle = st.TokenTune(ratio=0.5, seed=5).attach(model) if method == "tokentune_hift" else None
     optimizer: Any

@@ -1,11 +1,10 @@
 """The tables and pictures of the pages, made from the files under `results/`.
 
-    python benchmarks/tables.py              # prints the tables
-    python benchmarks/tables.py --write      # puts them into the pages, in place of what stands between their markers
-    python benchmarks/tables.py --draw       # draws the pictures
-    python benchmarks/tables.py --figures    # prints what the pictures show, as JSON
-
-Nothing is trained or planned.
+python benchmarks/tables.py              # prints the tables
+python benchmarks/tables.py --write      # puts them into the pages, in place of what stands between their markers
+python benchmarks/tables.py --draw       # draws the pictures
+python benchmarks/tables.py --figures    # prints what the pictures show, as JSON
+python benchmarks/tables.py --plan       # plans the times of docs/evidence.md's map anew; half an hour
 """
 
 import argparse
@@ -15,37 +14,48 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import evidence
+import evidence_tables
 import measured
 import method_tables
 import pictures
 import plan_speeds
+import planned_map
 from result_files import kept, write_picture
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def _of(name: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    """Make a table of a kept result."""
+    return lambda: make(kept(name))
+
+
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "measured": (("README.md",), measured.table),
-    "dial": (("README.md", "docs/hift.md"), method_tables.dial),
-    "waiting": (("docs/hift.md",), method_tables.waiting),
-    "sft": (("docs/sft.md",), method_tables.sft),
-    "sft-in-chunks": (("docs/sft.md",), method_tables.sft_in_chunks),
-    "tokentune": (("docs/tokentune.md",), method_tables.tokentune),
-    "token-gradients": (("docs/tokentune.md", "docs/evidence.md"), method_tables.token_gradients),
-    "ranks": (("docs/ranks.md",), method_tables.sent_by_ranks),
-    "plan-time": (("docs/plan.md",), method_tables.plan_time),
-    "plan-speeds": (("docs/plan.md",), lambda: plan_speeds.table(kept("plan_speeds")["groups"])),
-    "ways": (("docs/which-method.md",), method_tables.ways),
-    "evidence-rows": (("docs/evidence.md",), evidence.rows_table),
-    "evidence": (("docs/evidence.md",), evidence.quality_table),
-    "evidence-claims": (("docs/evidence.md",), evidence.claims_table),
-    "evidence-ideas": (("docs/evidence.md",), evidence.ideas_table),
-    "evidence-map": (("docs/evidence.md",), evidence.map_table),
-    "evidence-time": (("docs/evidence.md",), evidence.time_table),
+    "dial": (("README.md", "docs/hift.md"), _of("dial", method_tables.dial)),
+    "waiting": (("docs/hift.md",), _of("waiting", method_tables.waiting)),
+    "sft": (("docs/sft.md",), _of("sft", method_tables.sft)),
+    "sft-in-chunks": (("docs/sft.md",), _of("sft", method_tables.sft_in_chunks)),
+    "tokentune": (("docs/tokentune.md",), _of("tokentune", method_tables.tokentune)),
+    "token-gradients": (
+        ("docs/tokentune.md", "docs/evidence.md"),
+        _of("token_gradients", method_tables.token_gradients),
+    ),
+    "ranks": (("docs/ranks.md",), _of("ranks", method_tables.sent_by_ranks)),
+    "plan-time": (("docs/plan.md",), _of("plan_time", method_tables.plan_time)),
+    "plan-speeds": (("docs/plan.md",), _of("plan_speeds", lambda content: plan_speeds.table(content["groups"]))),
+    "ways": (("docs/which-method.md",), _of("ways_8b_4090", method_tables.ways)),
+    "evidence-rows": (("docs/evidence.md",), evidence_tables.rows_table),
+    "evidence": (("docs/evidence.md",), evidence_tables.quality_table),
+    "evidence-claims": (("docs/evidence.md",), evidence_tables.claims_table),
+    "evidence-ideas": (("docs/evidence.md",), evidence_tables.ideas_table),
+    "evidence-map": (("docs/evidence.md",), planned_map.map_table),
+    "evidence-time": (("docs/evidence.md",), planned_map.time_table),
 }
 """By the name in its markers: the pages that have it, and what makes it."""
 PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "measured.png": (measured.picture, pictures.draw_measured),
-    "evidence.png": (evidence.figures, lambda shown: pictures.draw_evidence(shown, evidence.TASKS)),
+    "evidence.png": (evidence_tables.figures, lambda shown: pictures.draw_evidence(shown, evidence_tables.TITLES)),
 }
 """By the file in docs/images: what it shows, and what draws that."""
 
@@ -70,14 +80,17 @@ def replace_between_markers(path: Path, name: str, text: str) -> None:
 
 
 def main() -> None:
-    """Print or write the tables, or draw the pictures."""
+    """Print or write the tables, draw the pictures, or plan what the map shows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument("--write", action="store_true", help="replace the tables in the pages")
     actions.add_argument("--draw", action="store_true", help="replace the pictures in docs/images")
     actions.add_argument("--figures", action="store_true", help="print what the pictures show")
+    actions.add_argument("--plan", action="store_true", help="plan the map's times by `slivertune plan --json`")
     arguments = parser.parse_args()
-    if arguments.figures:
+    if arguments.plan:
+        planned_map.plan_points()
+    elif arguments.figures:
         print(json.dumps({name: figures() for name, (figures, _) in PICTURES.items()}, indent=1))
     elif arguments.draw:
         for name, (figures, draw) in PICTURES.items():

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import method_tables
 import torch
 from environment import record_environment
 from llama import LlamaSizes, build_llama, num_parameters, random_batch
@@ -188,16 +189,6 @@ def measure(sizes: LlamaSizes, num_rounds: int, device: torch.device) -> dict[st
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """Print what was measured, a line for each variant."""
-    dense = result["variants"]["dense"]
-    print(f"{'':24}{'step':>8}{'saved, MiB':>14}{'peak activations, MiB':>26}")
-    for name, each in result["variants"].items():
-        saved = f"{each['saved_bytes'] / 2**20:.0f} ({each['saved_bytes'] / dense['saved_bytes']:.2f})"
-        peak = f"{each['peak_activation_bytes'] / 2**20:.0f}"
-        print(f"{name:24}{each['median_ratio'][result['clock']]:8.3f}{saved:>14}{peak:>26}")
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(
@@ -222,7 +213,7 @@ def main() -> None:
     sizes = QUICK if arguments.quick else ON_GPU if on_gpu else FULL
     environment = record_environment()
     result = measure(sizes, arguments.rounds, arguments.device)
-    print_table(result)
+    print(method_tables.tokentune(result))
     output = arguments.output or RESULTS / ("tokentune_gpu.json" if on_gpu else "tokentune.json")
     write_json(output, {"environment": environment, **result})
     print(f"written to {output}")

@@ -1,8 +1,12 @@
 """Each benchmark starts, with tiny sizes, and writes a result that can be read; the times in it mean nothing here."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -260,17 +264,37 @@ def make_tiny_embedded(cache: Path, num_layers: int = 6) -> Any:
     return model
 
 
-def quality(cache: Path, *words: str) -> Any:
+ROWS = """
+seeds: [0]
+options: --max_grad_norm 1.0
+tasks:
+  language:
+    updates: 2
+    rates: {dense: 2.0e-3}
+rows:
+  dense: --method dense
+  hift-4: --method hift --layers_per_group 4
+  hift-4-x2: --method hift --layers_per_group 4
+  hift-99: --method hift --layers_per_group 99
+"""
+
+
+def evidence_words(cache: Path, *words: str) -> list[str]:
+    make_tiny_embedded(cache)
+    (cache / "rows.yaml").write_text(ROWS, encoding="utf-8")
+    return ["language", *words, "--file", str(cache / "rows.yaml"), "--folder", str(cache / "runs")]
+
+
+def evidence(cache: Path, *words: str) -> Any:
     """The rows of the tiny model, by name."""
-    options = ("language", "--updates=2", *words, "--folder", str(cache / "runs"))
-    content = run("quality.py", cache / "quality.json", *options, name="--results", XDG_CACHE_HOME=str(cache))
+    options = evidence_words(cache, *words)
+    content = run("evidence.py", cache / "quality.json", *options, name="--results", XDG_CACHE_HOME=str(cache))
     assert str(cache) not in json.dumps(content)
     return {row["name"]: row for row in content["language"]}
 
 
-def test_quality_searches_a_rate_and_adds_seeds_at_it_and_runs_a_row_again_when_asked(tmp_path: Path) -> None:
-    make_tiny_embedded(tmp_path)
-    row = quality(tmp_path, "--rows", "hift-4", "--seeds", "0")["hift-4"]
+def test_a_row_searches_a_rate_and_adds_seeds_at_it_and_runs_again_when_asked(tmp_path: Path) -> None:
+    row = evidence(tmp_path, "--rows", "hift-4", "--seeds", "0")["hift-4"]
     assert_names_the_machine(row["environment"])
     assert row["options"] == "--method hift --layers_per_group 4" and row["failure"] is None
     (first,) = row["runs"]
@@ -278,37 +302,67 @@ def test_quality_searches_a_rate_and_adds_seeds_at_it_and_runs_a_row_again_when_
     assert losses[first["rate"]] == min(losses.values()) == first["after"]["eval_loss"]
     assert row["is_at_edge"] == (first["rate"] in (min(losses), max(losses))) and 3 <= len(losses) <= 7
 
-    wider = quality(tmp_path, "--rows", "hift-4", "--seeds", "0", "1")["hift-4"]
+    wider = evidence(tmp_path, "--rows", "hift-4", "--seeds", "0", "1")["hift-4"]
     assert wider["searched"] == row["searched"] and wider["runs"][0] == first, "its seconds, too, are of the first time"
     assert [(run["seed"], run["rate"]) for run in wider["runs"]] == [(0, first["rate"]), (1, first["rate"])]
 
-    (again,) = quality(tmp_path, "--rows", "hift-4", "--again", "--seeds", "0")["hift-4"]["runs"]
+    (again,) = evidence(tmp_path, "--rows", "hift-4", "--again", "--seeds", "0")["hift-4"]["runs"]
     assert again["after"] == first["after"] and again["seconds"] != first["seconds"]
 
 
-def test_quality_keeps_rows_that_are_there_without_the_folder_of_runs(tmp_path: Path) -> None:
-    make_tiny_embedded(tmp_path)
+def test_rows_that_were_stopped_go_on_where_they_were(tmp_path: Path) -> None:
+    words = evidence_words(tmp_path, "--rows", "dense", "hift-4-x2", "--results", str(tmp_path / "quality.json"))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, BENCHMARKS / "evidence.py", *words], cwd=CHECKOUT, env=environment)
+    record = tmp_path / "runs" / "language" / "hift-4-x2" / "compare.json"
+    deadline = time.monotonic() + 250
+    while not record.exists() or not json.loads(record.read_text(encoding="utf-8"))["runs"]:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() != 0
+    stopped = read(tmp_path / "quality.json")["language"]
+    assert [row["name"] for row in stopped] == ["dense"]
+    before = json.loads(record.read_text(encoding="utf-8"))["runs"]
+
+    rows = evidence(tmp_path, "--rows", "dense", "hift-4-x2")
+    assert list(rows) == ["dense", "hift-4-x2"] and rows["dense"] == stopped[0]
+    assert rows["dense"]["searched"].keys() >= {"0.001", "0.002", "0.004"}, "around the rate of the file"
+    after = json.loads(record.read_text(encoding="utf-8"))["runs"]
+    assert before.items() <= after.items() and len(before) < len(after)
+    assert {run["num_updates"] for row in rows.values() for run in row["runs"]} == {2, 4}
+
+
+def test_rows_that_are_there_stay_without_the_folder_of_runs(tmp_path: Path) -> None:
     run_of = {"after": {"eval_loss": 1.0}, "rate": 1.0, "seconds": 1.0, "peak_bytes": {"device": 1}}
     kept = [
         {"name": name, "failure": failure, "is_at_edge": False, "runs": [{**run_of, "seed": 0}][: failure is None]}
-        for name, failure in (("dense", None), ("lora-16", "refused"), ("galore-64", None))
+        for name, failure in (("lisa", None), ("dense", None), ("hift-99", "refused"))
     ]
     (tmp_path / "quality.json").write_text(json.dumps({"language": kept}), encoding="utf-8")
-    names = [row["name"] for row in kept]
-    assert list(quality(tmp_path, "--rows", *names).values()) == kept and not (tmp_path / "runs").exists()
-    rows = quality(tmp_path, "--rows", *names, "lisa", "hift-4", "--seeds", "0")
-    assert list(rows) == ["dense", "hift-4", "lora-16", "galore-64", "lisa"]
-    assert [rows[name] for name in names] == kept
-    assert (
-        rows["lisa"]["failure"] is None
-        and rows["lisa"]["options"] == "--method lisa --lisa_blocks 2 --lisa_interval 20"
-    )
+    assert list(evidence(tmp_path, "--rows", "dense", "hift-99").values()) == kept and not (tmp_path / "runs").exists()
+    rows = evidence(tmp_path, "--rows", "hift-4")
+    assert list(rows.values())[:3] == kept and list(rows)[3:] == ["hift-4"]
 
 
-def test_quality_keeps_why_a_row_was_refused(tmp_path: Path) -> None:
-    make_tiny_embedded(tmp_path, num_layers=1)
-    row = quality(tmp_path, "--rows", "lisa", "--seeds", "0")["lisa"]
-    assert row["runs"] == [] and row["failure"].endswith("lisa_blocks=2 must be in [1, 1], the model's blocks")
+def test_a_row_keeps_why_it_was_refused(tmp_path: Path) -> None:
+    row = evidence(tmp_path, "--rows", "hift-99")["hift-99"]
+    assert row["runs"] == [] and "layers_per_group=99 must be in [1, 8]" in row["failure"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["retrieval"], "has no task 'retrieval' that is run here; name one of language, sst2"),
+        (["language", "--rows", "lisa"], "has no rows lisa; it has dense, dense-8bit"),
+        (["sst2", "--rows", "dense"], "sst2 needs --data FOLDER"),
+        (["language", "--file", "other.yaml"], "rows of another --file are a trial, which needs --results"),
+    ],
+)
+def test_rows_that_can_not_be_run_are_named_before_anything_is(words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text(ROWS, encoding="utf-8")
+    done = run_python(BENCHMARKS / "evidence.py", *words, cwd=tmp_path, expect=2)
+    assert said in " ".join(done.stderr.split()) and not (tmp_path / "runs").exists()
 
 
 def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
-"""How `benchmarks/claims.py` decides whether a claim held, and which runs `evidence.py` sets beside dense ones."""
+"""How the benchmarks decide whether a claim held, and which runs they set beside dense ones at equal time."""
 
+import json
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import CHECKOUT
+from tests.helpers.models import tiny_llama
 
 sys.path.append(str(CHECKOUT / "benchmarks"))
-import evidence
-from claims import CLAIMS, IDEAS, Claim, Relation
-from measured_row import MeasuredRow
+import evidence_tables
+import planned_map
+import result_files
+from evidence_rows import MeasuredRow, verdict
 
 LOW, MIDDLE, OVERLAPS, HIGH = (1.0, 1.1), (1.4, 1.6), (1.5, 1.7), (2.0, 2.1)
 
@@ -20,7 +25,7 @@ def measured(*values: float, figure: str = "loss") -> MeasuredRow:
 
 
 @pytest.mark.parametrize(
-    ("relation", "first", "second", "verdict"),
+    ("relation", "first", "second", "expected"),
     [
         ("as good", LOW, HIGH, "held"),
         ("as good", HIGH, LOW, "not held"),
@@ -34,33 +39,36 @@ def measured(*values: float, figure: str = "loss") -> MeasuredRow:
 )
 @pytest.mark.parametrize("figure", ["loss", "accuracy"])
 def test_ranges_that_do_not_overlap_decide(
-    relation: Relation, first: tuple[float, ...], second: tuple[float, ...], verdict: str, figure: str
+    relation: str, first: tuple[float, ...], second: tuple[float, ...], expected: str, figure: str
 ) -> None:
     # More is better of an accuracy: one minus a tenth of the loss keeps the order of what is good.
     one, other = (
         measured(*(values if figure == "loss" else (1 - value / 10 for value in values)), figure=figure)
         for values in (first, second)
     )
-    claim = Claim(text="", source="", relation=relation, rows=("one", "other"))
-    assert claim.verdict({"one": one, "other": other}).startswith(f"**{verdict}**: {one}; {other}")
+    found = verdict(relation, ("one", "other"), {"one": one, "other": other})
+    assert found.startswith(f"**{expected}**: {one}; {other}")
 
 
 def test_three_are_alike_only_if_no_two_differ() -> None:
-    claim = Claim(text="", source="", relation="alike", rows=("a", "b", "c"))
     chain = {"a": measured(1.0, 1.2), "b": measured(1.1, 1.5), "c": measured(1.4, 1.6)}
-    assert claim.verdict(chain).startswith("**not held**")
-    assert claim.verdict(chain | {"c": measured(1.15, 1.6)}).startswith("**held**")
+    assert verdict("alike", "abc", chain).startswith("**not held**")
+    assert verdict("alike", "abc", chain | {"c": measured(1.15, 1.6)}).startswith("**held**")
 
 
 def test_nothing_is_said_of_what_was_not_run_or_had_one_seed() -> None:
-    claim = Claim(text="", source="", relation="better", rows=("one", "other"))
-    assert claim.verdict({"one": measured(*LOW)}) == ""
-    assert claim.verdict({"one": measured(*LOW), "other": measured(3.0)}) == ""
+    assert verdict("better", ("one", "other"), {"one": measured(*LOW)}) == ""
+    assert verdict("better", ("one", "other"), {"one": measured(*LOW), "other": measured(3.0)}) == ""
 
 
-def test_each_claim_is_of_known_rows() -> None:
-    assert {name for claim in (*CLAIMS, *IDEAS) for name in claim.rows} <= evidence.ROWS.keys()
-    assert all(len(claim.rows) == 2 for claim in (*CLAIMS, *IDEAS) if claim.relation != "alike")
+def test_each_claim_is_of_rows_that_are_asked_for_or_kept() -> None:
+    asked, kept = evidence_tables.ASKED, result_files.kept("quality")
+    known = asked["rows"].keys() | {row["name"] for rows in kept.values() for row in rows}
+    pairs = [pair for idea in asked["ideas"] for pair in idea["pairs"]]
+    assert {name for names in (*(claim["rows"] for claim in asked["claims"]), *pairs) for name in names} <= known
+    assert {claim["relation"] for claim in asked["claims"]} <= {"as good", "better", "alike"}
+    assert all(len(claim["rows"]) == 2 for claim in asked["claims"] if claim["relation"] != "alike")
+    assert all(len(pair) == 2 for pair in pairs)
 
 
 def test_a_task_waits_for_its_dense_row_and_a_row_that_failed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,25 +77,25 @@ def test_a_task_waits_for_its_dense_row_and_a_row_that_failed_is_none(monkeypatc
         return {"name": name, "runs": [] if failure else [run], "is_at_edge": False, "failure": failure}
 
     content = {"language": [row("dense"), row("lisa", "refused")], "retrieval": [row("lisa")]}
-    monkeypatch.setattr(evidence, "kept", lambda name: content)
-    assert evidence.read_results() == {"language": {"dense": measured(1.5)}}
-    assert "retrieval" not in evidence.quality_table() and "`dense`" in evidence.quality_table()
+    monkeypatch.setattr(evidence_tables, "kept", lambda name: content)
+    assert evidence_tables.read_results() == {"language": {"dense": measured(1.5)}}
+    assert "docstrings" not in evidence_tables.quality_table() and "`dense`" in evidence_tables.quality_table()
 
 
 def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"m1": 1.0, "m5": 2.0, "m9": 2.5, "m17": 4.0, "lora": 0.5, "all": 9.0}
     points = [
         {"card": "4090", "fits": True, "setting": setting, "tokens": tokens, "need_bytes": (5 + place) * 2**30}
-        | {"seconds_per_update": each if tokens < 32768 else 9.0}
+        | {"time": {"seconds_per_update": each if tokens < 32768 else 9.0}}
         for place, (setting, each) in enumerate(seconds.items())
         for tokens in (512, 4096, 32768)
     ]
     rows = {"dense": 1.0, "hift-1": 2.0, "hift-1-x4": 1.5, "hift-1-x8": 1.2, "hift-2": 1.9, "hift-4": 1.8}
     rows |= {"hift-4-x2": 1.01, "lora-16-x4": 0.5, "lora-64": 1.3, "lora-64-x8": 0.99}
-    monkeypatch.setattr(evidence, "kept", lambda name: {"points": points})
+    monkeypatch.setattr(planned_map, "kept", lambda name: {"points": points})
     of_task: dict[str, Any] = {name: measured(loss, loss) for name, loss in rows.items()}
-    monkeypatch.setattr(evidence, "read_results", lambda: {"language": of_task})
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evidence.time_table().split("\n")[2:-1]]
+    monkeypatch.setattr(planned_map, "read_results", lambda: {"language": of_task})
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in planned_map.time_table().split("\n")[2:-1]]
     found = [row[4].partition(":")[0] for row in cells]
     assert found[:5] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`", "`lora-64-x8`", "`lora-16-x4`"]
     assert found[10:] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`"]
@@ -101,7 +109,7 @@ def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not
 ) -> None:
     def point(card: str, setting: str, tokens: int, seconds: float | None) -> dict[str, Any]:
         return {"card": card, "setting": setting, "tokens": tokens, "fits": seconds is not None} | (
-            {} if seconds is None else {"seconds_per_update": seconds}
+            {} if seconds is None else {"time": {"seconds_per_update": seconds}}
         )
 
     points = [
@@ -112,11 +120,36 @@ def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not
         point("H100", "lora", 4096, 4.0),
         point("3090", "m5", 512, 1.0),
     ]
-    monkeypatch.setattr(evidence, "kept", lambda name: {"points": points})
-    lines = evidence.map_table().split("\n")
+    monkeypatch.setattr(planned_map, "kept", lambda name: {"points": points})
+    lines = planned_map.map_table().split("\n")
     heads, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in [lines[0], *lines[2:]])
     shown = [{head: cell for head, cell in zip(heads, row, strict=True) if cell} for row in rows]
     assert shown == [
         {"Card": "4090", "Tokens an update": "512", "all: dense": "1 (9.00 s)", "5 layers of 34 (m = 1 of 8)": "4.5"},
         {"Card": "H100", "Tokens an update": "4,096", "all: dense": "1 (3.00 s)", "LoRA, r 64": "0.8"},
     ]
+
+
+@pytest.mark.slow
+def test_the_map_is_planned_by_the_command_line_with_the_settings_of_each_point(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {"method": "hift", "precision": "mixed_hi", "layers_per_group": 2, "seq_length": 64}
+    points = [
+        {"card": "4090", "setting": setting, "tokens": tokens, "settings": settings}
+        for setting, tokens in (("m1", 512), ("m1", 1024), ("zero3", 512))
+    ]
+    tiny_llama().config.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(planned_map, "kept", lambda name: {"model": str(tmp_path / "model"), "points": points})
+    monkeypatch.setattr(planned_map, "RESULTS", tmp_path)
+    planned_map.plan_points()
+    content = json.loads((tmp_path / "planned_map.json").read_text(encoding="utf-8"))
+    (point,) = content["points"]  # the map has no other
+    words = ["plan", "--model", str(tmp_path / "model"), "--gpu", "4090", "--json"]
+    words += [f"--{name}={value}" for name, value in settings.items()]
+    said = subprocess.run([sys.executable, "-m", "slivertune", *words], check=True, capture_output=True, text=True)
+    answer = json.loads(said.stdout)
+    expected = {"fits": True, "need_bytes": answer["need_bytes"], "time": answer["time"]}
+    assert point == {**points[0], **expected} and content["environment"]["processor"]
+    monkeypatch.setattr(planned_map, "kept", lambda name: content)
+    assert planned_map._points("4090") == {("m1", 512): point}

@@ -14,7 +14,7 @@ from slivertune.training.embedded.base_model import BASE_RECIPE, VOCABULARY_SIZE
 from tests.conftest import CHECKOUT
 
 sys.path.append(str(CHECKOUT / "benchmarks"))
-from quality import DEFAULT_ROWS, times_as_many_updates
+from evidence_rows import read_rows_file, times_as_many_updates
 
 
 @cache
@@ -182,17 +182,19 @@ def planned_seconds(card: str, setting: str, tokens: int) -> float:
     return float(curve_point(card, setting, tokens)["seconds_per_update"])
 
 
-def hours_of_default_rows() -> float:
-    """Of updates of the rows that `quality.py` runs by default; one that was not run is taken to cost as others do."""
-    hours = 0.0
-    for task, rows in result("quality").items():
-        there = [row for row in rows if row["runs"]]
+def hours_of_all_rows() -> float:
+    """Of updates of the rows that `evidence.py` runs; one that was not run is taken to cost as others do."""
+    asked, hours = read_rows_file(), 0.0
+    for task, each in asked["tasks"].items():
+        if "updates" not in each:
+            continue
+        there = [row for row in result("quality")[task] if row["runs"]]
         seconds = sum(
             statistics.fmean(run["seconds"] for run in row["runs"]) * (len(row["searched"]) + len(row["runs"]) - 1)
             for row in there
         )
         lengths = sum(times_as_many_updates(row["name"]) for row in there)
-        hours += seconds / lengths * sum(map(times_as_many_updates, DEFAULT_ROWS[task])) / 3600
+        hours += seconds / lengths * sum(map(times_as_many_updates, each.get("rows", asked["rows"]))) / 3600
     return hours
 
 

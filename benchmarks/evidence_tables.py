@@ -1,0 +1,75 @@
+"""The tables of docs/evidence.md and what its picture shows, from `results/quality.json` and `evidence.yaml`."""
+
+from collections.abc import Iterable, Sequence
+
+from evidence_rows import MeasuredRow, read_row, read_rows_file, times_as_many_updates, verdict
+from markdown_table import markdown_table
+from result_files import kept
+
+ASKED = read_rows_file()
+TITLES: dict[str, str] = {task: each["title"] for task, each in ASKED["tasks"].items()}
+Results = dict[str, dict[str, MeasuredRow]]
+"""By task and row."""
+
+
+def read_results() -> Results:
+    """Return what was measured of the tasks whose dense row is there; the others are held against it."""
+    content = kept("quality")
+    results = {
+        task: {row["name"]: read_row(row) for row in content.get(task, []) if not row["failure"]} for task in TITLES
+    }
+    return {task: of_task for task, of_task in results.items() if "dense" in of_task}
+
+
+def quality_table() -> str:
+    """Show what each row came to at its best rate, task by task."""
+    results = read_results()
+    heads = ["Row", *(head for task in results for head in (TITLES[task], "rate", "MB"))]
+    rows = []
+    for name in dict.fromkeys(name for of_task in results.values() for name in of_task):
+        cells = (of_task[name].cells if name in of_task else [""] * 3 for of_task in results.values())
+        rows.append([f"`{name}`", *(cell for of_task in cells for cell in of_task)])
+    return markdown_table(heads, rows)
+
+
+def rows_table() -> str:
+    """Show the options of each row."""
+    results, rows = read_results(), {}
+    for task in results:
+        for row in kept("quality")[task]:
+            times = times_as_many_updates(row["name"])
+            if row["name"] in results[task]:
+                rows[row["name"]] = f"`{row['options']}`" + (f", {times:g} times the updates" if times > 1 else "")
+    return markdown_table(["Row", "Options of `slivertune train`"], ([f"`{name}`", of] for name, of in rows.items()))
+
+
+def claims_table() -> str:
+    """Show whether each claim held, task by task."""
+    claims = (((each["text"], each["source"]), each["relation"], each["rows"]) for each in ASKED["claims"])
+    return _verdicts(("Claim", "By"), claims)
+
+
+def ideas_table() -> str:
+    """Show whether each idea was better than what it changes, task by task."""
+    pairs = ((each["text"], *pair) for each in ASKED["ideas"] for pair in each["pairs"])
+    ideas = (((text, f"`{one}`", f"`{other}`"), "better", (one, other)) for text, one, other in pairs)
+    return _verdicts(("Idea", "Row", "Better than"), ideas)
+
+
+def _verdicts(heads: Sequence[str], claims: Iterable[tuple[Sequence[str], str, Sequence[str]]]) -> str:
+    results, rows = read_results(), []
+    for cells, relation, names in claims:
+        verdicts = [verdict(relation, names, of_task) for of_task in results.values()]
+        if any(verdicts):
+            rows.append([*cells, *verdicts])
+    return markdown_table([*heads, *(TITLES[task] for task in results)], rows)
+
+
+def figures() -> dict[str, dict[str, list[float]]]:
+    """Return what is drawn: of each task each row's seeds, the best row last."""
+    shown = {}
+    for task, of_task in read_results().items():
+        is_loss = of_task["dense"].figure == "loss"
+        rows = sorted(of_task.items(), key=lambda item: item[1].mean, reverse=is_loss)
+        shown[task] = {name: list(row.values) for name, row in rows}
+    return shown
