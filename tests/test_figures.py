@@ -18,7 +18,6 @@ import pytest
 from slivertune.planning.configs import find_model
 from tests.conftest import CHECKOUT
 from tests.helpers.kept_results import (
-    curve_point,
     deviations,
     dial,
     dial_mean,
@@ -35,6 +34,7 @@ from tests.helpers.kept_results import (
     lost_by_fsdp2,
     plan_time_settings,
     planned_seconds,
+    planned_waiting,
     read_rows_file,
     reselection_seconds,
     result,
@@ -115,13 +115,8 @@ def seconds_beyond_plan(way: str) -> float:
         for row in result("gpu_24gib")["rows"]
         if row["fits"] and (row["way"], row["tokens"], row["batch"]) == (way, 4096, 2)
     ]
-    planned = [
-        point["seconds_per_update"]
-        for point in result("curve")["points"]
-        if (point["card"], point["setting"], point["tokens"]) == ("H100", way, 4096)
-    ]
-    assert len(measured) == len(planned) == 1, way
-    return float(measured[0] / planned[0])
+    assert len(measured) == 1, way
+    return float(measured[0] / planned_seconds("H100", way, 4096))
 
 
 FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
@@ -282,7 +277,7 @@ CLAIMS: list[tuple[str, str, Callable[[], bool]]] = [
     (
         "docs/evidence.md",
         "a group that stays is copied once in 20 updates, and waits for hardly anything with 4,096 tokens",
-        lambda: curve_point("H100", "m9-stays", 4096)["exposed_share"] < 0.02,
+        lambda: planned_waiting("H100", "m9-stays", 4096) < 0.02,
     ),
     (
         "docs/evidence.md",

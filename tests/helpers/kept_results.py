@@ -15,6 +15,7 @@ from tests.conftest import CHECKOUT
 
 sys.path.append(str(CHECKOUT / "benchmarks"))
 from evidence_rows import read_rows_file, times_as_many_updates
+from planned_map import SOURCE
 
 
 @cache
@@ -171,15 +172,22 @@ def learned_rate(name: str) -> float:
     return float(_language_row(name)["runs"][0]["rate"])
 
 
-def curve_point(card: str, setting: str, tokens: int) -> dict[str, Any]:
-    """A planned point of an 8B."""
-    points: list[dict[str, Any]] = result("curve")["points"]
-    return next(each for each in points if (each["card"], each["setting"], each["tokens"]) == (card, setting, tokens))
+def planned_time(card: str, setting: str, tokens: int) -> dict[str, Any]:
+    """Of an update of an 8B, as `slivertune plan --json` answers."""
+    points: list[dict[str, Any]] = result(SOURCE)["points"]
+    (found,) = [each for each in points if (each["card"], each["setting"], each["tokens"]) == (card, setting, tokens)]
+    return dict(found["time"])
 
 
 def planned_seconds(card: str, setting: str, tokens: int) -> float:
     """Of an update of an 8B."""
-    return float(curve_point(card, setting, tokens)["seconds_per_update"])
+    return float(planned_time(card, setting, tokens)["seconds_per_update"])
+
+
+def planned_waiting(card: str, setting: str, tokens: int) -> float:
+    """The share of an 8B's update that waits."""
+    time = planned_time(card, setting, tokens)
+    return float(sum(time["waiting_seconds"].values()) / time["seconds_per_update"])
 
 
 def hours_of_all_rows() -> float:
