@@ -140,6 +140,27 @@ def test_where_all_fits_nothing_is_copied_in_the_middle_of_a_turn(gradients: Any
     assert streams.violations == []
 
 
+@pytest.mark.parametrize("gradients", ["device", "stepped"])
+@pytest.mark.parametrize("updates", [1, 2, TURN])
+def test_state_that_is_thrown_away_is_not_copied(updates: int, gradients: Any) -> None:
+    with pretended() as streams:
+        model, hift = hift_over(
+            tiny_llama(torch.bfloat16, vocab=BIG_VOCAB),
+            "AdamW",
+            steps_per_group=updates,
+            state="discard",
+            gradients=gradients,
+        )
+        for _ in range(hift.num_groups):
+            leaving = []
+            for _ in range(updates):
+                before = streams.num_by_stream["outbound"]
+                train(model, hift, BATCHES, 1)
+                leaving.append(streams.num_by_stream["outbound"] > before)
+            assert leaving == [True] * (updates - 1) + [False]
+    assert streams.violations == []
+
+
 def test_no_more_stays_than_there_is_room_for() -> None:
     model, hift = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=SOME, layers_per_group=2)
     seen = set()

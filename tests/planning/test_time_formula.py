@@ -95,7 +95,6 @@ def test_a_mean_is_that_of_the_updates_that_there_are() -> None:
             ((14 + 4 * 12 + 2 - 20) + 9 * (14 + 4 * 12 + 2 - 20)) / 10,
         ),
         # What is dropped is new in each turn, and its memory is waited for.
-        ({"state": "discard"}, 150, 120),
         ({"state": "discard", "steps_per_group": 2}, 150, (120 + 112) / 2),
         ({"state": "device"}, 150, 0),
         # One piece is the whole group.
@@ -106,7 +105,7 @@ def test_a_mean_is_that_of_the_updates_that_there_are() -> None:
 def test_state_is_waited_for_where_it_comes_neither_before_the_step_nor_beside_it(
     settings: dict[str, Any], before: int, expected: float
 ) -> None:
-    run = run_of(seconds_of(before / 3), seconds_of(2 * before / 3), seconds_of(20, out_state=1200), **settings)
+    run = run_of(seconds_of(before / 3), seconds_of(2 * before / 3), seconds_of(20), **settings)
     assert waits(run) == pytest.approx(expected, abs=0.2)
 
 

@@ -75,6 +75,8 @@ class StreamedGroup(ResidentGroup):
         """Of the group's largest piece."""
         self._stays = False
         """Whether the next update is this group's, too."""
+        self._is_dropped = False
+        """Whether all state is thrown away after this update."""
         self._in_slots = DevicePieces()
         self._arriving: set[str] = set()
         """Weights that `load_weight` brings, for whose copies the computation does not wait yet."""
@@ -99,11 +101,13 @@ class StreamedGroup(ResidentGroup):
     @override
     def begin(self, *, stays: bool) -> None:
         self._stays = stays
+        self._is_dropped = not stays and self._meter.config.state == "discard"
         self._follow_the_model()
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
         if self._offloaded is None:
             offloaded = self._new_state()
-            offloaded.buffer.reserve(waiting_bytes(self.weights, self._meter))
+            if not self._is_dropped:
+                offloaded.buffer.reserve(waiting_bytes(self.weights, self._meter))
             self._offloaded, self._offloaded_from = offloaded, self._device()
             self._is_first_turn = True
         self._offloaded.load()
@@ -430,7 +434,7 @@ class StreamedGroup(ResidentGroup):
             if one.on_master:
                 one.part_of_weight().copy_(one.leaf.data)
                 state[MASTER] = one.leaf.data
-            copies: Sequence[Copy] = self._offloaded.receive(one, state)
+            copies: Sequence[Copy] = () if self._is_dropped else self._offloaded.receive(one, state)
             if loaded is not None:
                 copies, moved = moved_to_slot(copies, loaded.tensors[position])
                 is_from_slot = is_from_slot and moved

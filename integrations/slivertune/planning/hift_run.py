@@ -57,6 +57,9 @@ NAMED_ALIKE = (
 """HiFT's settings that a plan reads, and that training has by the same names and values; `master` is told otherwise."""
 
 
+_FP32 = 4
+
+
 class SlowStreams(CopyStreams):
     """Copies of which nobody knows when they end: what leaves stays alive until HiFT lets the computation wait."""
 
@@ -244,10 +247,16 @@ class HiFTRun:
             for key, value in state.get(name, {}).items():
                 if isinstance(value, torch.Tensor):
                     num_bytes["master" if key == "master" else "state"] += value.nbytes
+        num_parameters = sum(parameter.numel() for parameter in parameters)
+        if self._request.state == "discard":
+            # It waits between a turn's updates; now it is thrown away.
+            waiting = self.waiting_bytes(peak, group)
+            num_bytes["master"] = min(waiting, _FP32 * num_parameters) if self._request.master_kind == "fp32" else 0
+            num_bytes["state"] = waiting - num_bytes["master"]
         return group_plan(
             peak,
             name=", ".join(layer.name for layer in group.layers),
-            num_parameters=sum(parameter.numel() for parameter in parameters),
+            num_parameters=num_parameters,
             gradient_bytes=self._meter.bytes_of(parameters),
             largest_gradient_bytes=max(self._meter.bytes_of([each]) for each in parameters),
             state_bytes=num_bytes["state"],

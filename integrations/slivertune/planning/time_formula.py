@@ -15,7 +15,8 @@ are loaded ahead of their step.
   The rest comes in the step, beside what is stepped: p / B a piece, or, with few slots, the k-th part of a slot's
   round, which is a load, a step and a write-back. The first slot is free after one step and one write-back.
 * Where the backward steps, the rest comes beside the backward of the trained blocks, but for the first.
-* Write-backs run under the next forward. State that is dropped after its turn is new, and its memory is waited for.
+* Write-backs run under the next forward. State that is dropped after its turn is new in the first update of one, and
+  its memory is waited for; of the last, nothing is written back.
 * Where a turn has several updates, as many pieces stay as there are slots, less three, or all.
 
 Engines of several GPUs send under the computation of their phase (`collectives`). The disk reads and writes under the
@@ -32,7 +33,7 @@ from slivertune.planning.cards import Rates
 from slivertune.planning.collectives import mean_state_bytes, owed
 from slivertune.planning.methods import planned
 from slivertune.planning.plan import Phase, Plan
-from slivertune.planning.step_work import STATE, UpdateWork, Work
+from slivertune.planning.step_work import UpdateWork, Work
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
 _FP32 = 4
@@ -122,9 +123,6 @@ class _Update:
         self._is_stepped = request.gradients == "stepped"
         on_host = moves and (request.gradients == "host" or (self._is_stepped and num > 1))
         self._state = part * (group.state_bytes + group.master_bytes) if moves else 0.0
-        if request.state == "discard":
-            # The plan knows of no state between turns, but of what has left in the update.
-            self._state = part * (work.step + work.backwards[-1]).copied("outbound", STATE, "activations")
         self._gradients = part * group.gradient_bytes if on_host else 0.0
         self._largest = part * group.largest_gradient_bytes if moves else 0.0
         # A piece has room for gradients cast to fp32, and for those that come from the host.
