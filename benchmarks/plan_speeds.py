@@ -20,10 +20,10 @@ from result_files import RESULTS, read_json, write_json
 from transformers import AutoConfig, PreTrainedConfig
 
 from slivertune.planning.cards import card_named
-from slivertune.planning.collectives import Owed, mean_state_bytes
+from slivertune.planning.collectives import mean_state_bytes
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.planned_time import PlannedTime, play_run, record_run
+from slivertune.planning.planned_time import PlannedTime, plan_time
 from slivertune.planning.request import PlanRequest
 
 TARGET = 0.2
@@ -247,8 +247,8 @@ def config_of(model: str) -> PreTrainedConfig:
     return config
 
 
-class Recorded:
-    """A row's updates, recorded once and played at any efficiency.
+class PlannedRow:
+    """A row, planned once; its time at any efficiency.
 
     Args:
         row: The row.
@@ -257,31 +257,30 @@ class Recorded:
 
     def __init__(self, row: Row, group: Group) -> None:
         self._card, self._is_compiled, self._is_paged = card_named(group.card), group.is_compiled, row.is_paged
-        config = config_of(row.model)
-        self._plan = make_plan(PlanRequest(**row.settings), config)
-        self._schedule = record_run(self._plan.request, config)
+        self._plan = make_plan(PlanRequest(**row.settings), config_of(row.model))
 
     def at(self, efficiency: float) -> PlannedTime:
         """What it takes where so much of the peak is reached."""
         rates = self._card.rates(efficiency=efficiency, is_compiled=self._is_compiled)
-        time = play_run(self._plan, self._schedule, rates)
+        time = plan_time(self._plan, rates)
         if not self._is_paged:
             return time
-        seconds = 2 * mean_state_bytes(self._plan) / rates.bus_bandwidth
-        return dataclasses.replace(time, owed=[Owed(reason="pages", phase="step", seconds=seconds, window=0)])
+        pages = 2 * mean_state_bytes(self._plan) / rates.bus_bandwidth
+        update = dataclasses.replace(time.update, waiting={**time.update.waiting, "pages": pages})
+        return dataclasses.replace(time, update=update)
 
 
-def fitted(recorded: Recorded, tokens_per_second: float) -> float | None:
+def fitted(planned: PlannedRow, tokens_per_second: float) -> float | None:
     """The efficiency at which a row takes what was published; None where none is fast enough.
 
     Cards run above the clock for which their vendors give the peak, so that it may be a little more than 1.
     """
-    if recorded.at(_MOST).tokens_per_second < tokens_per_second:
+    if planned.at(_MOST).tokens_per_second < tokens_per_second:
         return None
     low, high = 0.01, _MOST
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if recorded.at(middle).tokens_per_second < tokens_per_second else (low, middle)
+        low, high = (middle, high) if planned.at(middle).tokens_per_second < tokens_per_second else (low, middle)
     return high
 
 
@@ -290,13 +289,13 @@ def predict(group: Group) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     efficiency: float | None = None
     for index, row in enumerate(group.rows):
-        recorded = Recorded(row, group)
+        planned = PlannedRow(row, group)
         if index == 0:
-            efficiency = fitted(recorded, row.tokens_per_second)
+            efficiency = fitted(planned, row.tokens_per_second)
             if efficiency is None:
                 raise ValueError(f"{row.name}: {row.tokens_per_second} tokens a second are more than the card can do")
         assert efficiency is not None
-        time = recorded.at(efficiency)
+        time = planned.at(efficiency)
         error = time.tokens_per_second / row.tokens_per_second - 1
         rows.append(
             {

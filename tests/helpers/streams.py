@@ -54,6 +54,8 @@ class Streams(TorchDispatchMode):
         self.host = HOST
         """The thread of the host that runs now: the main one, or another that was added."""
         self.num_by_stream: Counter[str] = Counter()
+        self.copied_bytes: Counter[str] = Counter()
+        """Between host and device, by the stream that copies."""
         self._clocks: dict[str, Clock] = {HOST: Counter(), COMPUTING: Counter()}
         self._memory: dict[int, _Memory] = {}
         self._watching = False
@@ -115,6 +117,8 @@ class Streams(TorchDispatchMode):
             [*([] if func.overloadpacket.__name__ in _FORM_ALONE else inputs), *((tensor, True) for tensor in fresh)],
             str(func),
         )
+        if len(places) == 2:
+            self.copied_bytes[stream.partition(" ")[0]] += inputs[-1][0].nbytes
         if len(places) == 2 and not _is_non_blocking(func, args, kwargs):
             self.wait(HOST, self.record(stream))  # such a copy makes the host wait for its stream
         return out

@@ -18,7 +18,7 @@ from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.plot import save
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule_player import UpdateTime
+from slivertune.planning.time_formula import MeanUpdate
 from tests.planning.made import moment, simple_plan, tiny_model, write_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:as many weights as LoRA of rank 64")
@@ -84,7 +84,7 @@ def test_a_row_is_what_trying_all_batches_one_at_a_time_finds(title: str) -> Non
         assert row.requirement.device_bytes == expected.device_bytes
         assert row.requirement.host_bytes == expected.host_bytes
         run = with_room_ahead(expected, limits.device_bytes)
-        assert row.time.seconds == plan_time(run, tiny_model().config, CARD.rates(efficiency=0.6)).seconds
+        assert row.time.seconds == plan_time(run, CARD.rates(efficiency=0.6)).seconds
 
 
 MANY: dict[str, dict[str, Any]] = {
@@ -109,6 +109,7 @@ def test_plans_of_one_run_after_the_other_are_those_of_each_alone(settings: dict
         alone = make_plan(run, tiny_model().config)
         assert one.peak.to_json() == alone.peak.to_json()
         assert (one.request, one.host_bytes, one.num_parameters) == (run, alone.host_bytes, alone.num_parameters)
+        assert one.updates == alone.updates
         for group, expected in zip(one.groups, alone.groups, strict=True):
             assert group.peak.total == expected.peak.total
             assert group.before_step.total == expected.before_step.total
@@ -143,10 +144,11 @@ def made(title: str, seconds: float | None, *, trains_all: bool, size: int = 1, 
         if seconds is None
         else PlannedTime(
             rates=rates,
-            update=UpdateTime(seconds={"forward": seconds}, exposed_by={}),
-            owed=(),
+            update=MeanUpdate(computing={"forward": seconds}, waiting={}),
+            seconds_range=(seconds, seconds),
             num_tokens=512,
             flops=1.0,
+            num_operators=1.0,
             disk_bytes_per_update=0.0,
         )
     )

@@ -1,4 +1,4 @@
-"""The number of layers a step that is chosen for a card, against plans and schedules of every number that is tried."""
+"""The number of layers a step that is chosen for a card, against plans of every number that is tried."""
 
 import json
 from dataclasses import replace
@@ -8,18 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from slivertune.cli import main
 from slivertune.planning import command, layers_per_group
 from slivertune.planning.cards import Card, card_named, find_card, known_cards
-from slivertune.planning.hift_schedule import record_hift
 from slivertune.planning.layers_per_group import HIDDEN_SHARE, choose_layers_per_group
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.planned_time import plan_time
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule_player import exposed_share
 from tests.planning.made import write_config
-from tests.planning.test_hift_schedule import TINY
+
+TINY = LlamaConfig(
+    vocab_size=200,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 REQUEST = PlanRequest(precision="mixed_hi", seq_length=32)
 TRIED = (5, 3, 2, 1)
@@ -41,8 +49,14 @@ def need(m: int) -> MemoryRequirement:
 def naive_share(m: int, flops: float, device_bytes: int) -> float:
     """With all that is left loaded ahead, but for a sixteenth of the card."""
     left = device_bytes - need(m).device_bytes - card_of(flops).memory_bytes // 16
-    schedule = record_hift(replace(REQUEST, layers_per_group=m, prefetch_bytes=max(0, left)), TINY)
-    return exposed_share(schedule.cycle(card_of(flops).rates()))
+    return share_of(m, flops, prefetch_bytes=max(0, left))
+
+
+def share_of(m: int, flops: float, *, prefetch_bytes: int) -> float:
+    """The part of an update in which computation stands still."""
+    plan = make_plan(replace(REQUEST, layers_per_group=m, prefetch_bytes=prefetch_bytes), TINY)
+    time = plan_time(plan, card_of(flops).rates())
+    return sum(time.update.waiting.values()) / time.seconds
 
 
 @pytest.mark.parametrize(
@@ -88,8 +102,7 @@ def test_bytes_for_loading_ahead_that_were_set_are_taken() -> None:
     """Nothing ahead leaves more to wait for."""
     flops = 3e9
     choice = choose_layers_per_group(REQUEST, TINY, card_of(flops), PLENTY, prefetch_bytes=0)
-    schedule = record_hift(replace(REQUEST, layers_per_group=5), TINY)
-    assert choice.trials[0].exposed_share == exposed_share(schedule.cycle(card_of(flops).rates()))
+    assert choice.trials[0].exposed_share == share_of(5, flops, prefetch_bytes=0)
     assert choice.trials[0].exposed_share > naive_share(5, flops, PLENTY.device_bytes)
 
 

@@ -33,7 +33,13 @@ def test_a_card_adds_seconds_by_part_tokens_a_second_and_hours(
     for part in ("an update on a GeForce RTX 4090", "forward", "backward", "update", "64 tokens", "6,000,000 tokens"):
         assert part in text
     assert format_seconds(time["seconds_per_update"]) in text and f"{time['hours']:,.1f} h" in text
-    assert "99.1 TFLOP/s (--efficiency)" in text and "fits 24.00 GiB" in text
+    assert "99.1 TFLOP/s (60% of the card's peak, --efficiency)" in text and "fits 24.00 GiB" in text
+    slow, fast = time["range"]["tokens_per_second"]
+    assert slow <= time["tokens_per_second"] <= fast and time["range"]["efficiency"] == [0.3, 0.9]
+    assert f"{slow:,.0f} tokens a second at 30% of the peak, {fast:,.0f} at 90%" in text
+    for efficiency, speed in ((0.3, slow), (0.9, fast)):
+        alone = json.loads(said([*words, "--efficiency", str(efficiency), "--json"], tmp_path, capsys))["time"]
+        assert alone["tokens_per_second"] == pytest.approx(speed)
 
 
 def test_half_the_efficiency_takes_longer_and_fp32_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

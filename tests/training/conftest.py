@@ -4,14 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.training.output import time_line
 from tests.training.tiny_runs import make_tiny_base, write_texts
-
-
-@pytest.fixture(autouse=True)
-def no_time_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the process that plans an update's time, which computes for seconds, one that sleeps."""
-    monkeypatch.setattr(time_line, "COMMAND", ("sleep", "600"))
 
 
 @pytest.fixture(scope="session")

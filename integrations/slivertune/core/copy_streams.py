@@ -1,6 +1,6 @@
 """Side streams of a device, on which copies run beside its computation.
 
-All copies of waiting tensors go through one object of this kind, so that a test or a simulator that stands in for it
+All copies of waiting tensors go through one object of this kind, so that a test or a plan that stands in for it
 (`streams_made_by`) sees their order.
 """
 

@@ -1,4 +1,4 @@
-"""Objects of which a test or a simulator may make others for a while, without a patch of their class."""
+"""Objects of which a test or a plan may make others for a while, without a patch of their class."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -475,9 +475,9 @@ class HiFT(CheckpointedSliver):
         rotation.warn_of_unreached(self.groups)
 
     def _largest_state_bytes(self) -> int:
-        return max(self._state_sizes())
+        return max(self.state_sizes())
 
-    def _state_sizes(self) -> list[int]:
+    def state_sizes(self) -> list[int]:
         """Bytes of each group's masters and state."""
         return [sum(waiting_bytes(each.weights, self._meter).values()) for each in self._residencies]
 
@@ -536,7 +536,7 @@ class HiFT(CheckpointedSliver):
     def _open_disk(self) -> None:
         """With `state="disk"`, reserve its space, if that was not done before."""
         if self._disk is not None and self._disk.files is None:
-            self._disk.open(self._state_sizes())
+            self._disk.open(self.state_sizes())
             self._disk.begin_turn(self.rotation.coming_groups)
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """The rates of graphics cards, as their vendors give them (`cards.toml`), and what of these a run is taken to reach."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal, get_args
@@ -26,7 +26,7 @@ DISK_BANDWIDTH = 5e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a schedule is played against.
+    """What a run is taken to reach.
 
     Raises:
         ValueError: If a value is outside what its field says.
@@ -34,6 +34,8 @@ class Rates:
 
     flops: float
     """Floating-point operations a second."""
+    efficiency: float = 1.0
+    """Share of the peak that `flops` are."""
     memory_bandwidth: float
     """Bytes a second that the device's memory gives or takes."""
     bus_bandwidth: float
@@ -52,9 +54,18 @@ class Rates:
     """Whether forward and backward are compiled: what only passes over memory between matrix products is then taken to
     be fused into these, and to cost nothing, which is the least that it can."""
 
+    def at(self, efficiency: float) -> "Rates":
+        """The same, with another share of the peak.
+
+        Args:
+            efficiency: The share.
+        """
+        return replace(self, flops=efficiency / self.efficiency * self.flops, efficiency=efficiency)
+
     def __post_init__(self) -> None:
         for name in (
             "flops",
+            "efficiency",
             "memory_bandwidth",
             "bus_bandwidth",
             "host_bandwidth",
@@ -116,6 +127,7 @@ class Card:
         """
         return Rates(
             flops=efficiency * (self.fp32_flops if in_fp32 else self.peak_flops),
+            efficiency=efficiency,
             memory_bandwidth=self.memory_bandwidth,
             bus_bandwidth=BUS_EFFICIENCY * self.bus_bandwidth if bus_bandwidth is None else bus_bandwidth,
             duplex=duplex,

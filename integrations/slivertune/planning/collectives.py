@@ -10,11 +10,10 @@ from typing import Literal
 
 from slivertune.planning.cards import HOST_BANDWIDTH, Rates
 from slivertune.planning.methods import planned
-from slivertune.planning.plan import Plan
+from slivertune.planning.plan import Phase, Plan
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule import Phase
 
-Reason = Literal["collectives", "weights from the host", "the host's update", "pages"]
+Reason = Literal["collectives", "weights from the host", "the host's update"]
 
 _HOST_STEP_BYTES = 28
 """AdamW on the host reads a weight's master, gradient and both moments, and writes all but the gradient; fp32."""

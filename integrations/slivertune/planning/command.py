@@ -80,7 +80,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
             return _compare(arguments, given, card, limits, model, tell)
         if arguments.sweep is not None:
             requirements = _sweep(model, given, arguments.sweep, tell)
-            times = tuple(_time(arguments, card, requirement, limits, model) for _, requirement in requirements)
+            times = tuple(_time(arguments, card, requirement, limits) for _, requirement in requirements)
             return SweepAnswer(
                 model=model,
                 field=arguments.sweep.field,
@@ -100,7 +100,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
             answer = Answer(model=model, requirement=found.requirement, limits=limits, found=found)
         else:
             answer = Answer(model=model, requirement=_estimate(PlanRequest(**given), model), limits=limits)
-        time = _time(arguments, card, answer.requirement, limits, model)
+        time = _time(arguments, card, answer.requirement, limits)
         return replace(
             answer,
             card=card,
@@ -130,14 +130,13 @@ def _time(
     card: Card | None,
     requirement: MemoryRequirement,
     limits: Limits | None,
-    model: ModelFigures,
 ) -> PlannedTime | None:
     """How long an update takes, of what fits the card."""
     if card is None or limits is None or requirement.missing_device_bytes(limits):
         return None
     in_fp32 = requirement.plan.request.precision == "fp32"
     rates = card.rates(efficiency=arguments.efficiency, in_fp32=in_fp32, disk_bandwidth=arguments.disk_bandwidth)
-    return plan_time(with_room_ahead(requirement, limits.device_bytes), model.config, rates)
+    return plan_time(with_room_ahead(requirement, limits.device_bytes), rates)
 
 
 def _search(arguments: PlanArguments, given: dict[str, Any], limits: Limits, model: ModelFigures, tell: Tell) -> Found:

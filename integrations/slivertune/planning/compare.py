@@ -244,7 +244,7 @@ def _time(requirement: MemoryRequirement, question: Question) -> PlannedTime | N
     if not requirement.fits(question.limits):
         return None
     plan = with_room_ahead(requirement, question.limits.device_bytes)
-    return plan_time(plan, question.model.config, question.rates())
+    return plan_time(plan, question.rates())
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:

@@ -1,7 +1,7 @@
 """Dense fine-tuning: everything that requires a gradient trains in every step; LoRA's adapters among them."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,7 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.optimizers import optimizer_of
-from slivertune.planning.recorded_run import make_state, record_update
 from slivertune.planning.request import PlanRequest, TaskName
-from slivertune.planning.schedule_recorder import ScheduleRecorder
 from slivertune.planning.step import (
     Forward,
     GradientMeter,
@@ -54,16 +52,6 @@ class PlannedDense(PlannedMethod):
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
         """Measures with one optimizer, whose updates are made for the first batch alone."""
         return _Steps(request, model).measure
-
-    def record(
-        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
-    ) -> Mapping[int, float]:
-        """Record an update that has its state."""
-        optimizer = _optimizer_over((each for each in model.parameters() if each.requires_grad), request)
-        make_state(optimizer)
-        with attached(request, model):
-            record_update(recorder, optimizer, forward, num_backwards=request.gradient_accumulation_steps)
-        return {0: 1.0}
 
 
 class _Steps:

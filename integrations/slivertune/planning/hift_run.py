@@ -1,6 +1,6 @@
 """HiFT's groups: which differ, and a step of each that does."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,12 +23,10 @@ from slivertune.planning.counter import beside_computation
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
-from slivertune.planning.hift_schedule import record_sample
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.plan import GroupPlan, Phase
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule_recorder import ScheduleRecorder
 from slivertune.planning.step import (
     Forward,
     GradientMeter,
@@ -112,6 +110,8 @@ class HiFTRun:
         self._num_updates = 1 if throws_away or is_shared else 2
         with self._streams():
             self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
+            with FakeOverrides():
+                self.optimizer.state_sizes()  # trial steps on parameters of its own, which are no update's
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         self._at_start = self.optimizer.state_dict()
         self._known: dict[int, _KnownTurn] = {}
@@ -347,12 +347,6 @@ class PlannedHiFT(PlannedMethod):
         return MeasuredSteps(
             groups=groups, host_bytes=weights + host_bytes, disk_bytes=disk_bytes, notes=notes, updates=updates
         )
-
-    def record(
-        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
-    ) -> Mapping[int, float]:
-        """Record turns from which the mean over a cycle follows."""
-        return record_sample(request, model, forward, recorder)
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Groups, and where their state waits."""

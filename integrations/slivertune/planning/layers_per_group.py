@@ -1,6 +1,6 @@
 """`--layers_per_group auto`: the most layers a step whose copies hide behind the computation, and whose bytes fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +9,10 @@ from transformers import PreTrainedConfig
 from slivertune.core.layers import find_layers
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.cards import Card
-from slivertune.planning.hift_schedule import record_hift
 from slivertune.planning.make import build_model, make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
-from slivertune.planning.planned_time import room_ahead
-from slivertune.planning.recorded_run import record_schedule
+from slivertune.planning.planned_time import plan_time, room_ahead
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule_player import UpdateTime, exposed_share, mean_update
 from slivertune.planning.search import Tell
 
 HIDDEN_SHARE = 0.05
@@ -107,10 +104,9 @@ def choose_layers_per_group(
     prefetch_bytes: int | None = None,
     tell: Tell = lambda line: None,
 ) -> LayersChoice:
-    """Plan and simulate fewer and fewer layers a step, until their bytes fit and their copies hide.
+    """Plan fewer and fewer layers a step, until their bytes fit and their copies hide.
 
-    The number of groups doubles from one trial to the next. A trial takes seconds to minutes: the more groups, the
-    longer.
+    The number of groups doubles from one trial to the next.
 
     Args:
         request: The run: HiFT on one GPU; its `layers_per_group` is not read.
@@ -125,7 +121,7 @@ def choose_layers_per_group(
         The choice.
 
     Raises:
-        ValueError: If not even one layer a step fits, or there are no copies that could be simulated.
+        ValueError: If not even one layer a step fits, or copies between host and GPU decide nothing.
     """
     check_has_copies(request)
     trials = []
@@ -141,7 +137,7 @@ def choose_layers_per_group(
 
 
 def check_has_copies(request: PlanRequest) -> None:
-    """Refuse runs of whose copies a simulation says nothing.
+    """Refuse runs in which copies between host and GPU decide nothing.
 
     Raises:
         ValueError: Naming the setting and the way out.
@@ -183,21 +179,15 @@ def _try(
     if requirement.fits(limits):
         if prefetch_bytes is None:
             prefetch_bytes = room_ahead(requirement, limits.device_bytes, card.memory_bytes)
-        times = _play(replace(request, prefetch_bytes=prefetch_bytes), config, card)
-        share, seconds = exposed_share(times), sum(step.total for step in times) / len(times)
+        plan = replace(requirement.plan, request=replace(request, prefetch_bytes=prefetch_bytes))
+        time = plan_time(plan, card.rates())
+        share, seconds = sum(time.update.waiting.values()) / time.seconds, time.seconds
     return Trial(
         layers_per_group=request.layers_per_group,
         requirement=requirement,
         exposed_share=share,
         seconds_per_step=seconds,
     )
-
-
-def _play(request: PlanRequest, config: PreTrainedConfig, card: Card) -> Sequence[UpdateTime]:
-    """A cycle's updates; or their mean, of a sample, where a turn has several, between which state may stay."""
-    if request.steps_per_group == 1:
-        return record_hift(request, config).cycle(card.rates())
-    return [mean_update(record_schedule(request, config), card.rates())]
 
 
 def _complaint(requirement: MemoryRequirement, limits: Limits) -> str:

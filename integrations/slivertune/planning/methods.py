@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from slivertune.core.layout import Layout
     from slivertune.planning.plan import GroupPlan
     from slivertune.planning.request import PlanRequest
-    from slivertune.planning.schedule_recorder import ScheduleRecorder
     from slivertune.planning.step import Forward
     from slivertune.planning.step_work import UpdateWork
 
@@ -97,25 +96,6 @@ class PlannedMethod:
             Takes each run and its forward; None where each is measured on a model of its own.
         """
         return None
-
-    def record(
-        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
-    ) -> Mapping[int, float]:
-        """Record the method's distinct updates on tensors without data.
-
-        Args:
-            request: The run, on one GPU.
-            model: The model.
-            forward: Its forward.
-            recorder: Writes.
-
-        Returns:
-            By number of a recorded step: the share of the run's updates that are like it (`Schedule.shares`).
-
-        Raises:
-            ValueError: If the method does not fit the model.
-        """
-        raise NotImplementedError
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """The settings in `slivertune train`'s words."""

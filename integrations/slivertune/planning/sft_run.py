@@ -20,10 +20,8 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
 from slivertune.planning.plan import GroupPlan
-from slivertune.planning.recorded_run import record_update
 from slivertune.planning.replayed import VectorSize, replay, replaying
 from slivertune.planning.request import COUNTS, PlanRequest
-from slivertune.planning.schedule_recorder import ScheduleRecorder
 from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
 from slivertune.planning.step_work import StepWork, UpdateWork, Work
 from slivertune.sft import SFT, SFTConfig, adam
@@ -273,19 +271,6 @@ class PlannedSFT(PlannedMethod):
             updates=_updates_of(request, [peak.work for peak in peaks], num_inside),
         )
 
-    def record(
-        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
-    ) -> Mapping[int, float]:
-        """Record the updates of a phase and those outside, or one without and one with a reselection."""
-        steps, interval, counts = _sampled(request)
-        with _nothing_kept():
-            optimizer = _sized(request, model, steps, interval)
-            optimizer.claim_state()
-            with attached(request, model):
-                for _ in counts:
-                    record_update(recorder, optimizer, forward, num_backwards=request.gradient_accumulation_steps)
-        return {index: count / sum(counts) for index, count in enumerate(counts) if count}
-
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """How many weights, and how they are chosen."""
         names = [*COUNTS, "sft_target_modules", "train_embeddings", "packed", "sft_momentum", "reselection_interval"]
@@ -352,26 +337,6 @@ def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int | N
     )
     with FakeOverrides():
         return SizedSFT(model, config=config, lr=1e-4, total_steps=1000, momentum=request.sft_momentum)
-
-
-def _sampled(request: PlanRequest) -> tuple[int, int | None, list[int]]:
-    """A schedule whose first updates are all that differ in the run's.
-
-    Args:
-        request: Has the schedule of the run.
-
-    Returns:
-        gamma and S of the shortened run, and for each of its updates how many of S updates of the run are like it.
-    """
-    interval, steps = request.reselection_interval, request.estimation_steps
-    if not interval:
-        return 1, None, [0, 1]
-    if not request.has_phases:
-        # The last reselects, with moments that an earlier one has left.
-        return (1, 1, [0, 1]) if interval == 1 else (1, 2, [0, 0, interval - 1, 1])
-    inside = [1] * steps if steps <= 3 else [1, steps - 2, 1]
-    outside = interval - steps
-    return len(inside), 100, [*inside, *([1] if outside == 1 else [1, outside - 1])]
 
 
 def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:

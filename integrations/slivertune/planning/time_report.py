@@ -5,7 +5,7 @@ from rich.table import Table
 
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.cards import Card, Rates
-from slivertune.planning.planned_time import PlannedTime
+from slivertune.planning.planned_time import EFFICIENCIES, PlannedTime
 
 _TITLES = {"forward": "forward", "backward": "backward", "step": "update"}
 
@@ -24,9 +24,9 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
-    for phase, seconds in time.computing.items():
+    for phase, seconds in time.update.computing.items():
         table.add_row(_TITLES[phase], format_seconds(seconds), "")
-    for reason, seconds in time.waits.items():
+    for reason, seconds in time.update.waiting.items():
         table.add_row(f"waits for {reason}", format_seconds(seconds), f"{seconds / time.seconds:.1%} of it")
     table.add_section()
     speed = f"{time.tokens_per_second:,.0f} tokens a second"
@@ -37,9 +37,9 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
     if time.disk_bytes_per_update:
         table.add_row("writes to disk", format_bytes(round(time.disk_bytes_per_hour)), "an hour")
     console.print(table)
-    console.print(
-        describe_rates(rates, uses_disk=time.disk_bytes_per_update > 0), markup=False, highlight=False, soft_wrap=True
-    )
+    uses_disk = time.disk_bytes_per_update > 0
+    for line in (describe_rates(rates, uses_disk=uses_disk), describe_range(time)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def describe_rates(rates: Rates, *, uses_disk: bool = False) -> str:
@@ -51,8 +51,22 @@ def describe_rates(rates: Rates, *, uses_disk: bool = False) -> str:
     """
     disk = f", {rates.disk_bandwidth / 1e9:.3g} GB/s of the disk (--disk_bandwidth)" if uses_disk else ""
     return (
-        f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s (--efficiency) and "
+        f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s ({rates.efficiency:.0%} of the card's peak, "
+        "--efficiency) and "
         f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way{disk}; assumptions, not measurements of your machine"
+    )
+
+
+def describe_range(time: PlannedTime) -> str:
+    """What the seconds are worth, in one line.
+
+    Args:
+        time: As planned.
+    """
+    (low, high), (slow, fast) = EFFICIENCIES, time.tokens_per_second_range
+    return (
+        f"note: what training reaches varies: {slow:,.0f} tokens a second at {low:.0%} of the peak, {fast:,.0f} at "
+        f"{high:.0%}"
     )
 
 

@@ -19,8 +19,8 @@ from slivertune.training.output.display import describe_metrics
 from slivertune.training.output.folders import SETTINGS_NAME, START_NAME, newest_whole, read_results
 from slivertune.training.output.largest_batch import LargestBatch
 from slivertune.training.output.plan_line import DevicePeak, batch_of, plan_run
+from slivertune.training.output.planned_update import plan_update
 from slivertune.training.output.report import Results, Sample, describe, print_results, write_results
-from slivertune.training.output.time_line import plan_time_beside
 from slivertune.training.run_report.command import draw_at_the_end
 from slivertune.training.run_report.run_log import write_run_log
 
@@ -119,8 +119,9 @@ def _execute(run: Run, console: Console) -> Results:
     if is_measured:
         run.trainer.add_callback(device_peak)
         largest_batch.watch(run.trainer)
+    planned_update = plan_update(run, plan)
     # The Trainer's own files, which torch writes.
-    with closing(plan_time_beside(run, plan)) as time_line, atomic.explain_write_errors(output_folder):
+    with atomic.explain_write_errors(output_folder):
         if run.layout == "single":
             _evaluate_before(run)
         else:
@@ -160,8 +161,8 @@ def _execute(run: Run, console: Console) -> Results:
         planned_disk_bytes=None if plan is None else plan.disk_bytes,
         planned_batch=None if plan is None else batch_of(plan.request),
         largest_batch=largest_batch.size,
-        planned_update=time_line.plan,
-        planned_update_note=time_line.note or time_line.reason,
+        planned_update=planned_update.time,
+        planned_update_note=planned_update.note,
         tokens_per_second=run.metrics.tokens_per_second,
         model_folder=saved.model_folder,
         delta_folder=saved.delta_folder,

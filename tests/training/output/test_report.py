@@ -8,9 +8,11 @@ import pytest
 from rich.console import Console
 
 from slivertune.core.ledger import Census
+from slivertune.planning.cards import card_named
+from slivertune.planning.planned_time import PlannedTime
+from slivertune.planning.time_formula import MeanUpdate
 from slivertune.training.output.largest_batch import BatchSize
 from slivertune.training.output.report import Results, Sample, print_results, write_results
-from slivertune.training.output.time_process import UpdatePlan
 
 RESULTS = Results(
     method="hift",
@@ -89,7 +91,15 @@ def test_a_measured_peak_without_a_plan_stands_alone() -> None:
     assert "3.5 MB" in text and "planned" not in text
 
 
-PLANNED_UPDATE = UpdatePlan(seconds=0.5, num_tokens=1024, num_operators=100.0)
+PLANNED_UPDATE = PlannedTime(
+    rates=card_named("4090").rates(),
+    update=MeanUpdate(computing={"forward": 0.5}, waiting={}),
+    seconds_range=(1.0, 0.4),
+    num_tokens=1024,
+    flops=1e12,
+    num_operators=100.0,
+    disk_bytes_per_update=0.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,7 @@ PLANNED_UPDATE = UpdatePlan(seconds=0.5, num_tokens=1024, num_operators=100.0)
     [
         (PLANNED_UPDATE, None, "1,600, planned 2,048 (+28.0%)\n"),
         (PLANNED_UPDATE, "from operators alone", "1,600, planned 2,048 (+28.0%), from operators alone\n"),
-        (None, "the plan was not ready when training ended", "1,600, the plan was not ready when training ended\n"),
+        (None, "not planned: an odd card", "1,600, not planned: an odd card\n"),
         (None, None, "1,600\n"),
     ],
 )
@@ -112,10 +122,7 @@ def test_the_file_has_the_planned_update(tmp_path: Path) -> None:
     results = replace(RESULTS, tokens_per_second=1600.0, planned_update=PLANNED_UPDATE)
     values = json.loads(write_results(results, tmp_path).read_text())
     assert values["tokens_per_second"] == 1600.0 and values["planned_update_note"] is None
-    assert values["planned_update"] == {
-        "seconds": 0.5, "num_tokens": 1024, "num_operators": 100.0, "tokens_per_second": 2048.0,
-        "disk_bytes_per_hour": 0.0,
-    }  # fmt: skip
+    assert values["planned_update"] == PLANNED_UPDATE.to_json()
 
 
 @pytest.mark.parametrize(

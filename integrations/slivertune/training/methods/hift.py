@@ -51,7 +51,7 @@ class HiFTArguments:
         metadata={
             "metavar": "N|auto",
             "help": "hift: layers that an update trains (m in the paper); auto, on one GPU: the most whose state is "
-            "copied behind the computation, and that fit, found by simulating the run; minutes for a 7B model.",
+            "copied behind the computation, and that fit, found by planning the run.",
         },
     )
     gpu: str | None = field(
@@ -233,7 +233,7 @@ class HiFTMethod(SliverMethod):
         if options.num_layers is not None:
             return
         card = find_card(options.gpu)
-        say(f"choosing layers_per_group for a {card.name}: plans and simulates the run, with fewer and fewer layers")
+        say(f"choosing layers_per_group for a {card.name}: plans the run with fewer and fewer layers")
         try:
             # A plan builds models, whose initial weights must not move the run's random state.
             with torch.random.fork_rng(devices=[]):

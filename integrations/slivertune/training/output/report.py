@@ -15,6 +15,7 @@ from rich.text import Text
 from slivertune import __version__
 from slivertune.core import atomic
 from slivertune.core.ledger import Census
+from slivertune.planning.planned_time import PlannedTime
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.assemble import Run
 from slivertune.training.methods.method import Saved
@@ -22,7 +23,6 @@ from slivertune.training.methods.tokens import tokens_line
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.output.folders import RESULTS_NAME
 from slivertune.training.output.largest_batch import BatchSize
-from slivertune.training.output.time_process import UpdatePlan
 
 _PEAK_ROWS = {
     "parameters": "weights",
@@ -96,8 +96,8 @@ class Results(Saved):
     """What the planned peak is for."""
     largest_batch: BatchSize | None = None
     """The batch with the most tokens that was trained on, which decides the measured one."""
-    planned_update: UpdatePlan | None = None
-    """How long an update was planned to take; None where that was not planned, or not in time."""
+    planned_update: PlannedTime | None = None
+    """How long an update was planned to take; None where that was not planned, as on a CPU."""
     planned_update_note: str | None = None
     """What the planned time leaves out, or why there is none."""
     tokens_per_second: float | None = None
@@ -115,7 +115,7 @@ class Results(Saved):
         values["peak_bytes"] = None if self.peak is None else {**values["peak"], "device": self.peak.device}
         values["highest_bytes"] = values.pop("highest")
         if self.planned_update is not None:
-            values["planned_update"]["tokens_per_second"] = self.planned_update.tokens_per_second
+            values["planned_update"] = self.planned_update.to_json()
         del values["peak"]
         for name in ("model_folder", "delta_folder", "best_checkpoint", "checkpoint"):
             values[name] = None if values[name] is None else str(values[name])
