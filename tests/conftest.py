@@ -1,5 +1,6 @@
 """What every test stands on: no network, a home of its own, fixed seeds and threads, no deprecated call."""
 
+import gc
 import logging
 import os
 import random
@@ -77,6 +78,11 @@ def no_deprecation_is_logged() -> Iterator[list[str]]:
         pytest.fail("a deprecated call was logged:\n" + "\n".join(handler.records), pytrace=False)
 
 
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through what was imported, which takes longer than most tests."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """Start every test from the same random state, whatever ran before it."""
@@ -92,11 +98,9 @@ def attention_as_registered() -> Iterator[None]:
     """Give transformers its attention back after a test whose model keeps its selection, as a trainer's does."""
     yield
     if "slivertune.tokentune.attention" in sys.modules:
-        from slivertune.tokentune import attention
+        from tests.helpers.process_state import release_attention
 
-        for dispatcher in tuple(attention._dispatched.values()):
-            dispatcher.num_users = 1
-            dispatcher.release()
+        release_attention()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,10 +108,9 @@ def fresh_accelerate_state() -> Iterator[None]:
     """Forget accelerate's process-wide state after each test file, so that files may use different precisions."""
     yield
     if "accelerate" in sys.modules:
-        from accelerate.state import AcceleratorState, GradientState
+        from tests.helpers.process_state import forget_accelerate
 
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
 
 
 @pytest.fixture(scope="session")

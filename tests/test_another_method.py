@@ -27,7 +27,7 @@ from slivertune.training.methods.registry import TRAIN_METHODS, register_train_m
 from tests.helpers.models import Batch, differing, tiny_llama, token_batches, twin, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
-from tests.parallel.contract.runs import CPU, Case, load, running, save
+from tests.parallel.contract.runs import Case, load, running, save
 from tests.planning.real import LLAMA
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
 from tests.random_layers.plan import PlannedRandomLayers
@@ -105,7 +105,7 @@ def train_on_rank(rank: int, num_ranks: int, layouts: list[Layout]) -> dict[str,
 def test_it_trains_on_several_ranks_as_on_one() -> None:
     pytest.importorskip("deepspeed")
     layouts: list[Layout] = ["ddp", "zero2"]
-    ranks = run_ranks(train_on_rank, 2, layouts, env=CPU)
+    ranks = run_ranks(train_on_rank, 2, layouts, is_first=True)  # what it registers stays
     expected, exact = with_exact(lambda: naive(tiny_llama(), 2))
     for layout in layouts:
         for found in ranks:

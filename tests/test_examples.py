@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from tests.conftest import CHECKOUT
 from tests.helpers.launching import run_python
-from tests.helpers.ranks import free_port
+from tests.helpers.rank_processes import free_port
 from tests.interop.trl_runs import SFT_TAKES_TOKENS
 
 EXAMPLES = CHECKOUT / "examples"

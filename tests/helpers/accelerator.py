@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+
+from tests.helpers.process_state import forget_accelerate
 
 
 @contextmanager
@@ -18,13 +19,8 @@ def one_device(**options: Any) -> Iterator[Accelerator]:
 @contextmanager
 def forgotten() -> Iterator[None]:
     """Forget accelerate's shared state before and after."""
-    _forget()
+    forget_accelerate()
     try:
         yield
     finally:
-        _forget()
-
-
-def _forget() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+        forget_accelerate()

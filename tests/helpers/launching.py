@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml  # type: ignore[import-untyped]
 
@@ -110,20 +111,47 @@ def launch_preset(preset: Path, script: Sequence[str], folder: Path, *, options:
     Raises:
         LaunchError: If it failed, hung, or another number of ranks reported than was asked for.
     """
+    own, num_processes = options_of_launch(preset)
+    return launch(["accelerate", "launch", *own, *options, *script], folder, num_processes)
+
+
+def options_of_launch(preset: Path) -> tuple[list[str], int]:
+    """The options of `accelerate launch` for a preset, and the processes that it is to start: at most two."""
     num_processes = min(yaml.safe_load(preset.read_text(encoding="utf-8"))["num_processes"], MAX_PROCESSES)
-    command = [
-        "accelerate",
-        "launch",
-        "--config_file",
-        str(preset),
-        "--num_processes",
-        str(num_processes),
-        "--main_process_port",
-        "0",
-        *options,
-        *script,
-    ]
-    return launch(command, folder, num_processes)
+    options = ["--config_file", preset, "--num_processes", num_processes, "--main_process_port", 0]
+    return list(map(str, options)), num_processes
+
+
+def asked_of_processes(preset: Path, script: Sequence[str]) -> tuple[int, dict[str, str]]:
+    """Let `accelerate launch` read a preset and start nothing.
+
+    Args:
+        preset: The preset's YAML file.
+        script: The script and its arguments.
+
+    Returns:
+        How many processes it would have started with this script, and their environment.
+    """
+    from accelerate.commands import launch as accelerates
+    from torch.distributed import run as torchruns
+
+    options, _ = options_of_launch(preset)
+    asked: list[tuple[int, dict[str, str]]] = []
+
+    def run(arguments: Any) -> None:
+        config, _, words = torchruns.config_from_args(arguments)
+        assert words[-len(script) :] == list(script), words
+        asked.append((config.max_nodes * config.nproc_per_node, dict(os.environ)))
+
+    def start(command: Sequence[str], env: dict[str, str]) -> Any:
+        assert command[-len(script) :] == list(script), command
+        asked.append((1, env))
+        return mock.Mock(returncode=0)
+
+    with mock.patch.object(torchruns, "run", run), mock.patch.object(accelerates.subprocess, "Popen", start):
+        accelerates.launch_command(accelerates.launch_command_parser().parse_args([*options, *script]))
+    (found,) = asked
+    return found
 
 
 def launch(

@@ -1,32 +1,28 @@
-"""Runs a function on several ranks: processes of their own, gloo over a file, with this run's threads each.
+"""Runs functions on several ranks: processes of their own, gloo over a file, with this run's threads each.
 
-Ranks take seconds to start, so most of their cases are left to `make test-all`, and a fixture that starts them for many
-tests runs only the cases that are asked for.
+Ranks take seconds to start, so they stay, and take case after case. Each case reports for itself. If one fails, hangs,
+kills a rank, or leaves something behind that can't be set back, its ranks end and the next case gets new ones.
 """
 
-import os
-import pickle
-import socket
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+import atexit
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-_PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "accelerate"]
-"""Imported once, by a process from which the ranks are forked: seconds of a core for each of them."""
+from tests.helpers.rank_processes import RankError, RankProcesses
+
+_waiting: dict[tuple[int, float], RankProcesses] = {}
+"""By their number and their collectives' timeout, those that take the next case."""
 
 
-class RankError(AssertionError):
-    """A rank failed, hung or vanished."""
+@atexit.register
+def _close_all() -> None:
+    while _waiting:
+        _waiting.popitem()[1].close()
 
 
 def run_ranks(
@@ -35,10 +31,10 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 180,
     collective_timeout_s: float = 60,
-    env: Mapping[str, str] | None = None,
-    may_die: tuple[int, ...] = (),
+    may_die: Collection[int] = (),
+    is_first: bool = False,
 ) -> list[Any]:
-    """Run `function(rank, num_ranks, *args)` on every rank of a new gloo group.
+    """Run `function(rank, num_ranks, *args)` on every rank of a gloo group.
 
     Args:
         function: A module's own function; its result is pickled.
@@ -46,117 +42,65 @@ def run_ranks(
         *args: Picklable.
         timeout_s: Seconds until a rank that has not returned counts as hung.
         collective_timeout_s: Seconds until a collective raises.
-        env: Set in every rank before torch.distributed starts, as `{"DS_ACCELERATOR": "cpu"}`.
-        may_die: Ranks that may vanish without a result, which is None then.
+        may_die: Ranks that may vanish without a result, which is None then; nobody waits for them.
+        is_first: Whether it has to be the first case of its processes.
 
     Returns:
         The result of each rank.
 
     Raises:
-        RankError: With the traceback of every rank that failed, or the names of those that hung.
+        RankError: With the traceback of every rank that failed, or the names of those that hung or vanished, and what
+            each printed.
     """
-    with tempfile.TemporaryDirectory(prefix="slivertune-ranks-") as folder:
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            **(env or {}),
-        }
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
-        processes = [
-            context.Process(
-                target=_work,
-                args=(function, rank, num_ranks, folder, environment, collective_timeout_s, may_die, args),
-            )
-            for rank in range(num_ranks)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
-        return _collect(Path(folder), num_ranks, hung, may_die, timeout_s)
-
-
-def _collect(folder: Path, num_ranks: int, hung: list[int], may_die: tuple[int, ...], timeout_s: float) -> list[Any]:
-    results, failures = [], []
-    for rank in range(num_ranks):
-        path = folder / f"{rank}.result"
-        if not path.exists():
-            results.append(None)
-            if rank not in may_die:
-                failures.append(
-                    f"rank {rank} did not return within {timeout_s} s" if rank in hung else f"rank {rank} vanished"
-                )
-            continue
-        succeeded, value = pickle.loads(path.read_bytes())
-        results.append(value)
-        if not succeeded:
-            failures.append(f"rank {rank} failed:\n{value}")
-    if failures:
-        raise RankError("\n".join(failures))
+    if may_die or is_first:
+        with closing(_new_ranks(num_ranks, collective_timeout_s)) as alone:
+            return alone.run(function, args, timeout_s, may_die)
+    key = num_ranks, collective_timeout_s
+    ranks = _waiting.pop(key, None)
+    if ranks is not None and (left := ranks.begin()):
+        print(f"new ranks, since the case before left behind: {', '.join(left)}")
+        ranks.close()
+        ranks = None
+    ranks = ranks or _new_ranks(*key)
+    results = ranks.run(function, args, timeout_s, may_die)
+    _waiting[key] = ranks
     return results
 
 
-def _work(
-    function: Callable[..., Any],
-    rank: int,
-    num_ranks: int,
-    folder: str,
-    environment: dict[str, str],
-    collective_timeout_s: float,
-    may_die: tuple[int, ...],
-    args: tuple[Any, ...],
-) -> None:
-    os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    # The Trainer before transformers 5.18 reads its state onto "cpu:0" there, which torch knows as "cpu" alone.
-    torch.serialization.register_package(0, lambda _: None, lambda obj, place: obj if place == "cpu:0" else None)
-    outcome: tuple[bool, Any]
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(f"{folder}/store", num_ranks),
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=collective_timeout_s),
-        )
-        torch.manual_seed(0)
-        outcome = (True, function(rank, num_ranks, *args))
-    except BaseException:
-        outcome = (False, traceback.format_exc())
-    temporary = Path(folder) / f"{rank}.partial"
-    temporary.write_bytes(pickle.dumps(outcome))
-    temporary.rename(Path(folder) / f"{rank}.result")
-    if outcome[0]:
-        _leave_together(folder, [other for other in range(num_ranks) if other not in may_die])
-    # Engines leave threads and groups behind whose teardown has aborted processes after their work was done.
-    os._exit(0)
+def _new_ranks(num_ranks: int, collective_timeout_s: float) -> RankProcesses:
+    ranks = RankProcesses(num_ranks, collective_timeout_s)
+    if left := ranks.begin():
+        ranks.close()
+        raise RankError(f"ranks that have run nothing can't begin: {', '.join(left)}")
+    return ranks
 
 
-def _leave_together(folder: str, ranks: Sequence[int]) -> None:
-    """Wait for the others' results, so that no rank's end breaks a connection that another still needs."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if all((Path(folder) / f"{other}.result").exists() for other in ranks):
-            return
-        time.sleep(0.02)
+def ran_once(function: Callable[..., Any], num_ranks: int, *more: Any, **options: Any) -> Callable[..., list[Any]]:
+    """A function of some arguments that runs their case when it is called first, and then knows how it ended.
 
+    Args:
+        function: Of `run_ranks`; the arguments come before `more`.
+        num_ranks: Ranks.
+        *more: Arguments of every case.
+        **options: Of `run_ranks`.
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    Returns:
+        A function that gives what each rank has returned, or raises what was raised.
+    """
+    known: dict[tuple[Any, ...], list[Any] | RankError] = {}
+
+    def run(*args: Any) -> list[Any]:
+        if args not in known:
+            try:
+                known[args] = run_ranks(function, num_ranks, *args, *more, **options)
+            except RankError as error:
+                known[args] = error
+        found = known[args]
+        if isinstance(found, RankError):
+            raise found
+        return found
+
+    return run
 
 
 @contextmanager

@@ -119,23 +119,21 @@ def test_one_manifest_is_written_after_what_a_second_attach_adds(tmp_path: Path)
 CASES: dict[str, Any] = {"hift": HIFT, "sft": SFT}
 
 
-def save_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
-    found, saving = {}, {"save_strategy": "steps", "save_steps": STOP}
-    for name, setting in CASES.items():
-        with states("fsdp2"):
-            trainer, (*_, found[name]) = train(Path(folder) / name, BATCH, "fsdp2", setting, **saving)
-            trainer.accelerator.free_memory()
-    return found
+def save_on_two(rank: int, world: int, name: str, folder: Path) -> dict[str, torch.Tensor]:
+    with states("fsdp2"):
+        trainer, (*_, last) = train(folder, BATCH, "fsdp2", CASES[name], save_strategy="steps", save_steps=STOP)
+        trainer.accelerator.free_memory()
+    return last
 
 
 @pytest.mark.slow
-def test_one_process_takes_up_what_two_ranks_under_fsdp2_have_saved(tmp_path: Path) -> None:
-    ranks = run_ranks(save_on_two, RANKS, str(tmp_path), timeout_s=300)
-    for name, setting in CASES.items():
-        checkpoint = tmp_path / name / f"checkpoint-{STOP}"
-        assert (checkpoint / "pytorch_model_fsdp_0").is_dir() and not (checkpoint / "model.safetensors").exists()
-        with states(None):
-            resumed = partial(train, tmp_path / f"{name} alone", RANKS * BATCH, None, setting, resume=str(checkpoint))
-            (trainer, found), (_, exact) = with_exact(resumed)
-        assert trainer._load_from_checkpoint.__func__ is type(trainer)._load_from_checkpoint  # type: ignore[attr-defined]
-        assert_near(ranks[0][name], found[-1], exact[-1])
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_takes_up_what_two_ranks_under_fsdp2_have_saved(name: str, tmp_path: Path) -> None:
+    ranks = run_ranks(save_on_two, RANKS, name, tmp_path / "two")
+    checkpoint = tmp_path / "two" / f"checkpoint-{STOP}"
+    assert (checkpoint / "pytorch_model_fsdp_0").is_dir() and not (checkpoint / "model.safetensors").exists()
+    with states(None):
+        resumed = partial(train, tmp_path / "alone", RANKS * BATCH, None, CASES[name], resume=str(checkpoint))
+        (trainer, found), (_, exact) = with_exact(resumed)
+    assert trainer._load_from_checkpoint.__func__ is type(trainer)._load_from_checkpoint  # type: ignore[attr-defined]
+    assert_near(ranks[0], found[-1], exact[-1])

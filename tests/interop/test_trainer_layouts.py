@@ -1,7 +1,6 @@
 """`attach` under a stock Trainer on ZeRO-1, 2, 3 and FSDP2: two ranks against one process on the whole batch."""
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import LlamaForCausalLM, Trainer
 from slivertune import TokenTune
 from slivertune.training.ranks.processes import save_whole_model
 from tests.helpers.models import differing
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ran_once, run_ranks
 from tests.helpers.tolerance import assert_step_close, distance, step_limit, with_exact
 from tests.interop.trainer_runs import (
     BATCH,
@@ -37,6 +36,7 @@ from tests.interop.trainer_runs import (
     train_to_the_best,
     with_draws,
 )
+from tests.parallel.contract.runs import quiet
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,6 @@ TOKENS = TokenTune(ratio=0.5, pattern="random", always=(-1,))
 TAKEN_UP = {"zero2": "tokens", "zero3": "hift and tokens", "fsdp2": "tokens"}
 """The case that is also stopped and resumed, by layout on which tokens are selected."""
 TOKEN_CASES: dict[str, tuple[Any, ...]] = {"tokens": (TOKENS,), "hift and tokens": (HIFT, TOKENS)}
-Ranks = list[dict[str, Any]]
 Alone = tuple[tuple[Trainer, Steps], tuple[Trainer, Steps]]
 """A run, and the same with exact sums."""
 
@@ -57,16 +56,14 @@ def weights_of(output: Path, layout: str, *settings: Any, **options: Any) -> Ste
         return train(output, BATCH, layout, *settings, **options)[1]
 
 
-def on_a_rank(rank: int, world: int, folder: str, layouts: tuple[str, ...]) -> dict[str, Any]:
-    if "DS_ACCELERATOR" in os.environ:
-        import deepspeed
-
-        # DeepSpeed would first compile its shared-memory collectives for a minute; gloo does.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return {layout: on_a_layout(Path(folder) / layout, layout) for layout in layouts}
+Runs = Callable[..., list[Any]]
+"""Gives what each rank has of a layout, and of a case there."""
 
 
-def on_a_layout(output: Path, layout: str) -> dict[str, Any]:
+def cut_and_again(rank: int, world: int, layout: str, folder: Path) -> dict[str, Any]:
+    """HiFT's run that stops after a checkpoint, and the one that goes on from there, whose model is saved."""
+    output = folder / layout
+    quiet()
     with states(layout):
         trainer, cut = train(output, BATCH, layout, HIFT, **SAVING)
         found = {
@@ -83,22 +80,29 @@ def on_a_layout(output: Path, layout: str) -> dict[str, Any]:
         save_whole_model(trainer, output / "final")
         trainer.accelerator.free_memory()
     found["whole"] = weights_of(output / "whole", layout, HIFT)
-    if layout in SFT_LAYOUTS:
-        weights_of(output / "sft", layout, SFT, **SAVING)
-        found["sft again"] = weights_of(output / "sft", layout, SFT, resume=True)
-        found["sft whole"] = weights_of(output / "sft whole", layout, SFT)
-        with states(layout):
-            best = train_to_the_best(output / "sft best", BATCH, layout)
-            best.pop("trainer").accelerator.free_memory()
-        found["sft best"] = best
-    if layout in TAKEN_UP:
-        found |= {name: train_on_tokens(output / name, layout, name) for name in TOKEN_CASES}
     return found
 
 
-def train_on_tokens(output: Path, layout: str, name: str) -> dict[str, Any]:
+def of_sft(rank: int, world: int, layout: str, folder: Path) -> tuple[Steps, Steps]:
+    """The deltas of a run that did not stop, and of one that was resumed."""
+    quiet()
+    whole = weights_of(folder / layout / "sft whole", layout, SFT)
+    weights_of(folder / layout / "sft", layout, SFT, **SAVING)
+    return whole, weights_of(folder / layout / "sft", layout, SFT, resume=True)
+
+
+def of_the_best(rank: int, world: int, layout: str, folder: Path) -> dict[str, Any]:
+    quiet()
+    with states(layout):
+        best = train_to_the_best(folder, BATCH, layout)
+        best.pop("trainer").accelerator.free_memory()
+    return best
+
+
+def on_tokens_of(rank: int, world: int, layout: str, name: str, folder: Path) -> dict[str, Any]:
     """The weights after each update and the selection of every forward, and the weights of a run that stopped once."""
-    settings = TOKEN_CASES[name]
+    quiet()
+    output, settings = folder / layout / name, TOKEN_CASES[name]
     with recorded_draws() as selections, states(layout):
         trainer, weights = train(output / "whole", BATCH, layout, *settings, whole_labels=True)
     found = {"engine": type(trainer.model_wrapped).__name__, "weights": weights, "selections": selections}
@@ -114,10 +118,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> Ranks:
-    zero = run_ranks(on_a_rank, RANKS, str(folder), tuple(ZERO), env={"DS_ACCELERATOR": "cpu"}, timeout_s=420)
-    fsdp2 = run_ranks(on_a_rank, RANKS, str(folder), ("fsdp2",), timeout_s=240)
-    return [{**one, **other} for one, other in zip(zero, fsdp2, strict=True)]
+def ranks(folder: Path) -> Runs:
+    return ran_once(cut_and_again, RANKS, folder)
+
+
+@pytest.fixture(scope="module")
+def token_ranks(folder: Path) -> Runs:
+    return ran_once(on_tokens_of, RANKS, folder)
 
 
 @pytest.fixture(scope="module")
@@ -129,22 +136,22 @@ def alone(folder: Path) -> Alone:
 
 # Sums over ranks, buckets and micro-batches are rounded in another order than sums over one batch.
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_layout_makes_the_updates_of_one_process(layout: str, ranks: Ranks, alone: Alone) -> None:
+def test_each_layout_makes_the_updates_of_one_process(layout: str, ranks: Runs, alone: Alone) -> None:
     expected, exact = (steps_of(weights, trainer.state.log_history[:STOP]) for trainer, weights in alone)
-    for rank in ranks:
-        ours = rank[layout]
+    for ours in ranks(layout):
         engine = "DeepSpeedEngine" if layout in ZERO else "FSDPLlamaForCausalLM"
         assert (ours["world"], ours["engine"], ours["stage"]) == (RANKS, engine, ZERO.get(layout))
         assert_step_close(steps_of(ours["whole"], ours["logs"]), expected, exact, cap=CAP)
         assert counted(ours["logs"]) == counted(alone[0][0].state.log_history[:STOP])
 
 
-# DeepSpeed lets no engine of a process die, and whatever lives is counted: of ZeRO, the first layout that ran.
+# DeepSpeed lets no engine of a process die, and whatever lives is counted: the first run of the ranks.
 @pytest.mark.parametrize("layout", ["zero1", "fsdp2"])
-def test_what_the_ranks_log_of_their_state_adds_up_to_all_of_it(layout: str, ranks: Ranks) -> None:
-    num_weights = sum(weight.numel() for weight in ranks[0][layout]["whole"][-1].values())
+def test_what_the_ranks_log_of_their_state_adds_up_to_all_of_it(layout: str, tmp_path: Path) -> None:
+    ranks = run_ranks(cut_and_again, RANKS, layout, tmp_path, is_first=True)
+    num_weights = sum(weight.numel() for weight in ranks[0]["whole"][-1].values())
     tiers = [f"memory/state_{tier}_bytes" for tier in ("device", "host", "disk")]
-    num_bytes = sum(rank[layout]["logs"][-1][tier] for rank in ranks for tier in tiers)
+    num_bytes = sum(rank["logs"][-1][tier] for rank in ranks for tier in tiers)
     # Every group had its turn. Adam has two moments, ZeRO also masters; shares of small tensors are filled up.
     each = 12 if layout in ZERO else 8
     assert each * num_weights <= num_bytes <= 1.3 * each * num_weights
@@ -159,19 +166,19 @@ def assert_went_on(layout: str, again: Weights, whole: Weights, expected: Steps,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_resumed_in_mid_cycle_goes_on_as_if_it_had_not_stopped(layout: str, ranks: Ranks, alone: Alone) -> None:
-    for rank in ranks:
-        ours = rank[layout]
+def test_a_run_resumed_in_mid_cycle_goes_on_as_if_it_had_not_stopped(layout: str, ranks: Runs, alone: Alone) -> None:
+    for ours in ranks(layout):
         assert len(ours["cut"]) == STOP and len(ours["again"]) == UPDATES - STOP
         assert_went_on(layout, ours["again"][-1], ours["whole"][-1], *(steps for _, steps in alone))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_model_is_saved_as_a_plain_checkpoint(layout: str, ranks: Ranks, folder: Path) -> None:
+def test_the_model_is_saved_as_a_plain_checkpoint(layout: str, ranks: Runs, folder: Path) -> None:
+    first, second = ranks(layout)
     saved = dict(LlamaForCausalLM.from_pretrained(folder / layout / "final").named_parameters())
-    again = ranks[0][layout]["again"][-1]
+    again = first["again"][-1]
     assert differing({name: saved[name] for name in again}, again) == []
-    assert ranks[0][layout]["loss"] == ranks[1][layout]["loss"]
+    assert first["loss"] == second["loss"]
 
 
 @pytest.fixture(scope="module")
@@ -182,27 +189,27 @@ def sft_alone(folder: Path) -> tuple[Weights, Weights]:
 
 @pytest.mark.parametrize("layout", SFT_LAYOUTS)
 def test_sft_makes_the_updates_of_one_process_and_resumes(
-    layout: str, ranks: Ranks, sft_alone: tuple[Weights, Weights]
+    layout: str, sft_alone: tuple[Weights, Weights], tmp_path: Path
 ) -> None:
-    for rank in ranks:
-        (whole,), (again,) = rank[layout]["sft whole"], rank[layout]["sft again"]
+    for (whole,), (again,) in run_ranks(of_sft, RANKS, layout, tmp_path):
         assert_near(whole, *sft_alone)
         assert differing(whole, again) == []
 
 
 @pytest.mark.parametrize("layout", SFT_LAYOUTS)
-def test_sft_ends_with_the_best_models_deltas(layout: str, ranks: Ranks) -> None:
-    for rank in ranks:
-        assert_ended_with_the_best(rank[layout]["sft best"])
+def test_sft_ends_with_the_best_models_deltas(layout: str, tmp_path: Path) -> None:
+    for best in run_ranks(of_the_best, RANKS, layout, tmp_path):
+        assert_ended_with_the_best(best)
 
 
 @pytest.fixture(scope="module")
-def on_tokens(ranks: Ranks, folder: Path) -> Callable[[str, str], tuple[Steps, Steps]]:
+def on_tokens(token_ranks: Runs, folder: Path) -> Callable[[str, str], tuple[Steps, Steps]]:
     """One process that selects what the ranks of a layout selected in a case, and the same with exact sums."""
 
     @functools.cache
     def compute(layout: str, name: str) -> tuple[Steps, Steps]:
-        drawn = [torch.cat(pair) for pair in zip(*(rank[layout][name]["selections"] for rank in ranks), strict=True)]
+        selections = [rank["selections"] for rank in token_ranks(layout, name)]
+        drawn = [torch.cat(pair) for pair in zip(*selections, strict=True)]
 
         def alone() -> Steps:
             with states(None):
@@ -230,11 +237,11 @@ def on_all_tokens(folder: Path) -> Callable[[str], Weights]:
 def test_ranks_that_select_tokens_make_the_updates_of_one_process_that_selects_the_same(
     layout: str,
     name: str,
-    ranks: Ranks,
+    token_ranks: Runs,
     on_tokens: Callable[[str, str], tuple[Steps, Steps]],
     on_all_tokens: Callable[[str], Weights],
 ) -> None:
-    ours = [rank[layout][name] for rank in ranks]
+    ours = token_ranks(layout, name)
     first, second = (each["selections"] for each in ours)
     assert len(first) == len(second) == UPDATES * 2
     assert not any(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -250,9 +257,8 @@ def test_ranks_that_select_tokens_make_the_updates_of_one_process_that_selects_t
 
 @pytest.mark.parametrize(("layout", "name"), TAKEN_UP.items())
 def test_a_resumed_run_continues_the_draws(
-    layout: str, name: str, ranks: Ranks, on_tokens: Callable[[str, str], tuple[Steps, Steps]]
+    layout: str, name: str, token_ranks: Runs, on_tokens: Callable[[str, str], tuple[Steps, Steps]]
 ) -> None:
-    for rank in ranks:
-        ours = rank[layout][name]
+    for ours in token_ranks(layout, name):
         assert len(ours["again"]) == UPDATES - STOP
         assert_went_on(layout, ours["again"][-1], ours["weights"][-1], *on_tokens(layout, name))

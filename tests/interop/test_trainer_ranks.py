@@ -10,7 +10,7 @@ import torch
 
 from slivertune import HiFTConfig, SFTConfig, TokenTune
 from tests.helpers.models import differing, tiny_llama
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ran_once, run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.interop.trainer_runs import (
     BATCH,
@@ -57,26 +57,18 @@ WRAPPERS = {name: "DistributedDataParallel" if name == "tokens" else "LlamaForCa
 RESUMED = ("hift", "hift and tokens", "sft")
 
 
-def on_a_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, case in CASES.items():
-        with recorded_draws() as selections:
-            trainer, weights, attachment = run(Path(folder) / name, BATCH, **case)
-        found[name] = {
-            "world": trainer.args.world_size,
-            "layout": str(trainer.accelerator.distributed_type),
-            "wrapper": type(trainer.model_wrapped).__name__,
-            "weights": weights,
-            "logs": trainer.state.log_history[:-1],
-            "selections": selections,
-            "deltas": places_of(attachment) if "sft" in name else {},
-        }
-        attachment.detach()
-    best = train_to_the_best(Path(folder) / "best", BATCH, None)
-    best.pop("trainer")
-    found["best"] = best
-    found["resumed"] = {name: resumed(Path(folder) / f"resumed {name}", CASES[name]) for name in RESUMED}
-    _, found["from one process"], attachment = run(Path(folder) / "alone", BATCH, resume=True, **CASES["hift"])
+def train(rank: int, world: int, name: str, folder: Path) -> dict[str, Any]:
+    with recorded_draws() as selections:
+        trainer, weights, attachment = run(folder / name, BATCH, **CASES[name])
+    found = {
+        "world": trainer.args.world_size,
+        "layout": str(trainer.accelerator.distributed_type),
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "weights": weights,
+        "logs": trainer.state.log_history[:-1],
+        "selections": selections,
+        "deltas": places_of(attachment) if "sft" in name else {},
+    }
     attachment.detach()
     return found
 
@@ -86,14 +78,28 @@ def places_of(attachment: Any) -> Weights:
     return {key: each.indices for key, each in attachment.optimizer.deltas().items()}
 
 
-def resumed(folder: Path, case: dict[str, Any]) -> tuple[Weights, Weights]:
+def resume(rank: int, world: int, name: str, folder: Path) -> tuple[Weights, Weights]:
     """The last weights of a run that never stopped, and of one that was taken up after seven updates."""
     found = {}
-    for name, options in (("whole", {**SAVING, "stop": UPDATES}), ("cut", SAVING), ("again", {"resume": True})):
-        _, found[name], attachment = run(folder / name.replace("again", "cut"), BATCH, **options, **case)
+    for part, options in (("whole", {**SAVING, "stop": UPDATES}), ("cut", SAVING), ("again", {"resume": True})):
+        place = folder / f"resumed {name}" / part.replace("again", "cut")
+        _, found[part], attachment = run(place, BATCH, **options, **CASES[name])
         attachment.detach()
     assert len(found["again"]) == UPDATES - STOP
     return found["whole"][-1], found["again"][-1]
+
+
+def end_with_the_best(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    best = train_to_the_best(folder, BATCH, None)
+    del best["trainer"]
+    return best
+
+
+def continue_alone(rank: int, world: int, folder: Path) -> list[Weights]:
+    """The weights of a run that one process began."""
+    _, weights, attachment = run(folder, BATCH, resume=True, **CASES["hift"])
+    attachment.detach()
+    return weights
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +107,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
+Trained = Callable[[str], list[Any]]
+
+
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    run(folder / "alone", RANKS * BATCH, **SAVING, **CASES["hift"])
-    return run_ranks(on_a_rank, RANKS, str(folder))
+def trained(folder: Path) -> Trained:
+    return ran_once(train, RANKS, folder)
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path) -> Trained:
+    return ran_once(resume, RANKS, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_make_the_updates_of_one_process_on_the_whole_batch(
-    name: str, ranks: list[dict[str, Any]], tmp_path: Path
+    name: str, trained: Trained, tmp_path: Path
 ) -> None:
-    case = CASES[name]
-    selections = [torch.cat(pair) for pair in zip(*(rank[name]["selections"] for rank in ranks), strict=True)]
+    case, ranks = CASES[name], trained(name)
+    selections = [torch.cat(pair) for pair in zip(*(rank["selections"] for rank in ranks), strict=True)]
     on_the_whole_batch: Callable[[], Any] = partial(run, tmp_path, RANKS * BATCH, **case)
     (trainer, weights, attachment), (exact_trainer, exact_weights, _) = with_exact(
         lambda: with_draws(selections, on_the_whole_batch)
     )
     expected = steps_of(weights, trainer.state.log_history[:-1])
     exact = steps_of(exact_weights, exact_trainer.state.log_history[:-1])
-    for rank in ranks:
-        ours = rank[name]
+    for ours in ranks:
         assert (ours["world"], ours["wrapper"]) == (RANKS, WRAPPERS[name])
         assert "MULTI_CPU" in ours["layout"]
         assert len(ours["weights"]) == len(weights) == case.get("max_steps", UPDATES)
@@ -134,43 +146,46 @@ def test_two_ranks_make_the_updates_of_one_process_on_the_whole_batch(
         assert len(differing(weights[-1], start)) == len(start), "every layer had its turn"
 
 
-def test_each_rank_logs_the_bytes_of_its_whole_state(ranks: list[dict[str, Any]]) -> None:
-    num_weights = sum(weight.numel() for weight in ranks[0]["hift"]["weights"][-1].values())
+def test_each_rank_logs_the_bytes_of_its_whole_state(tmp_path: Path) -> None:
+    # The first run of the process, as what older runs have left counts too.
+    ranks = run_ranks(train, RANKS, "hift", tmp_path, is_first=True)
+    num_weights = sum(weight.numel() for weight in ranks[0]["weights"][-1].values())
     for rank in ranks:
-        # Of the first run of the process, as what older runs have left counts too: Adam's moments, small ones padded.
-        last = rank["hift"]["logs"][-1]
+        last = rank["logs"][-1]
+        # Adam's moments, small ones padded.
         assert 8 * num_weights <= last["memory/state_host_bytes"] <= 1.25 * 8 * num_weights
 
 
-def test_sft_ends_with_the_best_models_deltas(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert_ended_with_the_best(rank["best"])
+def test_sft_ends_with_the_best_models_deltas(tmp_path: Path) -> None:
+    for best in run_ranks(end_with_the_best, RANKS, tmp_path):
+        assert_ended_with_the_best(best)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_ranks_have_the_same_bits(name: str, ranks: list[dict[str, Any]]) -> None:
-    assert differing(*(rank[name]["weights"][-1] for rank in ranks)) == []
+def test_the_ranks_have_the_same_bits(name: str, trained: Trained) -> None:
+    assert differing(*(rank["weights"][-1] for rank in trained(name))) == []
 
 
 @pytest.mark.parametrize("name", ["hift and tokens", "tokens"])
-def test_each_rank_selects_other_tokens(name: str, ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank[name]["selections"] for rank in ranks)
+def test_each_rank_selects_other_tokens(name: str, trained: Trained) -> None:
+    first, second = (rank["selections"] for rank in trained(name))
     assert len(first) == len(second) == UPDATES
     assert sum(not torch.equal(one, other) for one, other in zip(first, second, strict=True)) >= UPDATES - 2
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_resumed_in_mid_cycle_has_the_bits_of_one_that_never_stopped(
-    name: str, ranks: list[dict[str, Any]]
-) -> None:
-    assert [differing(*rank["resumed"][name]) for rank in ranks] == [[], []]
+def test_a_run_resumed_in_mid_cycle_has_the_bits_of_one_that_never_stopped(name: str, resumed: Trained) -> None:
+    assert [differing(*rank) for rank in resumed(name)] == [[], []]
 
 
 def test_two_ranks_continue_what_one_process_began_and_one_what_two_began(
-    ranks: list[dict[str, Any]], folder: Path, tmp_path: Path
+    resumed: Trained, folder: Path, tmp_path: Path
 ) -> None:
     whole, exact = with_exact(lambda: run(tmp_path, RANKS * BATCH, **CASES["hift"])[1][-1])
+    run(tmp_path / "alone", RANKS * BATCH, **SAVING, **CASES["hift"])
+    from_one_process = run_ranks(continue_alone, RANKS, tmp_path / "alone")
+    resumed("hift")
     _, alone, _ = run(folder / "resumed hift" / "cut", RANKS * BATCH, resume=True, **CASES["hift"])
-    for weights in (alone, *(rank["from one process"] for rank in ranks)):
+    for weights in (alone, *from_one_process):
         assert len(weights) == UPDATES - STOP
         assert_step_close(weights[-1], whole, exact, cap=CAP)

@@ -4,6 +4,7 @@ It reports, from inside of the run, what the launcher and the preset made of it.
 """
 
 import argparse
+import gc
 import os
 import sys
 from itertools import islice
@@ -95,12 +96,15 @@ def engine_facts(model: Any, accelerator: Accelerator) -> Report:
     return {}
 
 
-def main(model_folder: str, deepspeed_config: str | None = None) -> None:
+def train(model_folder: str, deepspeed_config: str | None = None) -> tuple[Accelerator, Report]:
     """Train two cycles.
 
     Args:
         model_folder: A model in bf16.
         deepspeed_config: A DeepSpeed configuration, for launchers that have none.
+
+    Returns:
+        The accelerator, and what was seen.
     """
     accelerator = cpu_accelerator(deepspeed_config)
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
@@ -123,25 +127,33 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
 
     network = accelerator.unwrap_model(model)
     after = whole_weights(network)
-    report(
-        accelerator.process_index,
-        {
-            "layout": layout_of(accelerator),
-            "distributed_type": accelerator.distributed_type.value,
-            "engine": type(model).__name__,
-            "engine_facts": engine_facts(model, accelerator),
-            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-            "num_processes": accelerator.num_processes,
-            "mixed_precision": accelerator.mixed_precision,
-            "is_sharded": all(is_sharded(parameter) for parameter in network.parameters()),
-            "dtypes": sorted({str(parameter.dtype) for parameter in network.parameters()}),
-            "num_updates": num_updates,
-            "losses": losses,
-            "unchanged": [name for name, value in before.items() if torch.equal(value, after[name])],
-            "weights": digest(after),
-            "buffers": sorted({str(buffer.dtype) for buffer in network.buffers()}),
-        },
-    )
+    return accelerator, {
+        "layout": layout_of(accelerator),
+        "distributed_type": accelerator.distributed_type.value,
+        "engine": type(model).__name__,
+        "engine_facts": engine_facts(model, accelerator),
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "is_sharded": all(is_sharded(parameter) for parameter in network.parameters()),
+        "dtypes": sorted({str(parameter.dtype) for parameter in network.parameters()}),
+        "num_updates": num_updates,
+        "losses": losses,
+        "unchanged": [name for name, value in before.items() if torch.equal(value, after[name])],
+        "weights": digest(after),
+        "buffers": sorted({str(buffer.dtype) for buffer in network.buffers()}),
+    }
+
+
+def main(model_folder: str, deepspeed_config: str | None = None) -> None:
+    """Train and report, as a script that a launcher starts.
+
+    Args:
+        model_folder: A model in bf16.
+        deepspeed_config: A DeepSpeed configuration, for launchers that have none.
+    """
+    accelerator, seen = train(model_folder, deepspeed_config)
+    report(accelerator.process_index, seen)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     sys.stdout.flush()
@@ -157,4 +169,5 @@ if __name__ == "__main__":
         "--local_rank", type=int, help="what the deepspeed launcher passes; the environment has it, too"
     )
     arguments = parser.parse_args()
+    gc.freeze()  # DeepSpeed collects garbage for each optimizer, and would look through all modules
     main(arguments.model_folder, arguments.deepspeed_config)

@@ -258,32 +258,22 @@ WAYS: dict[str, Callable[[Any, nn.Module, Any], tuple[nn.Module, Any]]] = {
 UNPREPARED = {"HiFT": "HiFT runs on 2 ranks", "SFT": "2 ranks train with SFT, and nothing averages their gradients"}
 
 
-def step_unprepared(rank: int, num_ranks: int) -> dict[tuple[str, str], str]:
-    messages = {}
-    for method, case in METHODS.items():
-        for way, wrap in WAYS.items():
-            model = case.build_model()
-            built = case.build_optimizer(model)
-            with on_ranks() as accelerator:
-                wrapped, optimizer = wrap(accelerator, model, built)
-                messages[method, way] = message_of(lambda wrapped=wrapped, built=optimizer: step(wrapped, built))  # type: ignore[misc]
-            assert built.updates == 0
-    return messages
-
-
-@pytest.fixture(scope="module")
-def messages() -> list[dict[tuple[str, str], str]]:
-    return run_ranks(step_unprepared, 2)
+def step_unprepared(rank: int, num_ranks: int, method: str, way: str) -> tuple[str, int]:
+    """What is said, and how many updates were made."""
+    model = METHODS[method].build_model()
+    built = METHODS[method].build_optimizer(model)
+    with on_ranks() as accelerator:
+        wrapped, optimizer = WAYS[way](accelerator, model, built)
+        return message_of(lambda: step(wrapped, optimizer)), built.updates
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_on_ranks_that_were_not_prepared_names_what_to_call(
-    method: str, way: str, messages: list[dict[tuple[str, str], str]]
-) -> None:
-    for message in (each[method, way] for each in messages):
+def test_a_step_on_ranks_that_were_not_prepared_names_what_to_call(method: str, way: str) -> None:
+    for message, updates in run_ranks(step_unprepared, 2, method, way):
         assert message.startswith(f"RuntimeError: {UNPREPARED[method]}")
         assert all(f"slivertune.{name}" in message for name in ("prepare", "initialize", "attach")), message
+        assert updates == 0
 
 
 def test_one_process_needs_no_preparation() -> None:

@@ -1,4 +1,8 @@
-"""Every preset, launched as it stands, trains HiFT on the engine that it names; seen from inside of the run."""
+"""Every preset, as it stands, trains HiFT on the engine that it names; seen from inside of the run.
+
+`make test` lets accelerate's launcher read each preset, and trains on ranks that have the environment that it would
+have given to its processes. It starts them where machines, or DeepSpeed's launcher, come in; `make test-all`, always.
+"""
 
 import functools
 import os
@@ -10,11 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml  # type: ignore[import-untyped]
 
 from slivertune.core import presets
-from tests.helpers.launching import CHECKOUT, LaunchError, Report, launch, launch_preset
+from tests.helpers.launching import (
+    CHECKOUT,
+    LaunchError,
+    Report,
+    asked_of_processes,
+    launch,
+    launch_preset,
+    options_of_launch,
+)
 from tests.helpers.models import tiny_llama
+from tests.helpers.ranks import quick, run_ranks
+from tests.parallel.launched import train
 
 pytest.importorskip("deepspeed")
 
@@ -87,6 +102,30 @@ def launched(script: list[str], tmp_path_factory: pytest.TempPathFactory) -> Lau
     return reports
 
 
+def train_as_asked(rank: int, num_ranks: int, preset: Path, script: tuple[str, str]) -> Report:
+    """Train as a process does that accelerate's launcher would start under a preset."""
+    if num_ranks == 1:  # which is started without a group
+        dist.destroy_process_group()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    num_processes, environment = asked_of_processes(preset, script)
+    assert num_processes == num_ranks
+    os.environ.update(environment)
+    return train(script[1])[1]
+
+
+@pytest.fixture(scope="module")
+def trained(script: list[str]) -> Launched:
+    """Trains as a preset of one machine asks; once, whoever asks."""
+
+    @functools.cache
+    def reports(name: str) -> list[Report]:
+        preset = presets.preset_path(f"{name}.yaml")
+        return run_ranks(train_as_asked, options_of_launch(preset)[1], preset, tuple(script))
+
+    return reports
+
+
 def check(reports: list[Report], expected: Report) -> None:
     """Each rank saw the engine that was expected, trained every weight on it, and ended with the others' weights."""
     expected = {"world_size": 2, "mixed_precision": "bf16", "dtypes": ["torch.bfloat16"], **expected}
@@ -105,15 +144,34 @@ def test_every_preset_has_its_expectation_here() -> None:
     assert set(EXPECTED) == {Path(name).stem for name in yaml_names.difference(run_files)}
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+OF_ONE_MACHINE = [name for name in EXPECTED if name != "multi_node_zero3"]
+
+
+@pytest.mark.parametrize("name", OF_ONE_MACHINE)
+def test_ranks_that_are_as_a_preset_asks_train_on_the_engine_that_it_names(name: str, trained: Launched) -> None:
+    check(trained(name), EXPECTED[name])
+
+
+@pytest.mark.parametrize("name", quick(EXPECTED, ["multi_node_zero3"]))
 def test_a_preset_launches_the_engine_that_it_names(name: str, launched: Launched) -> None:
     check(launched(name), EXPECTED[name])
 
 
-def test_presets_with_two_processes_make_the_same_updates_to_the_bit(launched: Launched) -> None:
-    reports = {name: launched(name)[0] for name, expected in EXPECTED.items() if expected.get("world_size", 2) == 2}
+def test_presets_with_two_processes_make_the_same_updates_to_the_bit(launched: Launched, trained: Launched) -> None:
+    reports = {name: trained(name)[0] for name in OF_ONE_MACHINE if EXPECTED[name].get("world_size", 2) == 2}
+    reports["multi_node_zero3"] = launched("multi_node_zero3")[0]
     assert len(reports) == 7
-    # transformers 5.16 loads a model with rotary frequencies in bf16 under ZeRO-3.
+    assert_same_updates(reports)
+
+
+@pytest.mark.slow
+def test_launched_presets_with_two_processes_make_the_same_updates_to_the_bit(launched: Launched) -> None:
+    assert_same_updates({name: launched(name)[0] for name in EXPECTED if EXPECTED[name].get("world_size", 2) == 2})
+
+
+def assert_same_updates(reports: dict[str, Report]) -> None:
+    """They end with the same weights, but for a difference of transformers 5.16."""
+    # It loads a model with rotary frequencies in bf16 under ZeRO-3.
     rounded = {name for name, each in reports.items() if each["buffers"] == ["torch.bfloat16"]}
     assert rounded in (set(), {name for name, each in EXPECTED.items() if each["layout"] == "zero3"} & set(reports))
     for names in (reports.keys() - rounded, rounded):
@@ -198,12 +256,12 @@ def launcher_of(name: str, twin: Path) -> list[str]:
     ],
 )
 def test_a_json_twin_runs_as_its_preset_does(
-    name: str, stem: str, script: list[str], launched: Launched, tmp_path: Path
+    name: str, stem: str, script: list[str], trained: Launched, tmp_path: Path
 ) -> None:
     twin = presets.preset_path(f"{stem}.json")
     reports = launch([*launcher_of(name, twin), *script, *([] if name == "accelerate" else [str(twin)])], tmp_path, 2)
     check(reports, EXPECTED[stem])
-    assert reports[0]["weights"] == launched(stem)[0]["weights"]
+    assert reports[0]["weights"] == trained(stem)[0]["weights"]
 
 
 def broken(name: str, folder: Path, **changes: Any) -> Path:

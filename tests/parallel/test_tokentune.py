@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 
 from slivertune.core.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, weights
-from tests.helpers.ranks import asked_for, quick, run_ranks
+from tests.helpers.ranks import quick, ran_once
 from tests.helpers.tolerance import assert_step_close, exact_sums
-from tests.parallel.contract.runs import CPU, LAYOUTS
+from tests.parallel.contract.runs import LAYOUTS
 from tests.parallel.reference import largest_difference
 from tests.parallel.tokentune_runs import (
     NUM_GROUPS,
@@ -24,7 +25,7 @@ from tests.parallel.tokentune_runs import (
     Weights,
     replay,
     replay_forced,
-    run_layout,
+    train,
 )
 from tests.tokentune.families import HIDDEN, VOCAB
 
@@ -49,17 +50,22 @@ HIFT_PLANS = [name for name, plan in PLANS.items() if plan.method == "hift"]
 RESUMED = "HiFT, resumed in mid-cycle"
 QUICK = ("LoRA", "HiFT", "HiFT, checkpointed, accumulated, clipped", "SFT", RESUMED)
 STOPPED = Plan(method="hift", updates=CYCLES, stop_after=NUM_GROUPS + 2)
+ALL = {**PLANS, RESUMED: STOPPED}
+
+
+def run_plan(rank: int, num_ranks: int, layout: Layout, name: str, folder: Path) -> Outcome:
+    return train(rank, num_ranks, layout, ALL[name], folder / layout / name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """What two ranks of a layout had, by plan."""
+    """Two ranks of a layout, which run a plan when they are first asked."""
 
     layout: Layout
-    outcomes: list[dict[str, Outcome]]
+    run: Callable[[Layout, str], list[Outcome]]
 
     def of(self, plan: str) -> list[Outcome]:
-        return [outcome[plan] for outcome in self.outcomes]
+        return self.run(self.layout, plan)
 
     def drawn(self, plan: str) -> Selections:
         return [outcome["selections"] for outcome in self.of(plan)]
@@ -70,25 +76,16 @@ class Ranks:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    layout: Layout = request.param
-    if layout.startswith("zero"):
+def ranks(request: pytest.FixtureRequest, run_once: Callable[[Layout, str], list[Outcome]]) -> Ranks:
+    if request.param.startswith("zero"):
         pytest.importorskip("deepspeed")
     pytest.importorskip("peft")
-    folder = tmp_path_factory.mktemp(layout)
-    asked = {*QUICK, *asked_for(request, "plan")}
-    return Ranks(
-        layout=layout,
-        outcomes=run_ranks(
-            run_layout,
-            2,
-            layout,
-            {name: plan for name, plan in {**PLANS, RESUMED: STOPPED}.items() if name in asked},
-            folder,
-            env=CPU,
-            timeout_s=480,
-        ),
-    )
+    return Ranks(layout=request.param, run=run_once)
+
+
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, str], list[Outcome]]:
+    return ran_once(run_plan, 2, tmp_path_factory.mktemp("plans"))
 
 
 Replay = Callable[..., Replayed]
@@ -114,10 +111,10 @@ def once() -> Replay:
     return replayed
 
 
-@pytest.mark.parametrize("plan", quick([*PLANS, RESUMED], QUICK))
+@pytest.mark.parametrize("plan", quick(ALL, QUICK))
 def test_the_ranks_select_other_positions_in_every_forward(ranks: Ranks, plan: str) -> None:
     first, second = ranks.drawn(plan)
-    settings = {**PLANS, RESUMED: STOPPED}[plan]
+    settings = ALL[plan]
     assert len(first) == len(second) == settings.updates * settings.accumulation
     assert not any(torch.equal(left, right) for left, right in zip(first, second, strict=True))
 

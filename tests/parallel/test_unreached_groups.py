@@ -16,10 +16,10 @@ from slivertune import HiFT, HiFTConfig
 from slivertune.core.layout import Layout
 from slivertune.parallel.ddp.hift import share_hift
 from tests.helpers.models import assert_same_tree, differing, seeded
-from tests.helpers.ranks import asked_for, quick, run_ranks
+from tests.helpers.ranks import quick, ran_once, run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import CPU, ZERO, Run, load, message_of, running, save
+from tests.parallel.contract.runs import ZERO, Run, load, message_of, running, save
 from tests.parallel.reference import ADAMW, OneProcess, whole_weights
 
 Used = Callable[[int, int, int], frozenset[int]]
@@ -129,24 +129,26 @@ REACHED = [name for name in CASES if name.endswith("on one rank")]
 QUICK = [name for name in CASES if not name.startswith("ZeRO")]
 
 
-def all_cases(rank: int, num_ranks: int, names: set[str], folder: Path) -> dict[str, Any]:
-    warnings.filterwarnings("ignore", "no (gradient|batch of a whole cycle) reached")
-    found: dict[str, Any] = {"scaled": under_a_scaler(rank)}
-    for name, (layout, case) in ((name, CASES[name]) for name in CASES if name in names):
-        with running(case, layout, rank) as run:
-            run.train(0, 7)
-            if layout in ZERO:
-                save(run, folder / layout)
-            run.train(7, STEPS)
-            found[name] = what_it_came_to(run)
-            if layout not in ZERO:
-                run.sliver.detach()
-                found[name]["free"] = [parameter.requires_grad for parameter in run.model.parameters()]
-                found[name]["free grads"] = has_own_gradients(run)
+NOTHING_REACHED = "no (gradient|batch of a whole cycle) reached"
+
+
+def train(rank: int, num_ranks: int, name: str, folder: Path) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", NOTHING_REACHED)
+    layout, case = CASES[name]
+    with running(case, layout, rank) as run:
+        run.train(0, 7)
         if layout in ZERO:
-            with running(case, layout, rank, seed=1) as run:
-                load(run, folder / layout)
-                found[name]["resumed"] = what_it_came_to(run.train(7, STEPS))
+            save(run, folder / layout)
+        run.train(7, STEPS)
+        found = what_it_came_to(run)
+        if layout not in ZERO:
+            run.sliver.detach()
+            found["free"] = [parameter.requires_grad for parameter in run.model.parameters()]
+            found["free grads"] = has_own_gradients(run)
+    if layout in ZERO:
+        with running(case, layout, rank, seed=1) as run:
+            load(run, folder / layout)
+            found["resumed"] = what_it_came_to(run.train(7, STEPS))
     return found
 
 
@@ -168,8 +170,9 @@ def has_own_gradients(run: Run) -> bool:
     return complete
 
 
-def under_a_scaler(rank: int) -> dict[str, Any]:
+def under_a_scaler(rank: int, num_ranks: int) -> dict[str, Any]:
     """fp16 autocast: what a GradScaler looks at on a rank without a gradient must not hide the others' gradients."""
+    warnings.filterwarnings("ignore", NOTHING_REACHED)
     model = seeded(Dropping, 3)
     hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=LAYERS), **ADAMW)
     share_hift(model, hift)
@@ -185,37 +188,38 @@ def under_a_scaler(rank: int) -> dict[str, Any]:
     return {"weights": whole_weights(model), "updates": hift.updates, "skipped": hift.skipped_turns}
 
 
+Trained = Callable[[str], list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(
-        all_cases, 2, asked_for(request, "case"), tmp_path_factory.mktemp("skipped"), env=CPU, timeout_s=300
-    )
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return ran_once(train, 2, tmp_path_factory.mktemp("skipped"))
 
 
 @pytest.mark.parametrize("case", quick(CASES, QUICK))
-def test_two_ranks_step_what_any_of_them_reached_as_one_process_does(found: list[dict[str, Any]], case: str) -> None:
+def test_two_ranks_step_what_any_of_them_reached_as_one_process_does(trained: Trained, case: str) -> None:
     layout, run = CASES[case]
     reference = run.reference()
     expected, exact = with_exact(lambda: whole_weights(run.reference().model))
-    for each in found:
-        assert each[case]["updates"] == reference.updates and each[case]["skipped"] == reference.skipped
+    for each in trained(case):
+        assert each["updates"] == reference.updates and each["skipped"] == reference.skipped
         if run.accumulation > 1 or layout in ZERO:
             # Gradients have several orders; one too many or too few moves weights by a step, 1e-2.
-            assert_step_close(each[case]["weights"], expected, exact, cap=1e-5)
+            assert_step_close(each["weights"], expected, exact, cap=1e-5)
         else:
-            assert differing(each[case]["weights"], expected) == []
-        assert_same_tree(each[case].get("resumed", {}), {key: each[case][key] for key in each[case].get("resumed", {})})
+            assert differing(each["weights"], expected) == []
+        assert_same_tree(each.get("resumed", {}), {key: each[key] for key in each.get("resumed", {})})
     assert (reference.skipped == {}) == (case in REACHED)
 
 
 @pytest.mark.parametrize("case", QUICK)
-def test_a_model_is_free_again_after_detach(found: list[dict[str, Any]], case: str) -> None:
-    assert all(all(each[case]["free"]) and each[case]["free grads"] for each in found)
+def test_a_model_is_free_again_after_detach(trained: Trained, case: str) -> None:
+    assert all(all(each["free"]) and each["free grads"] for each in trained(case))
 
 
-def test_a_grad_scaler_steps_on_the_ranks_that_had_no_gradient(found: list[dict[str, Any]]) -> None:
+def test_a_grad_scaler_steps_on_the_ranks_that_had_no_gradient() -> None:
     reference = DroppingCase(used=dropped).reference(scale=2.0**4)
-    for each in (ranks["scaled"] for ranks in found):
+    for each in run_ranks(under_a_scaler, 2):
         assert (each["updates"], each["skipped"]) == (reference.updates, reference.skipped)
         # A mean of two has one order, and scales are powers of two.
         assert differing(each["weights"], whole_weights(reference.model)) == []
@@ -238,8 +242,6 @@ def test_ranks_that_run_other_layers_under_fsdp2_are_told_where_each_is_within_t
 
 @pytest.mark.slow
 def test_ranks_that_run_other_layers_under_zero_are_told_where_each_is_within_the_timeout() -> None:
-    (message, seconds), _ = run_ranks(
-        run_on_one_rank, 2, "zero2", env=CPU, may_die=(1,), timeout_s=90, collective_timeout_s=6
-    )
+    (message, seconds), _ = run_ranks(run_on_one_rank, 2, "zero2", may_die=(1,), timeout_s=90, collective_timeout_s=6)
     assert "rank 0 is averaging gradients at update 2, group 2, without a gradient; rank 1 is" in message
     assert seconds < 36  # and the few seconds in which it looks for the others

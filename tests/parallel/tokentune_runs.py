@@ -14,7 +14,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import slivertune as st
@@ -169,7 +168,7 @@ class TokenRun(Run):
         return loss
 
 
-def train(rank: int, layout: Layout, plan: Plan, folder: Path) -> Outcome:
+def train(rank: int, num_ranks: int, layout: Layout, plan: Plan, folder: Path) -> Outcome:
     """A whole run, or two halves of it with a checkpoint between them."""
     stop = plan.updates if plan.stop_after is None else plan.stop_after
     with running(plan, layout, rank, kind=TokenRun) as run:
@@ -181,15 +180,6 @@ def train(rank: int, layout: Layout, plan: Plan, folder: Path) -> Outcome:
         load(resumed, folder)
         resumed.selections, resumed.losses = run.selections, run.losses
         return plan.result(resumed.train(stop, plan.updates))
-
-
-def run_layout(rank: int, num_ranks: int, layout: Layout, plans: dict[str, Plan], folder: Path) -> dict[str, Outcome]:
-    """Every plan on one layout, one after the other; runs on every rank."""
-    outcomes = {}
-    for name, plan in plans.items():
-        outcomes[name] = train(rank, layout, plan, folder / name)
-        dist.barrier()
-    return outcomes
 
 
 Selections = list[list[torch.Tensor]]

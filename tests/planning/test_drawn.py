@@ -40,8 +40,7 @@ def test_a_drawn_run_is_as_planned(drawn: Drawn) -> None:
 def test_a_drawn_run_on_two_ranks_is_as_planned(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", BUCKET_BYTES)
     plan = make_plan(drawn.request, drawn.config)
-    environment = {"DS_ACCELERATOR": "cpu"}
-    for (peaks,) in run_ranks(all_peaks_on_rank, 2, [drawn.request], drawn.config, env=environment):
+    for (peaks,) in run_ranks(all_peaks_on_rank, 2, [drawn.request], drawn.config):
         assert plan.peak_bytes == pytest.approx(max(peaks), rel=TOLERANCE), (plan.peak, peaks)
 
 

@@ -129,7 +129,7 @@ def test_hift_and_sft_are_as_planned(layout: Any, checkpointing: bool, monkeypat
     )
     requests = [request, replace(request, method="sft", precision="bf16", density=0.2, **RARELY)]
     plan, sparse = (make_plan(each, LLAMA) for each in requests)
-    for peaks, sparse_peaks in run_ranks(all_peaks_on_rank, 2, requests, env={"DS_ACCELERATOR": "cpu"}):
+    for peaks, sparse_peaks in run_ranks(all_peaks_on_rank, 2, requests):
         for group in plan.groups:
             # Of groups alike, the first stands for the others.
             assert group.peak.total == pytest.approx(peaks[group.index], rel=TOLERANCE), (group, peaks)

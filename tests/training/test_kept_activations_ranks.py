@@ -13,7 +13,7 @@ from tests.core.test_kept_activations import CountForwards, batch, blocks_of, ch
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.training.tiny_runs import assert_same_bits, results_of
-from tests.training.train_runs import Case, Seen, on_two_ranks
+from tests.training.train_runs import Case, RanksOf, on_two_ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -34,22 +34,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_base: Path, texts: Path, folder: Path) -> list[dict[str, Seen]]:
-    return on_two_ranks(CASES, tiny_base, texts, folder, timeout_s=300)
+def ranks(tiny_base: Path, texts: Path, folder: Path) -> RanksOf:
+    return on_two_ranks(CASES, tiny_base, texts, folder)
 
 
 @pytest.mark.parametrize(("method", "layout"), PAIRS)
 def test_ranks_that_keep_activations_end_with_the_bits_of_plain_checkpointing(
-    method: str, layout: str, ranks: list[dict[str, Seen]], folder: Path
+    method: str, layout: str, ranks: RanksOf, folder: Path
 ) -> None:
     none, one = f"{method}-{layout}-0", f"{method}-{layout}-1"
-    for rank in ranks:
-        assert (rank[none].code, rank[one].code) == (0, 0), rank[one].printed
-        assert differing(rank[none].weights, rank[one].weights) == []
+    for without, keeping in zip(ranks(none), ranks(one), strict=True):
+        assert (without.code, keeping.code) == (0, 0), keeping.printed
+        assert differing(without.weights, keeping.weights) == []
     assert_same_bits(folder / none, folder / one)
     assert results_of(folder / one)["layout"] == layout
     assert results_of(folder / one)["settings"]["keep_activations"] == 1
-    assert "activations of the uppermost of 2 checkpointed blocks: 1" in ranks[0][one].printed
+    assert "activations of the uppermost of 2 checkpointed blocks: 1" in ranks(one)[0].printed
 
 
 def train_sharded(rank: int, world: int) -> dict[int, tuple[list[int], dict[str, torch.Tensor]]]:
@@ -75,7 +75,7 @@ def train_sharded(rank: int, world: int) -> dict[int, tuple[list[int], dict[str,
 
 
 def test_blocks_that_fsdp2_shards_keep_activations_with_the_same_bits() -> None:
-    for found in run_ranks(train_sharded, 2, timeout_s=120):
+    for found in run_ranks(train_sharded, 2):
         (all_again, plain), (few_again, kept) = found[0], found[3]
         assert (all_again, few_again) == ([1, 1, 1, 1], [1, 0, 0, 0])
         assert differing(plain, kept) == []

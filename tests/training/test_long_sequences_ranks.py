@@ -14,7 +14,7 @@ from tests.core.test_kept_activations import batch, blocks_of, checkpoint, llama
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.training.tiny_runs import assert_same_bits, results_of
-from tests.training.train_runs import Case, Seen, on_two_ranks
+from tests.training.train_runs import Case, RanksOf, on_two_ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -38,37 +38,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_base: Path, texts: Path, folder: Path) -> list[dict[str, Seen]]:
-    return on_two_ranks(CASES, tiny_base, texts, folder, timeout_s=600)
+def ranks(tiny_base: Path, texts: Path, folder: Path) -> RanksOf:
+    return on_two_ranks(CASES, tiny_base, texts, folder)
 
 
 @pytest.mark.parametrize(("method", "layout"), PAIRS)
 def test_ranks_that_offload_end_with_the_bits_of_plain_checkpointing(
-    method: str, layout: str, ranks: list[dict[str, Seen]], folder: Path
+    method: str, layout: str, ranks: RanksOf, folder: Path
 ) -> None:
     plain, offloaded = f"{method}-{layout}-plain", f"{method}-{layout}-offloaded"
-    for rank in ranks:
-        assert (rank[plain].code, rank[offloaded].code) == (0, 0), rank[offloaded].printed
-        assert differing(rank[plain].weights, rank[offloaded].weights) == []
+    for one, other in zip(ranks(plain), ranks(offloaded), strict=True):
+        assert (one.code, other.code) == (0, 0), other.printed
+        assert differing(one.weights, other.weights) == []
     assert_same_bits(folder / plain, folder / offloaded)
     assert results_of(folder / offloaded)["layout"] == layout
-    assert "inputs of 2 checkpointed blocks wait in host memory" in ranks[0][offloaded].printed
+    assert "inputs of 2 checkpointed blocks wait in host memory" in ranks(offloaded)[0].printed
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2"])
-def test_ranks_in_tiles_end_with_the_weights_of_whole_batches(layout: str, ranks: list[dict[str, Seen]]) -> None:
+def test_ranks_in_tiles_end_with_the_weights_of_whole_batches(layout: str, ranks: RanksOf) -> None:
     plain, tiled = f"hift-{layout}-plain", f"hift-{layout}-tiled"
-    for rank in ranks:
-        assert rank[tiled].code == 0, rank[tiled].printed
-        for name, weight in rank[tiled].weights.items():
+    for one, other in zip(ranks(plain), ranks(tiled), strict=True):
+        assert other.code == 0, other.printed
+        for name, weight in other.weights.items():
             # Sums in another order, in fp32; AdamW's first steps move every weight by the rate, whatever its gradient.
-            assert torch.allclose(weight, rank[plain].weights[name], rtol=1e-3, atol=1e-4), name
+            assert torch.allclose(weight, one.weights[name], rtol=1e-3, atol=1e-4), name
 
 
-def test_tiles_under_zero_3_are_refused_with_the_way_out(ranks: list[dict[str, Seen]]) -> None:
-    for rank in ranks:
-        assert rank["hift-zero3-tiled"].code != 0
-    assert "--token_tile_size does not go with ZeRO-3" in ranks[0]["hift-zero3-tiled"].printed
+def test_tiles_under_zero_3_are_refused_with_the_way_out(ranks: RanksOf) -> None:
+    first, second = ranks("hift-zero3-tiled")
+    assert first.code != 0 and second.code != 0
+    assert "--token_tile_size does not go with ZeRO-3" in first.printed
 
 
 def train_sharded(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -95,7 +95,7 @@ def train_sharded(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_blocks_that_fsdp2_shards_offload_with_the_same_bits_and_go_in_tiles() -> None:
-    for found in run_ranks(train_sharded, 2, timeout_s=120):
+    for found in run_ranks(train_sharded, 2):
         assert differing(found["plain"], found["offloaded"]) == []
         for tiled in ("tiled", "both"):
             for name, share in found[tiled].items():

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slivertune.core.manifest import find_damage
 from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.models import differing
-from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, distance, exact_sums, step_limit, with_exact
 from tests.training.tiny_runs import (
     EVALUATED_TOKENS,
@@ -22,7 +21,7 @@ from tests.training.tiny_runs import (
     train,
     train_arguments,
 )
-from tests.training.train_runs import OF_METHOD, PROBE, STEPS, STOPPED, Case, Seen, on_a_rank
+from tests.training.train_runs import OF_METHOD, PROBE, STEPS, STOPPED, Case, RanksOf, on_two_ranks
 
 pytest.importorskip("deepspeed")
 peft = pytest.importorskip("peft")
@@ -59,9 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_base: Path, texts: Path, folder: Path) -> list[dict[str, Seen]]:
-    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    return run_ranks(on_a_rank, RANKS, CASES, str(tiny_base), str(texts), str(folder), env=env, timeout_s=300)
+def ranks(tiny_base: Path, texts: Path, folder: Path) -> RanksOf:
+    return on_two_ranks(CASES, tiny_base, texts, folder)
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +84,10 @@ def alone(tiny_base: Path, texts: Path, folder: Path) -> dict[str, dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_ranks_train_as_one_process_does_on_the_whole_batch(
-    name: str, ranks: list[dict[str, Seen]], alone: dict[str, dict[str, Any]], folder: Path
+    name: str, ranks: RanksOf, alone: dict[str, dict[str, Any]], folder: Path
 ) -> None:
     case = CASES[name]
+    seen_by_ranks = ranks(name)
     # Sums over ranks are rounded in another order than sums over one batch.
     weights = (final_weights(folder / run) for run in (name, f"alone-{case.method}", f"exact-{case.method}"))
     assert_step_close(*weights, cap=CAP)
@@ -101,8 +100,7 @@ def test_two_ranks_train_as_one_process_does_on_the_whole_batch(
     assert ours["num_trained"] == theirs["num_trained"] and ours["num_parameters"] == theirs["num_parameters"]
     held = 4 * ours["num_parameters"] / (RANKS if case.layout == "zero3" else 1)
     assert ours["highest_bytes"]["parameters"] == pytest.approx(held, rel=0.01)  # and buffers
-    for rank in ranks:
-        seen = rank[name]
+    for seen in seen_by_ranks:
         assert seen.code == 0, seen.printed
         engine = "DistributedDataParallel" if case.layout == "ddp" else "DeepSpeedEngine"
         assert (seen.world_size, seen.engine) == (RANKS, engine)
@@ -112,8 +110,8 @@ def test_two_ranks_train_as_one_process_does_on_the_whole_batch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_ranks_see_other_data_and_end_with_the_same_weights(name: str, ranks: list[dict[str, Seen]]) -> None:
-    first, second = (rank[name] for rank in ranks)
+def test_the_ranks_see_other_data_and_end_with_the_same_weights(name: str, ranks: RanksOf) -> None:
+    first, second = ranks(name)
     assert len(first.batches) == len(second.batches) == UPDATES
     rows = [{tuple(row.tolist()) for batch in seen.batches for row in batch} for seen in (first, second)]
     assert rows[0].isdisjoint(rows[1])
@@ -123,9 +121,9 @@ def test_the_ranks_see_other_data_and_end_with_the_same_weights(name: str, ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_is_saved_loads_without_this_library_as_what_was_trained(
-    name: str, ranks: list[dict[str, Seen]], tiny_base: Path, folder: Path
+    name: str, ranks: RanksOf, tiny_base: Path, folder: Path
 ) -> None:
-    saved = folder / name / "model"
+    seen_by_ranks, saved = ranks(name), folder / name / "model"
     if CASES[name].method == "dense":
         model: Any = AutoModelForCausalLM.from_pretrained(saved)
     else:
@@ -136,9 +134,9 @@ def test_what_is_saved_loads_without_this_library_as_what_was_trained(
         before = AutoModelForCausalLM.from_pretrained(tiny_base)(input_ids=PROBE).logits
         loaded, exact = with_exact(lambda: model.eval()(input_ids=PROBE).logits)
     assert (loaded - before).abs().max() > 1e-2, "trained"
-    for rank in ranks:
+    for seen in seen_by_ranks:
         # The same weights by the same operators, of which an engine may lay one out otherwise in memory.
-        logits = rank[name].logits
+        logits = seen.logits
         assert logits is not None
         assert_step_close(logits, loaded, exact, cap=1e-5)
 
@@ -146,15 +144,15 @@ def test_what_is_saved_loads_without_this_library_as_what_was_trained(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_ends_as_one_that_never_stopped(
-    name: str, ranks: list[dict[str, Seen]], alone: dict[str, dict[str, Any]], folder: Path
+    name: str, ranks: RanksOf, alone: dict[str, dict[str, Any]], folder: Path
 ) -> None:
     origin = CASES[name].resumes
     assert origin is not None
+    pairs = list(zip(ranks(name), ranks(origin), strict=True))
     assert find_damage(folder / origin / f"checkpoint-{STOPPED}") is None
     reference, exact = (final_weights(folder / f"{kind}-{CASES[name].method}") for kind in ("alone", "exact"))
     limit = step_limit(reference, exact, cap=CAP)
-    for rank in ranks:
-        again, whole = rank[name], rank[origin]
+    for again, whole in pairs:
         assert again.code == 0, again.printed
         assert len(again.batches) == UPDATES - STOPPED
         assert all(map(torch.equal, again.batches, whole.batches[STOPPED:]))
@@ -164,8 +162,8 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PAIRS, *PRESETS])
-def test_the_first_rank_reports_once_and_the_other_not_at_all(name: str, ranks: list[dict[str, Seen]]) -> None:
-    first, second = (rank[name].printed for rank in ranks)
+def test_the_first_rank_reports_once_and_the_other_not_at_all(name: str, ranks: RanksOf) -> None:
+    first, second = (seen.printed for seen in ranks(name))
     assert second == ""
     for line in (
         f": {CASES[name].method} on ",
@@ -184,19 +182,17 @@ def test_the_first_rank_reports_once_and_the_other_not_at_all(name: str, ranks: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_of_deepspeed_trains_in_bf16_with_small_buckets(
-    name: str, ranks: list[dict[str, Seen]], folder: Path
-) -> None:
+def test_a_preset_of_deepspeed_trains_in_bf16_with_small_buckets(name: str, ranks: RanksOf, folder: Path) -> None:
     case = CASES[name]
-    for rank in ranks:
-        seen = rank[name]
+    for seen in ranks(name):
         assert seen.code == 0, seen.printed
         bucket = TINY_RECIPE.hidden_size**2
         assert seen.facts == {"stage": int(case.layout[-1]), "bf16": True, "bucket": bucket}
         assert len(seen.losses) == UPDATES // 2 and all(map(math.isfinite, seen.losses))
     results = results_of(folder / name)
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
-    assert "keeps no fp32 masters" not in ranks[0][name].printed, "DeepSpeed keeps them"
+    assert "keeps no fp32 masters" not in ranks(name)[0].printed, "DeepSpeed keeps them"
+    assert ranks(f"{case.method}-{case.layout}")
     assert (
         saved_weights(folder / name / "model").keys()
         == saved_weights(folder / f"{case.method}-{case.layout}" / "model").keys()
@@ -204,10 +200,8 @@ def test_a_preset_of_deepspeed_trains_in_bf16_with_small_buckets(
 
 
 @pytest.mark.slow
-def test_4_bit_weights_under_zero3_are_refused_before_anything_is_loaded(
-    ranks: list[dict[str, Seen]], folder: Path
-) -> None:
-    first, second = (rank["refused-four-bit"] for rank in ranks)
+def test_4_bit_weights_under_zero3_are_refused_before_anything_is_loaded(ranks: RanksOf, folder: Path) -> None:
+    first, second = ranks("refused-four-bit")
     assert (first.code, second.code) == (2, 2)
     assert "error: --load_in_4bit does not go with ZeRO-3" in first.printed
     assert "take DDP, ZeRO-1 or ZeRO-2" in first.printed

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from slivertune.cli import main
 from slivertune.training import run as training_run
-from tests.helpers.ranks import free_port, run_ranks
+from tests.helpers.rank_processes import free_port
+from tests.helpers.ranks import ran_once
 from tests.interop.trainer_runs import whole
 from tests.training.tiny_runs import train_arguments
 
@@ -182,18 +183,26 @@ def run(case: Case, name: str, base: Path, data: Path, folder: Path) -> Seen:
     return Seen(code=code, printed=words.read_text(encoding="utf-8"), batches=watch.batches, **watch.found)
 
 
-def on_two_ranks(
-    cases: dict[str, Case], base: Path, data: Path, folder: Path, timeout_s: float
-) -> list[dict[str, Seen]]:
-    """What each rank has seen of all runs; DeepSpeed's among them."""
-    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    return run_ranks(on_a_rank, 2, cases, str(base), str(data), str(folder), env=env, timeout_s=timeout_s)
+RanksOf = Callable[[str], list[Seen]]
+"""Gives what each rank has seen of the run of this name."""
 
 
-def on_a_rank(rank: int, world: int, cases: dict[str, Case], base: str, data: str, folder: str) -> dict[str, Seen]:
-    """All runs, one after another."""
+def on_two_ranks(cases: dict[str, Case], base: Path, data: Path, folder: Path) -> RanksOf:
+    """Runs that are made when they are first asked for, after those whose checkpoints they continue from."""
+    run_once = ran_once(on_a_rank, 2, base, data, folder)
+
+    def seen(name: str) -> list[Seen]:
+        origin = cases[name].resumes
+        if origin is not None:
+            seen(origin)
+        return run_once(cases[name], name)
+
+    return seen
+
+
+def on_a_rank(rank: int, world: int, case: Case, name: str, base: Path, data: Path, folder: Path) -> Seen:
     import deepspeed
 
     # DeepSpeed would first compile its shared-memory collectives for a minute; gloo does.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return {name: run(case, name, Path(base), Path(data), Path(folder)) for name, case in cases.items()}
+    return run(case, name, base, data, folder)

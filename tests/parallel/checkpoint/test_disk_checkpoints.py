@@ -22,7 +22,7 @@ from slivertune.core.manifest import MANIFEST_NAME, DamagedCheckpointError, chec
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_bits, assert_same_tree, differing, tiny_llama, token_batches, weights
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import quick, run_ranks
 from tests.helpers.reference import train
 from tests.hift.cases import hift_over, reloaded
 from tests.parallel.contract.hift import HiFTCase
@@ -260,7 +260,7 @@ def run_to_the_end(folder: Path) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kill_at", [3, 60, 110])
+@pytest.mark.parametrize("kill_at", quick([3, 60, 110], [60]))
 def test_a_run_that_is_killed_in_mid_write_resumes_to_the_same_bits(kill_at: int, tmp_path: Path) -> None:
     expected = run_to_the_end(tmp_path / "undisturbed")
     ended = subprocess.run(

@@ -1,4 +1,5 @@
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from slivertune.core.manifest import DamagedCheckpointError, write_manifest
 from slivertune.parallel.checkpoint import hift_sidecar, sidecar
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ran_once, run_ranks
 from tests.parallel.contract.hift import HiFTCase
 from tests.parallel.contract.runs import load, running, save
 from tests.parallel.reference import ADAMW, whole_weights
@@ -24,22 +25,21 @@ CASE = HiFTCase(dtype=torch.bfloat16, is_scheduled=False)
 """With masters, so that the folder tells the weights, and without a schedule, which it does not have."""
 
 
-def from_one_layout_to_the_other(rank: int, folder: Path) -> dict[str, list[str]]:
-    """A run under either layout whose state is saved after seven updates; and from that state, under either."""
-    went_on, found = {}, {}
-    for layout in LAYOUTS:
-        with running(CASE, layout, rank) as run:
-            save_state(run.train(0, 7).optimizer, folder / layout)
-            went_on[layout] = whole_weights(run.train(7, 13).model)
-    for way, (source, target) in WAYS.items():
-        with running(CASE, target, rank, seed=4) as run:
-            load_state(run.optimizer, folder / source)
-            assert run.sliver.updates == 7
-            found[way] = differing(whole_weights(run.train(7, 13).model), went_on[source])
-    return found
+def save_and_go_on(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights at the end of a run whose state is saved after seven updates."""
+    with running(CASE, layout, rank) as run:
+        save_state(run.train(0, 7).optimizer, folder / layout)
+        return whole_weights(run.train(7, 13).model)
 
 
-def failing(rank: int, folder: Path) -> dict[str, Any]:
+def go_on_from(rank: int, num_ranks: int, source: Layout, target: Layout, folder: Path) -> dict[str, torch.Tensor]:
+    with running(CASE, target, rank, seed=4) as run:
+        load_state(run.optimizer, folder / source)
+        assert run.sliver.updates == 7
+        return whole_weights(run.train(7, 13).model)
+
+
+def failing(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     """Rank 1 can't write in its second attempt."""
     full = mock.patch.object(hift_sidecar, "save_file", side_effect=OSError("the disk is full"))
     with running(HiFTCase(), "fsdp2", rank) as run:
@@ -52,35 +52,38 @@ def failing(rank: int, folder: Path) -> dict[str, Any]:
         return {"message": str(raised.value), "updates": run.sliver.updates, "left": left}
 
 
-def both(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    return {"layouts": from_one_layout_to_the_other(rank, folder), "failing": failing(rank, folder)}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sidecar")
 
 
+GoneOn = Callable[[Layout], list[dict[str, torch.Tensor]]]
+
+
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(both, 2, folder)
+def gone_on(folder: Path) -> GoneOn:
+    return ran_once(save_and_go_on, 2, folder)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_goes_on_under_the_other_layout_with_the_same_bits(found: list[dict[str, Any]], way: str) -> None:
-    assert [each["layouts"][way] for each in found] == [[], []]
+def test_a_run_goes_on_under_the_other_layout_with_the_same_bits(way: str, gone_on: GoneOn, folder: Path) -> None:
+    source, target = WAYS[way]
+    expected = gone_on(source)
+    for found, wanted in zip(run_ranks(go_on_from, 2, source, target, folder), expected, strict=True):
+        assert differing(found, wanted) == []
 
 
-def test_a_rank_that_cannot_write_fails_all_and_leaves_the_older_state(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        assert "rank 1: OSError: the disk is full" in each["failing"]["message"]
-        assert each["failing"]["updates"] == 1
-        assert each["failing"]["left"] == ["failing"]
+def test_a_rank_that_cannot_write_fails_all_and_leaves_the_older_state(tmp_path: Path) -> None:
+    for found in run_ranks(failing, 2, tmp_path):
+        assert "rank 1: OSError: the disk is full" in found["message"]
+        assert found["updates"] == 1
+        assert found["left"] == ["failing"]
 
 
-def test_one_process_reads_what_two_wrote(found: list[dict[str, Any]], folder: Path) -> None:
+def test_one_process_reads_what_two_wrote(gone_on: GoneOn, folder: Path) -> None:
     loaded = []
     for layout in LAYOUTS:
+        gone_on(layout)
         hift = HiFT(tiny_llama(torch.bfloat16, seed=9), torch.optim.AdamW, **ADAMW)
         load_state(hift, folder / layout)
         assert hift.updates == 7 and hift.active_group == 2
@@ -138,7 +141,8 @@ def test_a_file_that_is_lost_or_of_another_group_is_named(
     assert hift.updates == 0
 
 
-def test_rows_that_are_lost_are_noticed(found: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+def test_rows_that_are_lost_are_noticed(gone_on: GoneOn, folder: Path, tmp_path: Path) -> None:
+    gone_on("fsdp2")
     shutil.copytree(folder / "fsdp2", tmp_path / "hift")
     header = torch.load(tmp_path / "hift" / "header.pt")
     torch.save({**header, "num_ranks": 1}, tmp_path / "hift" / "header.pt")

@@ -1,6 +1,7 @@
 """Checkpoints of `accelerator.save_state` with their manifests: on two ranks, and what one process makes of them."""
 
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from slivertune.core.manifest import MANIFEST_NAME, DamagedCheckpointError, find
 from slivertune.parallel.checkpoint.sharded_weights import check_form, load_sharded_weights
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import differing, tiny_llama
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ran_once, run_ranks
 from tests.parallel.contract.hift import HiFTCase
 from tests.parallel.contract.runs import Case, load, message_of, running, save
 from tests.parallel.contract.sft import SFTCase
@@ -57,33 +58,43 @@ def damage(folder: Path, name: str) -> None:
         path.write_bytes(content)
 
 
-def save_and_be_refused(rank: int, num_ranks: int, root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for layout in LAYOUTS:
-        place = root / layout
-        with running(CASE, layout, rank) as run:
-            run.train(0, SAVED - 1)
-            save(run, place / "first")
-            save(run, place / "saved")  # and written over by the next
-            run.train(SAVED - 1, SAVED)
-            save(run, place / "saved")
-            found[layout] = {"refused": {}}
-        with running(CASE, layout, rank, seed=3) as run:
-            before = whole_weights(run.model)
-            for name in DAMAGED:
-                if rank == 0:
-                    shutil.copytree(place / "saved", place / name)
-                    damage(place / name, name)
-                dist.barrier()
-                found[layout]["refused"][name] = message_of(partial(load, run, place / name))
-            found[layout]["untouched"] = differing(whole_weights(run.model), before) == [] and run.sliver.updates == 0
-            # What a rank says where rank 1 can't write; the folder that it wrote into is not whole, and others are.
-            full = mock.patch.object(torch, "save", side_effect=OSError("the disk is full"))
-            with full if rank == 1 else nullcontext(), pytest.raises(OSError, match="disk is full"):
-                save(run, place / "full")
+SaveOnce = Callable[[Layout], list[None]]
+
+
+def save_some(rank: int, num_ranks: int, layout: Layout, root: Path) -> None:
+    place = root / layout
+    with running(CASE, layout, rank) as run:
+        run.train(0, SAVED - 1)
+        save(run, place / "first")
+        save(run, place / "saved")  # and written over by the next
+        run.train(SAVED - 1, SAVED)
+        save(run, place / "saved")
+
+
+def load_damaged(rank: int, num_ranks: int, layout: Layout, name: str, root: Path) -> tuple[str, bool]:
+    """What is said, and whether all is as before."""
+    place = root / layout
+    with running(CASE, layout, rank, seed=3) as run:
+        before = whole_weights(run.model)
+        if rank == 0:
+            shutil.copytree(place / "saved", place / name)
+            damage(place / name, name)
+        dist.barrier()
+        message = message_of(partial(load, run, place / name))
+        return message, differing(whole_weights(run.model), before) == [] and run.sliver.updates == 0
+
+
+def save_where_a_disk_is_full(rank: int, num_ranks: int, layout: Layout, root: Path) -> None:
+    # What a rank says where rank 1 can't write; the folder that it wrote into is not whole, and others are.
+    full = mock.patch.object(torch, "save", side_effect=OSError("the disk is full"))
+    refused = pytest.raises(OSError, match="disk is full")
+    with running(CASE, layout, rank, seed=3) as run, full if rank == 1 else nullcontext(), refused:
+        save(run, root / layout / "full")
+
+
+def load_other_form(rank: int, num_ranks: int, root: Path) -> str:
     with running(CASE, "fsdp2", rank) as run:
-        found["ddp by fsdp2"] = message_of(lambda: load(run, root / "ddp" / "saved"))
-    return found
+        return message_of(lambda: load(run, root / "ddp" / "saved"))
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +103,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(root: Path) -> list[dict[str, Any]]:
-    return run_ranks(save_and_be_refused, 2, root, timeout_s=300)
+def save_once(root: Path) -> SaveOnce:
+    """Saves under a layout: `root/layout/saved`, and an older `first`."""
+    return ran_once(save_some, 2, root)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_files_are_listed(layout: str, ranks: list[dict[str, Any]], root: Path) -> None:
+def test_all_ranks_files_are_listed(layout: Layout, save_once: SaveOnce, root: Path) -> None:
+    save_once(layout)
     folder = root / layout / "saved"
     assert find_damage(folder) is None
     listed = set(read_entries(folder)["files"])
@@ -107,33 +120,36 @@ def test_all_ranks_files_are_listed(layout: str, ranks: list[dict[str, Any]], ro
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", DAMAGED)
 def test_every_rank_names_the_damage_before_anything_is_loaded(
-    layout: str, name: str, ranks: list[dict[str, Any]], root: Path
+    layout: Layout, name: str, save_once: SaveOnce, root: Path
 ) -> None:
+    save_once(layout)
     place, kind = DAMAGED[name]
     words = {"remove": "is missing", "cut": "bytes where", "flip": "holds other bytes", "older": "hift/slivertune_"}
-    for rank in ranks:
-        message = rank[layout]["refused"][name]
+    for message, is_as_before in run_ranks(load_damaged, 2, layout, name, root):
         assert message.startswith(
             f"DamagedCheckpointError: {root / layout / name} can't be loaded, and nothing of it was"
         )
         assert "its writing was cut short" in message if name == "manifest" else words[kind] in message
         assert f"such as {root / layout}" in message
         assert name == "model" or Path(place).name in message or name == "older half"
-        assert rank[layout]["untouched"]
+        assert is_as_before
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_that_cannot_write_leaves_no_manifest_and_all_say_so(
-    layout: str, ranks: list[dict[str, Any]], root: Path
+    layout: Layout, save_once: SaveOnce, root: Path
 ) -> None:
+    save_once(layout)
+    run_ranks(save_where_a_disk_is_full, 2, layout, root)
     assert find_damage(root / layout / "full") is not None
     assert find_damage(root / layout / "saved") is None
 
 
-def test_ranks_with_shards_say_which_weights_they_read(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert "ddp/saved has no weights in FSDP's form" in rank["ddp by fsdp2"]
-        assert "resume in one process or under DDP" in rank["ddp by fsdp2"]
+def test_ranks_with_shards_say_which_weights_they_read(save_once: SaveOnce, root: Path) -> None:
+    save_once("ddp")
+    for message in run_ranks(load_other_form, 2, root):
+        assert "ddp/saved has no weights in FSDP's form" in message
+        assert "resume in one process or under DDP" in message
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2"])
@@ -172,8 +188,9 @@ def test_one_process_is_guarded_likewise_and_missing_objects_are_named(case: Cas
 
 
 def test_sharded_weights_without_the_methods_own_state_are_refused(
-    ranks: list[dict[str, Any]], root: Path, tmp_path: Path
+    save_once: SaveOnce, root: Path, tmp_path: Path
 ) -> None:
+    save_once("fsdp2")
     shutil.copytree(root / "fsdp2" / "saved", tmp_path / "saved")
     shutil.rmtree(tmp_path / "saved" / "hift")
     write_manifest(tmp_path / "saved")
@@ -184,7 +201,8 @@ def test_sharded_weights_without_the_methods_own_state_are_refused(
         assert differing(whole_weights(run.model), before) == []
 
 
-def test_weights_of_another_model_are_refused(ranks: list[dict[str, Any]], root: Path) -> None:
+def test_weights_of_another_model_are_refused(save_once: SaveOnce, root: Path) -> None:
+    save_once("fsdp2")
     folder = root / "fsdp2" / "saved"
     with pytest.raises(ValueError, match="is of another model: it lacks"):
         load_sharded_weights(tiny_llama(torch.bfloat16, blocks=4), folder)

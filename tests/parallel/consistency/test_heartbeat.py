@@ -1,13 +1,12 @@
 import os
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, digest, world_size
-from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.runs import message_of
 
 
@@ -77,26 +76,3 @@ def test_a_digest_tells_bits_shapes_dtypes_and_names_apart() -> None:
     different = ({"a": zeros}, {"b": zeros}, {"a": torch.zeros(2, 2)}, {"a": zeros.int()}, {"a": -zeros})
     assert len(set(map(digest, different))) == 5
     assert digest({"a": torch.zeros(4), "b": torch.ones(1)}) == digest({"b": torch.ones(1), "a": torch.zeros(4)})
-
-
-def fail_on_one(rank: int, num_ranks: int) -> int:
-    if rank == 1:
-        raise ValueError("only here")
-    return rank
-
-
-def hang(rank: int, num_ranks: int) -> None:
-    if rank == 0:
-        time.sleep(60)
-
-
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (fail_on_one, r"(?s)rank 1 failed:.*ValueError: only here"),
-        pytest.param(hang, "rank 0 did not return within 20 s", marks=pytest.mark.slow),
-    ],
-)
-def test_the_helper_names_a_rank_that_fails_or_hangs(function: Callable[..., object], said: str) -> None:
-    with pytest.raises(RankError, match=said):
-        run_ranks(function, 2, timeout_s=20)

@@ -13,7 +13,7 @@ from slivertune.parallel.consistency.processes import describe_end, keeping_time
 from slivertune.training.ranks.coordinator import join_launch
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import CPU, ZERO, quiet, running
+from tests.parallel.contract.runs import ZERO, quiet, running
 
 AT_EXIT = "from slivertune.parallel.consistency import processes; processes.let_threads_finish_at_exit()"
 
@@ -50,7 +50,7 @@ def count_exit_callbacks(rank: int, world: int) -> list[int]:
 
 
 def test_ranks_of_a_method_and_of_the_command_ask_for_it() -> None:
-    for none, with_heartbeat, with_launch in run_ranks(count_exit_callbacks, 2):
+    for none, with_heartbeat, with_launch in run_ranks(count_exit_callbacks, 2, is_first=True):
         assert none < with_heartbeat < with_launch
 
 
@@ -85,7 +85,7 @@ def timeouts_of_groups(rank: int, num_ranks: int) -> list[timedelta | None]:
 
 @pytest.mark.slow
 def test_every_process_group_of_an_engine_has_the_users_timeout() -> None:
-    for found in run_ranks(timeouts_of_groups, 2, env=CPU, collective_timeout_s=60):
+    for found in run_ranks(timeouts_of_groups, 2, is_first=True):
         assert set(found) == {timedelta(seconds=60)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +18,10 @@ from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.layout import Layout
 from tests.helpers.accelerator import forgotten, one_device
 from tests.helpers.models import tiny_llama
-from tests.helpers.ranks import RankError, run_ranks
 from tests.parallel.reference import batch_of, on_fsdp2_ranks
 
 ZERO: tuple[Layout, ...] = ("zero1", "zero2", "zero3")
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp2", *ZERO)
-CPU = {"DS_ACCELERATOR": "cpu"}
-"""Environment of ranks on which DeepSpeed runs."""
 BUCKET = 3000
 """Elements of a reduce bucket under ZeRO: fewer than in any group of HiFT, so that every group fills several."""
 
@@ -271,6 +268,11 @@ def running(
             yield run
             if layout in ZERO:
                 run.model.destroy()
+            elif isinstance(run.sliver, st.HiFT):
+                run.sliver.detach()
+            # Autograd holds these hooks, and they what they belong to: a model and its process groups, for good.
+            for parameter in run.model.parameters():
+                (parameter._post_accumulate_grad_hooks or {}).clear()
 
 
 def save(run: Run, folder: Path) -> None:
@@ -311,41 +313,3 @@ def message_of(call: Callable[[], object]) -> str:
     except (ValueError, RuntimeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-Found = dict[tuple[str, str], dict[str, Any]]
-"""What a rank has of each method's cases, by their names."""
-
-
-def launched_once(
-    function: Callable[..., Found],
-    cases: Mapping[tuple[str, Layout, str], Case],
-    asked: Collection[tuple[str, Layout, str]],
-    *more: Any,
-) -> Callable[[Layout], list[Found]]:
-    """Start each layout's two ranks once, when the first test asks for them, and never again after an error.
-
-    Args:
-        function: Called on each rank with its layout, the cases and more.
-        cases: By method, layout and name.
-        asked: Those that the tests of this run are about.
-        more: Arguments.
-
-    Returns:
-        A function that gives what each rank of a layout found.
-    """
-    known: dict[Layout, list[Found] | RankError] = {}
-
-    def of_layout(layout: Layout) -> list[Found]:
-        if layout not in known:
-            of_it = {(key[0], key[2]): case for key, case in cases.items() if key[1] == layout and key in asked}
-            try:
-                known[layout] = run_ranks(function, 2, layout, of_it, *more, env=CPU, timeout_s=600)
-            except RankError as error:
-                known[layout] = error
-        found = known[layout]
-        if isinstance(found, RankError):
-            raise found
-        return found
-
-    return of_layout

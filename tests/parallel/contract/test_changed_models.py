@@ -17,9 +17,9 @@ from slivertune import SFT
 from slivertune.core.layout import Layout
 from slivertune.parallel.zero.shares import fp32_weights
 from tests.helpers.models import LAYERS, differing, tiny_llama, weights
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ran_once
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, message_of, running
+from tests.parallel.contract.runs import LAYOUTS, ZERO, Case, message_of, running
 from tests.parallel.contract.sft import SFTCase
 from tests.parallel.reference import whole_weights
 
@@ -96,20 +96,9 @@ CHANGES: dict[str, dict[str, Change]] = {
 OF_REFUSED = [(method, change) for method in CASES for change in REFUSED[method]]
 
 
-def everywhere(rank: int, num_ranks: int, folder: Path) -> dict[Any, Any]:
-    """By method, layout and change what the training came to, or what was said."""
-    found: dict[Any, Any] = {}
-    for layout in LAYOUTS:
-        found |= {(kind, layout): hift_on(layout, kind, rank, folder / kind) for kind in DTYPES}
-        found["sparse", layout] = sft_on(layout, rank)
-        for method, case in CASES.items():
-            for name, change in CHANGES[method].items():
-                if (method, name) != ("sft", "elsewhere"):
-                    found[method, layout, name] = changed_on_its_way(case, layout, rank, change)
-    return found
-
-
-def changed_on_its_way(case: Case, layout: Layout, rank: int, change: Change) -> Any:
+def changed_on_its_way(rank: int, num_ranks: int, method: str, layout: Layout, name: str) -> Any:
+    """What the training came to, or what was said."""
+    case, change = CASES[method], CHANGES[method][name]
     with running(case, layout, rank) as run:
 
         def train() -> None:
@@ -142,7 +131,7 @@ def put_in(model: nn.Module, values: Mapping[str, torch.Tensor], layout: Layout)
             parameter.data.copy_(value)
 
 
-def hift_on(layout: Layout, kind: str, rank: int, folder: Path) -> dict[str, Any]:
+def hift_on(rank: int, num_ranks: int, layout: Layout, kind: str, folder: Path) -> dict[str, Any]:
     """A cycle, other weights, and a cycle at rate zero, before which a checkpoint is written under ZeRO."""
     dtype = DTYPES[kind]
     with running(AT_ANY_RATE[kind], layout, rank) as run:
@@ -150,14 +139,14 @@ def hift_on(layout: Layout, kind: str, rank: int, folder: Path) -> dict[str, Any
         trained = differing(whole_weights(run.model), weights(tiny_llama(dtype)))
         put_in(run.model, weights(tiny_llama(dtype, seed=7)), layout)
         if layout in ZERO and kind == "bf16":
-            run.model.save_checkpoint(str(folder / layout))
+            run.model.save_checkpoint(str(folder / kind / layout))
         for group in run.sliver.param_groups:
             group["lr"] = 0.0
         run.train(LAYERS, 2 * LAYERS)
         return {"weights": whole_weights(run.model), "trained": trained, "updates": run.sliver.updates}
 
 
-def sft_on(layout: Layout, rank: int) -> dict[str, Any]:
+def sft_on(rank: int, num_ranks: int, layout: Layout) -> dict[str, Any]:
     """Some steps, other weights, and what was trained next, or what was said."""
     with running(SPARSE, layout, rank) as run:
         run.train(0, 2)
@@ -184,74 +173,96 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("loaded")
 
 
+Changed = Callable[[str, Layout, str], list[Any]]
+OnRanks = Callable[..., list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def ran(folder: Path) -> list[dict[Any, Any]]:
-    return run_ranks(everywhere, 2, folder, env=CPU, timeout_s=400)
+def changed() -> Changed:
+    return ran_once(changed_on_its_way, 2)
 
 
-@pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
-def found(request: pytest.FixtureRequest, ran: list[dict[Any, Any]]) -> dict[Any, Any]:
-    return ran[request.param]
+@pytest.fixture(scope="module")
+def of_hift(folder: Path) -> OnRanks:
+    return ran_once(hift_on, 2, folder)
 
 
+@pytest.fixture(scope="module")
+def of_sft() -> OnRanks:
+    return ran_once(sft_on, 2)
+
+
+RANKS = pytest.mark.parametrize("rank", [0, 1])
+
+
+@RANKS
 @pytest.mark.parametrize("change", HARMLESS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", CASES)
 def test_requires_grad_of_others_changes_nothing(
-    method: str, layout: Layout, change: str, found: dict[Any, Any]
+    method: str, layout: Layout, change: str, rank: int, changed: Changed
 ) -> None:
-    assert differing(found[method, layout, change], found[method, layout, "nothing"]) == []
+    assert differing(changed(method, layout, change)[rank], changed(method, layout, "nothing")[rank]) == []
 
 
+@RANKS
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("method", "change"), OF_REFUSED)
 def test_other_tensors_are_an_error_that_names_them(
-    method: str, layout: Layout, change: str, found: dict[Any, Any]
+    method: str, layout: Layout, change: str, rank: int, changed: Changed
 ) -> None:
     # FSDP2 itself refuses to cast its shards.
     expected = "Couldn't swap" if (layout, change) == ("fsdp2", "cast") else REFUSED[method][change][1]
-    assert expected in found[method, layout, change]
+    assert expected in changed(method, layout, change)[rank]
 
 
+@RANKS
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_memory_behind_a_weight_is_followed_or_an_error(layout: Layout, found: dict[Any, Any]) -> None:
+def test_other_memory_behind_a_weight_is_followed_or_an_error(layout: Layout, rank: int, changed: Changed) -> None:
+    found = changed("hift", layout, "elsewhere")[rank]
     if layout in ("zero1", "zero2"):
-        assert "lm_head.weight lies in other memory than DeepSpeed" in found["hift", layout, "elsewhere"]
+        assert "lm_head.weight lies in other memory than DeepSpeed" in found
     else:
-        assert differing(found["hift", layout, "elsewhere"], found["hift", layout, "nothing"]) == []
+        assert differing(found, changed("hift", layout, "nothing")[rank]) == []
 
 
+@RANKS
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_cycle_at_rate_zero_does_not_bring_the_old_weights_back(
-    layout: Layout, kind: str, found: dict[Any, Any]
+    layout: Layout, kind: str, rank: int, of_hift: OnRanks
 ) -> None:
-    new = weights(tiny_llama(DTYPES[kind], seed=7))
-    assert found[kind, layout]["updates"] == 2 * LAYERS
-    assert sorted(found[kind, layout]["trained"]) == sorted(new)
-    assert differing(found[kind, layout]["weights"], new) == []
+    new, found = weights(tiny_llama(DTYPES[kind], seed=7)), of_hift(layout, kind)[rank]
+    assert found["updates"] == 2 * LAYERS
+    assert sorted(found["trained"]) == sorted(new)
+    assert differing(found["weights"], new) == []
 
 
 @pytest.mark.parametrize("layout", ZERO)
 def test_a_checkpoint_that_is_written_before_the_next_step_has_their_masters(
-    layout: Layout, folder: Path, ran: list[dict[Any, Any]]
+    layout: Layout, folder: Path, of_hift: OnRanks
 ) -> None:
     new = weights(tiny_llama(torch.bfloat16, seed=7))
+    assert of_hift(layout, "bf16")
     (saved,) = [path for path in (folder / "bf16" / layout).iterdir() if path.is_dir()]
     masters = fp32_weights(saved)
     assert differing({name: masters[name].to(torch.bfloat16) for name in new}, new) == []
 
 
+@RANKS
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in IN_SHARDS])
-def test_sft_takes_whole_weights_for_pretrained_ones(layout: Layout, found: dict[Any, Any]) -> None:
-    assert found["sparse", layout]["step"] == found["sparse", layout]["merge"] == ""
-    assert found["sparse", layout]["updates"] == 3
-    assert differing(found["sparse", layout]["bases"], found["sparse", layout]["expected"]) == []
+def test_sft_takes_whole_weights_for_pretrained_ones(layout: Layout, rank: int, of_sft: OnRanks) -> None:
+    found = of_sft(layout)[rank]
+    assert found["step"] == found["merge"] == ""
+    assert found["updates"] == 3
+    assert differing(found["bases"], found["expected"]) == []
 
 
+@RANKS
 @pytest.mark.parametrize("act", ["step", "merge"])
 @pytest.mark.parametrize("layout", IN_SHARDS)
-def test_sft_refuses_weights_that_were_put_into_shards(layout: Layout, act: str, found: dict[Any, Any]) -> None:
-    assert found["sparse", layout]["updates"] == 2
-    assert "self_attn.q_proj.weight were set by something else than SFT" in found["sparse", layout][act]
-    assert "before slivertune.prepare" in found["sparse", layout][act]
+def test_sft_refuses_weights_that_were_put_into_shards(layout: Layout, act: str, rank: int, of_sft: OnRanks) -> None:
+    found = of_sft(layout)[rank]
+    assert found["updates"] == 2
+    assert "self_attn.q_proj.weight were set by something else than SFT" in found[act]
+    assert "before slivertune.prepare" in found[act]

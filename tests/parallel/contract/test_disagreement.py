@@ -20,7 +20,7 @@ from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from tests.helpers.models import differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import CPU, ZERO, Case, Run, message_of, refusal_of, running
+from tests.parallel.contract.runs import ZERO, Case, Run, message_of, refusal_of, running
 from tests.parallel.contract.sft import SFTCase
 from tests.parallel.ddp.test_gradient_sync import recorded_sums, rows, shared
 from tests.parallel.reference import ADAMW, whole_weights
@@ -87,44 +87,39 @@ PREPARED: dict[tuple[Layout, str], tuple[Case, Case, str]] = {
 }
 
 
-def prepare_all(rank: int, num_ranks: int) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for (layout, what), cases in PREPARED.items():
-        with pytest.warns(UserWarning, match="HiFT keeps them frozen") if rank and what == "groups" else nullcontext():
-            found[layout, what] = refusal_of(cases[rank], layout, rank)
-    for layout in ("ddp", "fsdp2"):
-        found[layout, "same"] = refusal_of(SHUFFLED, layout, rank)
-        found[layout, "place of files"] = refusal_of(
-            having(HIFT, state="disk", state_dir=f"of-rank-{rank}"), layout, rank
-        )
-    with running(HIFT, "ddp", rank, seed=rank) as run:
-        found["ddp", "weights"] = whole_weights(run.model)
-    found["fsdp2", "weights"] = refusal_of(HIFT, "fsdp2", rank, seed=rank)
-    return found
-
-
-@pytest.fixture(scope="module")
-def prepared() -> list[dict[Any, Any]]:
-    return run_ranks(prepare_all, 2, env=CPU, timeout_s=400)
+def prepare(rank: int, num_ranks: int, layout: Layout, what: str) -> str:
+    with pytest.warns(UserWarning, match="HiFT keeps them frozen") if rank and what == "groups" else nullcontext():
+        return refusal_of(PREPARED[layout, what][rank], layout, rank)
 
 
 @pytest.mark.parametrize(("layout", "what"), PREPARED)
-def test_settings_that_differ_are_named_at_prepare(layout: Layout, what: str, prepared: list[dict[Any, Any]]) -> None:
-    for found in prepared:
-        assert found[layout, what].startswith("ValueError: the ranks disagree on")
-        assert PREPARED[layout, what][2] in found[layout, what]
+def test_settings_that_differ_are_named_at_prepare(layout: Layout, what: str) -> None:
+    for said in run_ranks(prepare, 2, layout, what):
+        assert said.startswith("ValueError: the ranks disagree on")
+        assert PREPARED[layout, what][2] in said
+
+
+def prepare_alike(rank: int, num_ranks: int, layout: Layout, what: str) -> str:
+    own_places = having(HIFT, state="disk", state_dir=f"of-rank-{rank}")
+    return refusal_of(SHUFFLED if what == "same" else own_places, layout, rank)
 
 
 @pytest.mark.parametrize("what", ["same", "place of files"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_the_same_settings_pass(layout: Layout, what: str, prepared: list[dict[Any, Any]]) -> None:
-    assert [found[layout, what] for found in prepared] == ["", ""]
+def test_the_same_settings_pass(layout: Layout, what: str) -> None:
+    assert run_ranks(prepare_alike, 2, layout, what) == ["", ""]
 
 
-def test_ddp_sends_the_weights_of_rank_0_and_fsdp2_refuses_different_ones(prepared: list[dict[Any, Any]]) -> None:
-    for found in prepared:
-        assert differing(found["ddp", "weights"], weights(tiny_llama(seed=0))) == []
-        assert "disagree on the bits of model.embed_tokens.weight" in found["fsdp2", "weights"]
+def prepare_other_weights(rank: int, num_ranks: int) -> tuple[dict[str, torch.Tensor], str]:
+    with running(HIFT, "ddp", rank, seed=rank) as run:
+        of_ddp = whole_weights(run.model)
+    return of_ddp, refusal_of(HIFT, "fsdp2", rank, seed=rank)
+
+
+def test_ddp_sends_the_weights_of_rank_0_and_fsdp2_refuses_different_ones() -> None:
+    for of_ddp, said in run_ranks(prepare_other_weights, 2):
+        assert differing(of_ddp, weights(tiny_llama(seed=0))) == []
+        assert "disagree on the bits of model.embed_tokens.weight" in said
 
 
 def backward(run: Run) -> None:
@@ -300,29 +295,23 @@ DISTURBANCES: dict[str, Disturbance] = {
 }
 
 
-def disturb(rank: int, num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
+def disturb(rank: int, num_ranks: int, name: str, folder: Path) -> dict[str, Any]:
     os.chdir(folder)
-    return {name: each.do(rank) for name, each in DISTURBANCES.items()} | {"unit": apart_in_the_gradient_sync(rank)}
-
-
-@pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(disturb, 2, tmp_path_factory.mktemp("drift"), env=CPU, timeout_s=400, collective_timeout_s=20)
+    return DISTURBANCES[name].do(rank)
 
 
 @pytest.mark.parametrize("name", DISTURBANCES)
-def test_every_rank_says_what_each_does_before_anything_is_shared(
-    name: str, disturbed: list[dict[str, dict[str, Any]]]
-) -> None:
-    for found in (each[name] for each in disturbed):
+def test_every_rank_says_what_each_does_before_anything_is_shared(name: str, tmp_path: Path) -> None:
+    ranks = run_ranks(disturb, 2, name, tmp_path)
+    for found in ranks:
         assert all(part in found["message"] for part in DISTURBANCES[name].said), found["message"]
         assert found["updates"] == DISTURBANCES[name].updates
     if not DISTURBANCES[name].is_weight:
         # Nothing was averaged or updated by one rank alone.
-        assert differing(*(each[name]["weights"] for each in disturbed)) == []
+        assert differing(*(found["weights"] for found in ranks)) == []
 
 
-def apart_in_the_gradient_sync(rank: int) -> dict[str, Any]:
+def apart_in_the_gradient_sync(rank: int, num_ranks: int) -> dict[str, Any]:
     """Groups of other sizes on each rank: gloo would abort the process at the first bucket."""
     model = shared()
     for parameter in model.layers[rank].parameters() if rank else [model.scale]:
@@ -340,10 +329,8 @@ def apart_in_the_gradient_sync(rank: int) -> dict[str, Any]:
     return {"message": message, "sent": sums.call_count}
 
 
-def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket(
-    disturbed: list[dict[str, dict[str, Any]]],
-) -> None:
-    for found in (each["unit"] for each in disturbed):
+def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket() -> None:
+    for found in run_ranks(apart_in_the_gradient_sync, 2):
         said = (f"rank {rank} is averaging gradients at update 4, group {rank}" for rank in (0, 1))
         assert all(part in found["message"] for part in said), found["message"]
         assert found["sent"] == 0

@@ -2,20 +2,22 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from slivertune.core.layout import Layout
 from slivertune.parallel.ddp import gradient_sync
-from tests.helpers.launching import run_python
 from tests.helpers.models import BLOCKS, assert_same_tree, differing, weights
-from tests.helpers.ranks import asked_for, quick, run_ranks
+from tests.helpers.ranks import RankError, asked_for, quick, ran_once, run_ranks
 from tests.parallel.contract.cases import HIFT, MA, QUICK_OF_HIFT, QUICK_OF_SFT, SFT
 from tests.parallel.contract.hift import HiFTCase, active_group
-from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, Run, launched_once, running
+from tests.parallel.contract.plain import load_all
+from tests.parallel.contract.runs import LAYOUTS, ZERO, Case, Run, running
 from tests.parallel.contract.sft import SFTCase
 
 CASES: dict[tuple[str, Layout, str], Case] = {
@@ -32,33 +34,31 @@ QUICK = [
     or (method == "sft" and name in QUICK_OF_SFT)
 ]
 EVALUATED = [("sft", "fsdp2", "Llama: AG"), ("sft", "fsdp2", "Llama: AG, evaluated in between")]
-Trained = Callable[[Layout], list[Found]]
+Trained = Callable[[str, Layout, str], list[dict[str, Any]]]
+"""Gives what each rank has of a method's case under a layout, by its name."""
+# Buckets of 3,000 bytes cut every weight of the tiny model, most of them in several parts.
+IN_SMALL_BUCKETS = mock.patch.object(gradient_sync, "BUCKET_BYTES", 3_000)
 
 
-def train_all(rank: int, num_ranks: int, layout: Layout, cases: dict[tuple[str, str], Case], folder: Path) -> Found:
-    """Train cases; the models lie in `folder/layout/method/name` then, as Hugging Face checkpoints."""
-    # Buckets of 3,000 bytes cut every weight of the tiny model, most of them in several parts.
-    gradient_sync.BUCKET_BYTES = 3_000
-    found: Found = {}
-    for (method, name), case in cases.items():
-        # Where rank 0's weights count, the others' are arbitrary.
-        with running(
-            case, layout, rank, seed=rank if (layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")) else 0
-        ) as run:
-            watched = watch(run) if method == "hift" else {}
-            began = time.perf_counter()
-            run.train(0, case.updates)
-            seconds = time.perf_counter() - began
-            result = {**case.result(run), **watched, "seconds": seconds, "engine": type(run.model).__name__}
-            if layout in ZERO and method == "hift":
-                schedule = run.model.hift_schedule
-                result["switches"] = schedule.num_switches
-                result["overhead"] = schedule.switch_seconds - schedule.copy_seconds
-            result["weights"] = case.merged(run)
-            if isinstance(case, HiFTCase) or case.model == "llama":
-                export(run, result["weights"], folder / layout / method / name)
-            found[method, name] = result
-    return found
+def train(rank: int, num_ranks: int, method: str, layout: Layout, name: str, folder: Path) -> dict[str, Any]:
+    """Train a case; the model lies in `folder/layout/method/name` then, as a Hugging Face checkpoint."""
+    case = CASES[method, layout, name]
+    # Where rank 0's weights count, the others' are arbitrary.
+    seed = rank if (layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")) else 0
+    with IN_SMALL_BUCKETS, running(case, layout, rank, seed=seed) as run:
+        watched = watch(run) if method == "hift" else {}
+        began = time.perf_counter()
+        run.train(0, case.updates)
+        seconds = time.perf_counter() - began
+        result = {**case.result(run), **watched, "seconds": seconds, "engine": type(run.model).__name__}
+        if layout in ZERO and method == "hift":
+            schedule = run.model.hift_schedule
+            result["switches"] = schedule.num_switches
+            result["overhead"] = schedule.switch_seconds - schedule.copy_seconds
+        result["weights"] = case.merged(run)
+        if isinstance(case, HiFTCase) or case.model == "llama":
+            export(run, result["weights"], folder / layout / method / name)
+        return result
 
 
 def watch(run: Run) -> dict[str, Any]:
@@ -96,64 +96,59 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, folder: Path) -> Trained:
-    """Each layout's ranks are started once, for the cases of both methods that are asked for."""
-    return launched_once(train_all, CASES, asked_for(request, "method", "layout", "name"), folder)
+def trained(folder: Path) -> Trained:
+    return ran_once(train, 2, folder)
 
 
 @pytest.mark.parametrize(("method", "layout", "name"), quick(CASES, QUICK))
 def test_two_ranks_equal_one_process_on_the_whole_batch(
     method: str, layout: Layout, name: str, trained: Trained
 ) -> None:
-    CASES[method, layout, name].assert_equals_one_process([found[method, name] for found in trained(layout)], layout)
+    CASES[method, layout, name].assert_equals_one_process(trained(method, layout, name), layout)
 
 
-def runs_of_hift(layout: Layout, trained: Trained) -> list[tuple[str, HiFTCase, list[dict[str, Any]]]]:
-    """Those that were asked for: name, case, and what each rank has."""
-    ranks = trained(layout)
-    return [
-        (name, HIFT[layout][name], [found[method, name] for found in ranks])
-        for method, name in ranks[0]
-        if method == "hift"
-    ]
+of_each_run_of_hift = pytest.mark.parametrize(
+    ("layout", "name"),
+    quick(*([(layout, name) for method, layout, name in keys if method == "hift"] for keys in (CASES, QUICK))),
+)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_is_that_of_its_layout(layout: Layout, trained: Trained) -> None:
-    engines = {"ddp": "LlamaForCausalLM", "fsdp2": "FSDPLlamaForCausalLM"}
-    for _, _, results in runs_of_hift(layout, trained):
-        assert [result["engine"] for result in results] == [engines.get(layout, "DeepSpeedEngine")] * 2
+@of_each_run_of_hift
+def test_a_model_is_that_of_its_layout(layout: Layout, name: str, trained: Trained) -> None:
+    engine = {"ddp": "LlamaForCausalLM", "fsdp2": "FSDPLlamaForCausalLM"}.get(layout, "DeepSpeedEngine")
+    assert [result["engine"] for result in trained("hift", layout, name)] == [engine] * 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_backward_stops_at_the_active_group(layout: Layout, trained: Trained) -> None:
-    for name, case, results in runs_of_hift(layout, trained):
-        if case.checkpointing:
-            continue  # re-entering needs gradients at the bottom
-        for group, blocks in results[0]["reached"]:
-            lowest = max(0, group * case.settings.get("layers_per_group", 1) - 1)
-            assert blocks == frozenset(range(lowest, BLOCKS)), (name, group)
+@of_each_run_of_hift
+def test_backward_stops_at_the_active_group(layout: Layout, name: str, trained: Trained) -> None:
+    case = HIFT[layout][name]
+    for group, blocks in trained("hift", layout, name)[0]["reached"]:
+        # Re-entering needs gradients at the bottom.
+        lowest = 0 if case.checkpointing else max(0, group * case.settings.get("layers_per_group", 1) - 1)
+        assert blocks == frozenset(range(lowest, BLOCKS)), group
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_turn_changes_every_steps_per_group_updates(layout: Layout, trained: Trained) -> None:
-    for _, case, results in runs_of_hift(layout, trained):
-        steps_per_group = case.settings.get("steps_per_group", 1)
-        groups = [group for group, _ in results[0]["reached"][:: case.accumulation]]
-        num_groups = -(-(BLOCKS + 2) // case.settings.get("layers_per_group", 1))
-        turns = groups[::steps_per_group]
-        assert groups == [turns[update // steps_per_group] for update in range(case.updates)]
-        assert sorted(turns[:num_groups]) == list(range(num_groups))
-        assert turns == [turns[index % num_groups] for index in range(len(turns))]
-        assert (turns[:num_groups] == list(range(num_groups))) == ("order" not in case.settings)
-        assert results[0].get("switches", len(turns) - 1) == len(turns) - 1
+@of_each_run_of_hift
+def test_the_turn_changes_every_steps_per_group_updates(layout: Layout, name: str, trained: Trained) -> None:
+    case, result = HIFT[layout][name], trained("hift", layout, name)[0]
+    steps_per_group = case.settings.get("steps_per_group", 1)
+    groups = [group for group, _ in result["reached"][:: case.accumulation]]
+    num_groups = -(-(BLOCKS + 2) // case.settings.get("layers_per_group", 1))
+    turns = groups[::steps_per_group]
+    assert groups == [turns[update // steps_per_group] for update in range(case.updates)]
+    assert sorted(turns[:num_groups]) == list(range(num_groups))
+    assert turns == [turns[index % num_groups] for index in range(len(turns))]
+    assert (turns[:num_groups] == list(range(num_groups))) == ("order" not in case.settings)
+    assert result.get("switches", len(turns) - 1) == len(turns) - 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_param_groups_show_the_schedule_and_held_lr_what_is_applied(layout: Layout, trained: Trained) -> None:
-    for name, _, results in runs_of_hift(layout, trained):
-        shown, held = results[0]["shown"], results[0]["held"]
-        assert len(set(shown)) == 1 and shown[0] != held[0], name
+@of_each_run_of_hift
+def test_param_groups_show_the_schedule_and_held_lr_what_is_applied(
+    layout: Layout, name: str, trained: Trained
+) -> None:
+    result = trained("hift", layout, name)[0]
+    shown, held = result["shown"], result["held"]
+    assert len(set(shown)) == 1 and shown[0] != held[0]
 
 
 @pytest.mark.parametrize("layout", ZERO)
@@ -161,47 +156,37 @@ def test_switches_take_a_small_part_of_a_run_beyond_the_copies(layout: Layout, t
     # `benchmarks/ranks.py` measures the milliseconds; here it is their share of the same run, whatever else the machine
     # does: a hundredth or two, in steps of a tiny model that are short themselves.
     shares = {
-        name: min(result["overhead"] / result["seconds"] for result in results)
-        for name, _, results in runs_of_hift(layout, trained)
+        name: min(result["overhead"] / result["seconds"] for result in trained("hift", layout, name))
+        for name in QUICK_OF_HIFT
     }
     print(f"{layout}:", {name: f"{share:.3f}" for name, share in shares.items()})
     assert min(shares.values()) < 0.1
 
 
-@pytest.fixture(scope="module")
-def loaded(request: pytest.FixtureRequest, folder: Path, trained: Trained) -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters of every checkpoint, by its folder."""
-    for _, layout, _ in asked_for(request, "method", "layout", "name"):
-        trained(layout)
-    # Where slivertune can't be imported.
-    code = (
-        "import sys, pathlib; sys.modules['slivertune'] = None; import torch; "
-        "from transformers import AutoModelForCausalLM; "
-        "folders = [path.parent for path in pathlib.Path('.').absolute().glob('*/*/*/config.json')]; "
-        "models = {'/'.join(each.parts[-3:]): AutoModelForCausalLM.from_pretrained(each, dtype='auto') "
-        "for each in folders}; "
-        "torch.save({name: dict(model.named_parameters()) for name, model in models.items()}, 'loaded.pt')"
-    )
-    run_python("-c", code, cwd=folder, timeout_s=120)
-    return torch.load(folder / "loaded.pt")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "layout", "name"), EVALUATED)
 def test_evaluations_between_steps_change_no_bit(method: str, layout: Layout, name: str, trained: Trained) -> None:
-    for found in trained(layout):
-        first, second = (found[method, other]["state"] for _, _, other in EVALUATED)
-        assert_same_tree(first, second)
+    for first, second in zip(trained(method, layout, name), trained(*EVALUATED[0]), strict=True):
+        assert_same_tree(first["state"], second["state"])
 
 
 LLAMAS = [key for key, case in CASES.items() if isinstance(case, HiFTCase) or case.model == "llama"]
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest, folder: Path, trained: Trained) -> dict[str, dict[str, torch.Tensor]]:
+    """The parameters of the checkpoints that the tests of this run ask for, read in one process, by their folders."""
+    for key in asked_for(request, "method", "layout", "name") & set(LLAMAS):
+        with suppress(RankError):  # which the test of this case raises
+            trained(*key)
+    return run_ranks(load_all, 1, folder, is_first=True)[0]
 
 
 @pytest.mark.parametrize(("method", "layout", "name"), quick(LLAMAS, [key for key in LLAMAS if key in QUICK]))
 def test_the_trained_model_is_a_plain_checkpoint(
     method: str, layout: Layout, name: str, trained: Trained, loaded: dict[str, dict[str, torch.Tensor]]
 ) -> None:
-    case, whole = CASES[method, layout, name], trained(layout)[0][method, name]["weights"]
+    case, whole = CASES[method, layout, name], trained(method, layout, name)[0]["weights"]
     found, before = loaded[f"{layout}/{method}/{name}"], weights(Case(dtype=case.dtype, tied=case.tied).build_model())
     assert found.keys() == before.keys()
     assert differing(found, {name: whole[name] for name in before}) == []
@@ -215,22 +200,13 @@ THREE: dict[tuple[str, Layout, str], Case] = {
 }
 
 
-def train_on_three(rank: int, num_ranks: int, keys: set[tuple[str, Layout, str]]) -> dict[Any, dict[str, Any]]:
-    found = {}
-    for key, case in THREE.items():
-        if key in keys:
-            with running(case, key[1], rank) as run:
-                run.train(0, case.updates)
-                found[key] = {**case.result(run), "weights": case.merged(run)}
-    return found
+def train_on_three(rank: int, num_ranks: int, method: str, layout: Layout, name: str) -> dict[str, Any]:
+    case = THREE[method, layout, name]
+    with running(case, layout, rank) as run:
+        run.train(0, case.updates)
+        return {**case.result(run), "weights": case.merged(run)}
 
 
-@pytest.fixture(scope="module")
-def of_three(request: pytest.FixtureRequest) -> list[dict[Any, dict[str, Any]]]:
-    return run_ranks(train_on_three, 3, asked_for(request, "three", "layout", "name"), env=CPU, timeout_s=600)
-
-
-@pytest.mark.parametrize(("three", "layout", "name"), quick(THREE, list(THREE)[:1]))
-def test_three_ranks_equal_one_process_as_well(three: str, layout: Layout, name: str, of_three: list[Any]) -> None:
-    key = three, layout, name
-    THREE[key].assert_equals_one_process([found[key] for found in of_three], layout)
+@pytest.mark.parametrize(("method", "layout", "name"), quick(THREE, list(THREE)[:1]))
+def test_three_ranks_equal_one_process_as_well(method: str, layout: Layout, name: str) -> None:
+    THREE[method, layout, name].assert_equals_one_process(run_ranks(train_on_three, 3, method, layout, name), layout)

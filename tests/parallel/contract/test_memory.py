@@ -1,6 +1,6 @@
 """What a rank holds and sends under every layout, counted by the ledger; HiFT's on ZeRO is in `zero/test_memory.py`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -14,9 +14,9 @@ from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger, claim
 from slivertune.parallel.ddp import gradient_sync
 from tests.helpers.models import tiny_llama
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ran_once
 from tests.parallel.contract.hift import CYCLE, HiFTCase
-from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, running
+from tests.parallel.contract.runs import LAYOUTS, ZERO, running
 from tests.parallel.contract.sft import SFTCase
 
 NUM_RANKS = 2
@@ -26,10 +26,9 @@ HELD: dict[Layout, tuple[int, float]] = {"ddp": (1, 1.2), "fsdp2": (NUM_RANKS, 1
 """Among how many ranks a layout shares the weights out, and how far the gaps stretch what lies on the host."""
 
 
-def count_hift(layout: Layout, rank: int) -> dict[str, Any]:
+def count_hift(rank: int, num_ranks: int, layout: Layout) -> dict[str, Any]:
     """The ledger's figures of the second cycle, with buckets and pieces that the formula can tell apart."""
-    gradient_sync.BUCKET_BYTES = BUCKET
-    with running(IN_PIECES, layout, rank) as run:
+    with mock.patch.object(gradient_sync, "BUCKET_BYTES", BUCKET), running(IN_PIECES, layout, rank) as run:
         run.train(0, CYCLE)
         groups = [[weight.parameter for weight in run.sliver.weights_of(index)] for index in range(CYCLE)]
         # Under FSDP2 a block is gathered whole, which is not counted among these.
@@ -90,7 +89,7 @@ def counted_bytes() -> Iterator[list[tuple[str, int]]]:
 SPARSE = SFTCase(model="llama", density=0.02, updates=11)
 
 
-def count_sft(layout: Layout, rank: int) -> dict[str, Any]:
+def count_sft(rank: int, num_ranks: int, layout: Layout) -> dict[str, Any]:
     """Bytes of state on this rank after each update, and what it sent in each."""
     # DeepSpeed's own collectives go the same way.
     with (
@@ -130,23 +129,23 @@ def state_of_one_process() -> tuple[list[int], int]:
     return found, sft.num_weights
 
 
-def count_all(rank: int, num_ranks: int, count: Any, layouts: list[Layout]) -> dict[Layout, dict[str, Any]]:
-    return {layout: count(layout, rank) for layout in layouts}
+Figures = Callable[[Layout], list[dict[str, Any]]]
+"""Gives what each rank of a layout has counted."""
 
 
 @pytest.fixture(scope="module")
-def of_hift() -> list[dict[Layout, dict[str, Any]]]:
-    return run_ranks(count_all, NUM_RANKS, count_hift, list(HELD))
+def of_hift() -> Figures:
+    return ran_once(count_hift, NUM_RANKS)
 
 
 @pytest.fixture(scope="module")
-def of_sft() -> list[dict[Layout, dict[str, Any]]]:
-    return run_ranks(count_all, NUM_RANKS, count_sft, list(LAYOUTS), env=CPU, timeout_s=300)
+def of_sft() -> Figures:
+    return ran_once(count_sft, NUM_RANKS)
 
 
 @pytest.mark.parametrize("layout", HELD)
-def test_a_rank_holds_its_weights_the_active_gradients_and_two_pieces(layout: Layout, of_hift: Any) -> None:
-    for figure in (found[layout] for found in of_hift):
+def test_a_rank_holds_its_weights_the_active_gradients_and_two_pieces(layout: Layout, of_hift: Figures) -> None:
+    for figure in of_hift(layout):
         assert figure["parameters"] == figure["share"]  # 2 bytes a parameter, rows rounded up
         gradients = figure["gradients of each group"]
         assert all(held == expected > 0 for held, expected in gradients), gradients
@@ -155,8 +154,8 @@ def test_a_rank_holds_its_weights_the_active_gradients_and_two_pieces(layout: La
         assert 6 * figure["share"] <= figure["host"] <= HELD[layout][1] * 6 * figure["share"]
 
 
-def test_under_ddp_gradients_take_two_buckets_more(of_hift: Any) -> None:
-    for figure in (found["ddp"] for found in of_hift):
+def test_under_ddp_gradients_take_two_buckets_more(of_hift: Figures) -> None:
+    for figure in of_hift("ddp"):
         largest = max(expected for _, expected in figure["gradients of each group"])
         # With the counts, two bytes a part; gloo's thread lets go of a third a moment after it is done.
         assert largest < figure["most gradients"] <= largest + 3 * (BUCKET + 2 * 40)
@@ -164,23 +163,23 @@ def test_under_ddp_gradients_take_two_buckets_more(of_hift: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whatever_a_layout_shares_out_a_ranks_state_is_that_of_one_process(layout: Layout, of_sft: Any) -> None:
+def test_whatever_a_layout_shares_out_a_ranks_state_is_that_of_one_process(layout: Layout, of_sft: Figures) -> None:
     alone, num_weights = state_of_one_process()
     assert max(alone) > 40 * num_weights
     assert min(alone) <= 22 * num_weights + 4, "fp32 weights: 22 bytes, and the witness"
-    assert [found[layout]["state"] for found in of_sft] == [alone] * NUM_RANKS
+    assert [found["state"] for found in of_sft(layout)] == [alone] * NUM_RANKS
 
 
 @pytest.mark.slow
-def test_gradients_of_weights_that_do_not_train_are_never_there_together(of_sft: Any) -> None:
+def test_gradients_of_weights_that_do_not_train_are_never_there_together(of_sft: Figures) -> None:
     dense = max(4 * tensor.numel() for tensor in tiny_llama().parameters())
-    for found in (each["ddp"] for each in of_sft):
+    for found in of_sft("ddp"):
         assert found["most gradients"] < found["dense bytes"] / 4 + 4 * dense
 
 
 @pytest.mark.slow
-def test_an_update_sends_little_more_than_the_trained_weights_gradient(of_sft: Any) -> None:
-    for found in (each["ddp"] for each in of_sft):
+def test_an_update_sends_little_more_than_the_trained_weights_gradient(of_sft: Figures) -> None:
+    for found in of_sft("ddp"):
         count, sent = found["num_weights"], found["sent"]
         num_bytes = [sum(size for name, size in each if name != "all_gather_object") for each in sent]
         # Beside the gradient, a number a tensor says whether there is one, and before averaging and stepping each rank
@@ -195,10 +194,10 @@ def test_an_update_sends_little_more_than_the_trained_weights_gradient(of_sft: A
 
 
 @pytest.mark.slow
-def test_under_fsdp2_a_rank_holds_its_share_of_the_frozen_weights(of_sft: Any) -> None:
+def test_under_fsdp2_a_rank_holds_its_share_of_the_frozen_weights(of_sft: Figures) -> None:
     model = tiny_llama()
     expected = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    for found in (each["fsdp2"] for each in of_sft):
+    for found in of_sft("fsdp2"):
         assert found["held"].keys() == expected.keys()
         for name, size in found["held"].items():
             assert abs(size - expected[name] / 2) <= 4 * model.get_parameter(name)[0].numel(), name

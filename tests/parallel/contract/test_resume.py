@@ -1,10 +1,7 @@
-"""A run that is saved on its way goes on under every layout: with its own bits, and with another number of ranks.
-
-One file, however long: whatever a layout's ranks save and take up again, they do in one launch.
-"""
+"""A run that is saved on its way goes on under every layout: with its own bits, and with another number of ranks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +16,13 @@ from slivertune.core.manifest import write_manifest
 from slivertune.deltas import apply
 from slivertune.parallel.checkpoint.sidecar import load_state
 from tests.helpers.models import assert_same_tree, differing, weights
-from tests.helpers.ranks import asked_for, quick, run_ranks
+from tests.helpers.ranks import quick, ran_once, run_ranks
 from tests.helpers.tolerance import distance, step_limit, with_exact
 from tests.interop import trainer_runs as trainers
 from tests.interop.trainer_runs import BATCH
 from tests.parallel.contract import hift, sft
 from tests.parallel.contract.hift import CYCLE, HiFTCase
-from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, launched_once, load, quiet, running, save
+from tests.parallel.contract.runs import ZERO, Case, load, quiet, running, save
 from tests.parallel.contract.sft import SFTCase
 
 Key = tuple[str, Layout, str]
@@ -85,7 +82,9 @@ TRAINERS: list[tuple[Layout, str]] = [(layout, "MA") for layout in ("ddp", "fsdp
 """The other runs of AG are in the Trainer's own tests of layouts."""
 
 
-def resume_trainer(layout: Layout, name: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+def resume_trainer(
+    rank: int, num_ranks: int, layout: Layout, name: str, folder: Path
+) -> dict[str, dict[str, torch.Tensor]]:
     """The deltas of a run that saved a checkpoint and went on, and of one that was taken up there."""
     quiet()
     output = folder / "trainer" / layout / name
@@ -102,43 +101,34 @@ def resume_trainer(layout: Layout, name: str, folder: Path) -> dict[str, dict[st
 
 
 QUICK = [key for key in CASES if key[1] == "ddp" or (key[0] == "hift" and key[2] != "bare")]
-Saved = Callable[[Layout], list[Found]]
+Saved = Callable[[str, Layout, str], list[dict[str, Any]]]
+"""Gives what each rank has of a method's case under a layout, by its name."""
 
 
-def save_and_resume(
-    rank: int,
-    num_ranks: int,
-    layout: Layout,
-    cases: dict[tuple[str, str], Case],
-    folder: Path,
-    of_trainers: set[tuple[Layout, str]],
-) -> Found:
-    """Of each case, a run that is saved on its way, and one that goes on from there and began with other weights.
+def save_and_resume(rank: int, num_ranks: int, method: str, layout: Layout, name: str, folder: Path) -> dict[str, Any]:
+    """A run that is saved on its way, and one that goes on from there and began with other weights.
 
     Returns:
         What the first had when it was saved and at the end, what the other had when it was loaded and at the end, and
         its weights; `folder/layout/method/name` holds the checkpoint, and, of SFT, `... deltas` the deltas at the end.
     """
-    found: Found = {}
-    for (method, name), case in cases.items():
-        place = folder / layout / method / name
-        with running(case, layout, rank) as run:
-            run.train(0, case.cut)
-            save(run, place)
-            saved = case.result(run)
-            run.train(case.cut, case.updates)
-            straight = case.result(run)
-            if method == "sft":
-                run.sliver.save_pretrained(place.with_name(f"{name} deltas"))
-        with running(case, layout, rank, seed=7) as run:
-            load(run, place)
-            loaded = case.result(run)
-            run.train(case.cut, case.updates)
-            found[method, name] = {"saved": saved, "straight": straight, "loaded": loaded, "resumed": case.result(run)}
-            if not case.bare:
-                found[method, name]["weights"] = case.merged(run)
-    for name in (name for of, name in TRAINERS if of == layout and (of, name) in of_trainers):
-        found["Trainer", name] = resume_trainer(layout, name, folder)
+    case, place = CASES[method, layout, name], folder / layout / method / name
+    found: dict[str, Any] = {}
+    with running(case, layout, rank) as run:
+        run.train(0, case.cut)
+        save(run, place)
+        found["saved"] = case.result(run)
+        run.train(case.cut, case.updates)
+        found["straight"] = case.result(run)
+        if method == "sft":
+            run.sliver.save_pretrained(place.with_name(f"{name} deltas"))
+    with running(case, layout, rank, seed=7) as run:
+        load(run, place)
+        found["loaded"] = case.result(run)
+        run.train(case.cut, case.updates)
+        found["resumed"] = case.result(run)
+        if not case.bare:
+            found["weights"] = case.merged(run)
     return found
 
 
@@ -148,20 +138,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(request: pytest.FixtureRequest, folder: Path) -> Saved:
-    asked, of_trainers = asked_for(request, "method", "layout", "name"), asked_for(request, "layout", "trainer")
-    return launched_once(save_and_resume, CASES, asked, folder, of_trainers)
-
-
-def results_of(saved: Saved, method: str, layout: Layout, name: str) -> list[dict[str, Any]]:
-    return [found[method, name] for found in saved(layout)]
+def saved(folder: Path) -> Saved:
+    return ran_once(save_and_resume, 2, folder)
 
 
 @pytest.mark.parametrize(("method", "layout", "name"), quick(CASES, QUICK))
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_went_on(
     method: str, layout: Layout, name: str, saved: Saved
 ) -> None:
-    case, results = CASES[method, layout, name], results_of(saved, method, layout, name)
+    case, results = CASES[method, layout, name], saved(method, layout, name)
     for each in results:
         case.assert_resumed(each["saved"], each["loaded"])
         straight, resumed = each["straight"], each["resumed"]
@@ -202,29 +187,28 @@ def assert_near(straight: dict[str, Any], resumed: dict[str, Any], case: HiFTCas
     assert all(resumed[key] == straight[key] for key in ("updates", "held", "shown", "active group"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cycle_is_resumed_with_the_rate_that_it_holds(layout: Layout, saved: Saved) -> None:
-    for case, each in (
-        (CASES["hift", layout, name], result)
-        for found in saved(layout)
-        for (method, name), result in found.items()
-        if method == "hift"
-    ):
-        # Read when the cycle began.
-        rate = hift.LR * hift.rate_after(CYCLE, is_warmup=case.config_schedule, ticks=1 if case.bare else 2)
+def of_hift(keys: Iterable[Key]) -> list[tuple[Layout, str]]:
+    return [(layout, name) for method, layout, name in keys if method == "hift"]
+
+
+@pytest.mark.parametrize(("layout", "name"), quick(of_hift(CASES), of_hift(QUICK)))
+def test_a_cycle_is_resumed_with_the_rate_that_it_holds(layout: Layout, name: str, saved: Saved) -> None:
+    case = CASES["hift", layout, name]
+    # Read when the cycle began.
+    rate = hift.LR * hift.rate_after(CYCLE, is_warmup=case.config_schedule, ticks=1 if case.bare else 2)
+    for each in saved("hift", layout, name):
         assert each["loaded"]["held"] == pytest.approx([rate] * len(each["loaded"]["held"]), rel=1e-12)
         assert each["straight"]["held"] == each["resumed"]["held"] != each["loaded"]["held"]
         assert each["straight"]["held"] != each["straight"]["shown"]
 
 
-def test_what_accelerate_and_the_trainer_move_to_the_device_has_one_element(saved: Saved, folder: Path) -> None:
-    assert saved("ddp")
-    for place in (folder / "ddp" / "hift").iterdir():
-        assert {
-            value.numel()
-            for values in torch.load(place / "optimizer.bin")["state"].values()
-            for value in values.values()
-        } == {1}
+@pytest.mark.parametrize("name", [name for layout, name in of_hift(CASES) if layout == "ddp"])
+def test_what_accelerate_and_the_trainer_move_to_the_device_has_one_element(
+    name: str, saved: Saved, folder: Path
+) -> None:
+    assert saved("hift", "ddp", name)
+    state = torch.load(folder / "ddp" / "hift" / name / "optimizer.bin")["state"]
+    assert {value.numel() for values in state.values() for value in values.values()} == {1}
 
 
 SFT = [key for key in CASES if key[0] == "sft"]
@@ -232,7 +216,7 @@ SFT = [key for key in CASES if key[0] == "sft"]
 
 @pytest.mark.parametrize(("method", "layout", "name"), quick(SFT, [key for key in SFT if key in QUICK]))
 def test_a_resumed_run_of_sft_equals_one_process(method: str, layout: Layout, name: str, saved: Saved) -> None:
-    case, results = CASES[method, layout, name], results_of(saved, method, layout, name)
+    case, results = CASES[method, layout, name], saved(method, layout, name)
     if case.bare:
         sft.assert_prescribed([each["straight"] for each in results], case)
     else:
@@ -246,7 +230,7 @@ MERGED = [key for key in SFT if not CASES[key].bare]
 def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
     method: str, layout: Layout, name: str, saved: Saved, folder: Path
 ) -> None:
-    expected = results_of(saved, method, layout, name)[0]["weights"]
+    expected = saved(method, layout, name)[0]["weights"]
     model = CASES[method, layout, name].build_model()
     apply(model, folder / layout / method / f"{name} deltas")
     assert differing(weights(model), expected) == []
@@ -254,10 +238,10 @@ def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
 
 @pytest.mark.parametrize(("layout", "trainer"), quick(TRAINERS, TRAINERS[:1]))
 def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
-    layout: Layout, trainer: str, saved: Saved, tmp_path: Path
+    layout: Layout, trainer: str, tmp_path: Path
 ) -> None:
     """Both runs of every rank have the same bits, and about those of one process on the whole batch."""
-    results = [found["Trainer", trainer] for found in saved(layout)]
+    results = run_ranks(resume_trainer, 2, layout, trainer, tmp_path)
     with trainers.states(None):
         ((_, (expected,)), (_, (exact,))) = with_exact(
             functools.partial(trainers.train, tmp_path, len(results) * BATCH, None, TRAINED[trainer])
@@ -291,40 +275,20 @@ ELSEWHERE: list[tuple[int, str, Layout, Layout, str]] = [
 """Number of ranks, method, layout of the two that have saved, that of these, and case."""
 
 
-def go_on(rank: int, num_ranks: int, keys: list[Any], folder: Path) -> dict[Any, Any]:
+def go_on(
+    rank: int, num_ranks: int, method: str, source: Layout, layout: Layout, name: str, folder: Path
+) -> dict[str, Any]:
     """Load what two ranks have saved, and train on."""
-    found = {}
-    for key in keys:
-        _, method, source, layout, name = key
-        case = CASES[method, source, name]
-        with running(case, layout, rank, seed=5) as run:
-            load(run, folder / source / method / name)
-            loaded = case.result(run)
-            run.train(case.cut, case.cut + case.more)
-            found[key] = {"loaded": loaded, "continued": case.result(run)}
-            again = folder / source / method / f"{name} by {num_ranks}"
-            save(run, again)
-            load(run, again)
-            found[key]["loaded again"] = case.result(run)
-    return found
-
-
-@pytest.fixture(scope="module")
-def others(request: pytest.FixtureRequest, saved: Saved, folder: Path) -> Callable[[int], list[dict[Any, Any]]]:
-    """What each of so many ranks has, by the key of `ELSEWHERE`; they are started once."""
-    asked = asked_for(request, "num_ranks", "method", "layout", "target", "name")
-
-    @functools.cache
-    def of(num_ranks: int) -> list[dict[Any, Any]]:
-        keys = [key for key in ELSEWHERE if key[0] == num_ranks and key in asked]
-        for layout in {key[2] for key in keys}:
-            saved(layout)
-        on_ranks = [key for key in keys if key[3] != "single"]
-        found = run_ranks(go_on, num_ranks, on_ranks, folder, env=CPU, timeout_s=600) if on_ranks else [{}]
-        found[0] |= go_on(0, 1, [key for key in keys if key not in on_ranks], folder)
-        return found
-
-    return of
+    case = CASES[method, source, name]
+    with running(case, layout, rank, seed=5) as run:
+        load(run, folder / source / method / name)
+        loaded = case.result(run)
+        run.train(case.cut, case.cut + case.more)
+        found = {"loaded": loaded, "continued": case.result(run)}
+        again = folder / source / method / f"{name} by {num_ranks}"
+        save(run, again)
+        load(run, again)
+        return {**found, "loaded again": case.result(run)}
 
 
 @pytest.mark.parametrize(
@@ -332,10 +296,11 @@ def others(request: pytest.FixtureRequest, saved: Saved, folder: Path) -> Callab
     quick(ELSEWHERE, [key for key in ELSEWHERE if key[1] == "hift"]),
 )
 def test_another_number_of_ranks_goes_on(
-    num_ranks: int, method: str, layout: Layout, target: Layout, name: str, saved: Saved, others: Any
+    num_ranks: int, method: str, layout: Layout, target: Layout, name: str, saved: Saved, folder: Path
 ) -> None:
-    case, two = CASES[method, layout, name], results_of(saved, method, layout, name)
-    results = [found[num_ranks, method, layout, target, name] for found in others(num_ranks)]
+    case, two = CASES[method, layout, name], saved(method, layout, name)
+    what = method, layout, target, name, folder
+    results = [go_on(0, 1, *what)] if target == "single" else run_ranks(go_on, num_ranks, *what)
     for result in results:
         case.assert_resumed(two[0]["saved"], result["loaded"])
         assert_same_tree(result["loaded again"]["state"], result["continued"]["state"])
@@ -349,7 +314,7 @@ def test_another_number_of_ranks_goes_on(
 def test_one_process_without_fsdp_reads_the_folder(
     method: str, layout: Layout, name: str, saved: Saved, folder: Path
 ) -> None:
-    expected = results_of(saved, method, layout, name)[0]["saved"]["state"]
+    expected = saved(method, layout, name)[0]["saved"]["state"]
     _, optimizer = CASES[method, layout, name].build()
     load_state(optimizer, folder / layout / method / name / "sft")
     for key, state in optimizer.whole_state()["state"].items():

@@ -12,7 +12,7 @@ import pytest
 from slivertune.core.layout import Layout
 from tests.helpers.ranks import quick, run_ranks
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import CPU, Case, message_of, running
+from tests.parallel.contract.runs import Case, message_of, running
 from tests.parallel.contract.sft import SFTCase
 
 METHODS: dict[str, Case] = {"hift": HiFTCase(), "sft": SFTCase(model="llama", density=0.05, interval=4, gamma=2)}
@@ -68,7 +68,6 @@ def test_a_rank_that_vanishes_is_named_with_where_it_was(
         layout,
         moment,
         tmp_path / "saved",
-        env=CPU,
         may_die=(1,),
         timeout_s=90,
         collective_timeout_s=LIMIT if moment == "stopped" else 60,

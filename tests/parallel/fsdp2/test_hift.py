@@ -1,6 +1,5 @@
 """HiFT under FSDP2: weights with fewer rows than ranks, what is refused, and errors of a model's own."""
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from slivertune import HiFT, HiFTConfig, Ledger
 from tests.helpers.models import differing, tiny_bert, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import Run, load, message_of, refusal_of, running, save
+from tests.parallel.contract.runs import load, message_of, refusal_of, running, save
 from tests.parallel.reference import OneProcess, whole_weights
 
 
@@ -54,8 +53,9 @@ CASES = {
 }
 
 
-def train_narrow(case: HiFTCase, rank: int, folder: Path) -> dict[str, Any]:
+def train_narrow(rank: int, num_ranks: int, name: str, folder: Path) -> dict[str, Any]:
     """A run that is saved on its way, and one that goes on from there."""
+    case = CASES[name]
     with running(case, "fsdp2", rank, seed=3) as run:
         run.train(0, 4)
         save(run, folder)
@@ -94,93 +94,92 @@ OTHERS: dict[str, OtherCase] = {
         for blocks in (None, ["BertLayer"])
     },
 }
+LOOKS_BEYOND = "looks at whole tensors, or is not known not to"
+SAID: dict[str, tuple[str, ...]] = {
+    **{
+        name: (f"ValueError: {name} {LOOKS_BEYOND}", "use torch.optim.AdamW")
+        for name in ("Adafactor", "Unknown", "Muon")
+    },
+    "AdamW8bit": ("blocks of a whole weight", "use torch.optim.AdamW"),
+}
+"""Of each optimizer that is refused."""
 
 
-def edges(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {name: train_narrow(case, rank, folder / name) for name, case in CASES.items()}
-    others = dict(OTHERS)
-    with suppress(ImportError):
+def prepare_other(rank: int, num_ranks: int, name: str) -> str:
+    if name == "AdamW8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        others["AdamW8bit"] = OtherCase(settings={"base": AdamW8bit})
-    found["refused"] = {name: refusal_of(case, "fsdp2", rank) for name, case in others.items()}
-    with running(HiFTCase(), "fsdp2", rank) as run:
-        found["own error"] = errors_in_passes(run)
-    found["room"] = train_with_room(rank)
-    return found
+        return refusal_of(OtherCase(settings={"base": AdamW8bit}), "fsdp2", rank)
+    return refusal_of(OTHERS[name], "fsdp2", rank)
 
 
 ROOMS = (0, 20_000, 10**9)
 """`prefetch_bytes`: nothing, some pieces of a group, and all of them."""
 
 
-def train_with_room(rank: int) -> dict[int, dict[str, Any]]:
-    """By `prefetch_bytes`: a rank's result of two cycles and a step, and the most state that a forward found held."""
-    found = {}
-    for room in ROOMS:
-        settings = {"stream_bytes": 8_192, "prefetch_bytes": room}
-        case = HiFTCase(dtype=torch.bfloat16, settings=settings)
-        held: list[int] = []
-        with running(case, "fsdp2", rank) as run, Ledger() as ledger:
-            run.model.lm_head.register_forward_pre_hook(lambda *_, held=held: held.append(ledger.current().state))
-            run.train(0, case.updates)
-            found[room] = {**case.result(run), "held": max(held)}
-    return found
+def train_with_room(rank: int, num_ranks: int, room: int) -> dict[str, Any]:
+    """A rank's result of two cycles and a step, and the most state that a forward found held."""
+    case = HiFTCase(dtype=torch.bfloat16, settings={"stream_bytes": 8_192, "prefetch_bytes": room})
+    held: list[int] = []
+    with running(case, "fsdp2", rank) as run, Ledger() as ledger:
+        run.model.lm_head.register_forward_pre_hook(lambda *_: held.append(ledger.current().state))
+        run.train(0, case.updates)
+        return {**case.result(run), "held": max(held)}
 
 
-def errors_in_passes(run: Run) -> list[str]:
+def errors_in_passes(rank: int, num_ranks: int) -> list[str]:
     """What the user reads of an error of the model's own, in a forward and in a backward."""
     fail = mock.Mock(side_effect=RuntimeError("of the model's own"))
     messages = []
-    block = run.model.model.layers[1]
-    for register in (block.register_forward_hook, block.register_full_backward_hook):
-        handle = register(fail)
-        messages.append(message_of(lambda: run.train(0, 1)))
-        handle.remove()
+    with running(HiFTCase(), "fsdp2", rank) as run:
+        block = run.model.model.layers[1]
+        for register in (block.register_forward_hook, block.register_full_backward_hook):
+            handle = register(fail)
+            messages.append(message_of(lambda: run.train(0, 1)))
+            handle.remove()
     return messages
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(edges, 2, tmp_path_factory.mktemp("edges"))
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_hold_nothing_of_a_weight_train_and_resume(name: str, found: list[dict[str, Any]]) -> None:
+def test_ranks_that_hold_nothing_of_a_weight_train_and_resume(name: str, tmp_path: Path) -> None:
     model = CASES[name].build_model()
     groups = [["first.weight", "first.bias"], ["second.weight", "second.bias"], ["last.weight"]]
     OneProcess(model, groups, ranks=2, make_batch=NARROW.batch).run(NARROW.updates)
-    for each in found:
-        assert differing(each[name]["straight"], weights(model)) == []
-        assert differing(each[name]["straight"], each[name]["resumed"]) == []
-    assert found[1][name]["empty"] == 2
+    ranks = run_ranks(train_narrow, 2, name, tmp_path)
+    for each in ranks:
+        assert differing(each["straight"], weights(model)) == []
+        assert differing(each["straight"], each["resumed"]) == []
+    assert ranks[1]["empty"] == 2
 
 
-def test_state_that_is_loaded_ahead_changes_no_bit(found: list[dict[str, Any]]) -> None:
-    for each in (each["room"] for each in found):
-        nothing, some, everything = (each[room] for room in ROOMS)
+def test_state_that_is_loaded_ahead_changes_no_bit() -> None:
+    for nothing, some, everything in zip(*(run_ranks(train_with_room, 2, room) for room in ROOMS), strict=True):
         assert nothing["held"] == 0 < some["held"] <= ROOMS[1] < everything["held"]
         for other in (some, everything):
             for what in ("weights", "state"):
                 assert differing(other[what], nothing[what]) == [], what
 
 
-def test_what_looks_beyond_a_shard_or_holds_the_embedding_is_refused_at_prepare(found: list[dict[str, Any]]) -> None:
-    for messages in (each["refused"] for each in found):
-        for name in ("Adafactor", "Unknown", "Muon"):
-            assert messages[name].startswith(f"ValueError: {name} looks at whole tensors, or is not known not to")
-            assert "use torch.optim.AdamW" in messages[name]
-        assert messages["declared"] == ""
-        if "AdamW8bit" in messages:
-            assert "blocks of a whole weight" in messages["AdamW8bit"]
-            assert "use torch.optim.AdamW" in messages["AdamW8bit"]
-        assert messages["blocks None"] == (
-            "ValueError: BertEmbeddings holds the input embedding, which accelerate gathers on its own under FSDP2; "
-            "set fsdp_transformer_layer_cls_to_wrap: BertLayer in the fsdp_config of your configuration"
-        )
-        assert messages["blocks ['BertLayer']"] == ""
+@pytest.mark.parametrize("name", SAID)
+def test_what_looks_beyond_a_shard_is_refused_at_prepare(name: str) -> None:
+    if name == "AdamW8bit":
+        pytest.importorskip("bitsandbytes")
+    for message in run_ranks(prepare_other, 2, name):
+        assert all(part in message for part in SAID[name]), message
 
 
-def test_an_error_of_the_models_own_stays_as_it_is(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        assert each["own error"] == ["RuntimeError: of the model's own"] * 2
+@pytest.mark.parametrize("name", ["declared", "blocks ['BertLayer']"])
+def test_what_is_declared_elementwise_and_blocks_that_are_named_pass(name: str) -> None:
+    assert run_ranks(prepare_other, 2, name) == ["", ""]
+
+
+def test_a_unit_that_holds_the_embedding_is_refused_with_what_to_set() -> None:
+    message = (
+        "ValueError: BertEmbeddings holds the input embedding, which accelerate gathers on its own under FSDP2; "
+        "set fsdp_transformer_layer_cls_to_wrap: BertLayer in the fsdp_config of your configuration"
+    )
+    assert run_ranks(prepare_other, 2, "blocks None") == [message] * 2
+
+
+def test_an_error_of_the_models_own_stays_as_it_is() -> None:
+    assert run_ranks(errors_in_passes, 2) == [["RuntimeError: of the model's own"] * 2] * 2

@@ -1,6 +1,7 @@
 """Checkpoints of HiFT on DeepSpeed: the files of the ranks, what one process makes of them, and what is refused."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from slivertune.core.layout import Layout
 from slivertune.core.manifest import DamagedCheckpointError, find_damage, write_manifest
 from slivertune.parallel.zero.shares import fp32_weights, load_zero
 from tests.helpers.models import differing
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ran_once, run_ranks
 from tests.parallel.contract.hift import CYCLE, HiFTCase
-from tests.parallel.contract.runs import CPU, ZERO, load, message_of, running, save
+from tests.parallel.contract.runs import ZERO, load, message_of, running, save
 from tests.parallel.reference import whole_weights
 
 BARE = HiFTCase(bare=True, dtype=torch.bfloat16, split_decay=True)
@@ -57,18 +58,17 @@ class FrozenCase(HiFTCase):
 WITH_FROZEN = FrozenCase(bare=True, split_decay=True)
 
 
-def save_and_be_refused(rank: int, num_ranks: int, folder: Path) -> dict[Any, dict[str, Any]]:
-    found: dict[Any, dict[str, Any]] = {}
-    for layout in ZERO:
-        for way, case in WAYS.items():
-            with running(case, layout, rank) as run:
-                save(run.train(0, BEFORE), folder / layout / way)
-                found[layout, way] = case.result(run)
-        found[layout] = refusals(layout, rank, folder / layout)
+def save_by(rank: int, num_ranks: int, layout: Layout, way: str, folder: Path) -> dict[str, Any]:
+    case = WAYS[way]
+    with running(case, layout, rank) as run:
+        save(run.train(0, BEFORE), folder / layout / way)
+        return case.result(run)
+
+
+def save_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tensor]:
     with running(WITH_FROZEN, "zero3", rank) as run:
-        save(run.train(0, 2), folder / "frozen")
-        found["frozen"] = whole_weights(run.model)
-    return found
+        save(run.train(0, 2), folder)
+        return whole_weights(run.model)
 
 
 def load_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -77,8 +77,9 @@ def load_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tens
         return whole_weights(run.model)
 
 
-def refusals(layout: Layout, rank: int, folder: Path) -> dict[str, str]:
+def refusals(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[str, str]:
     """What is said to checkpoints that don't fit, or of which a file is damaged or gone."""
+    folder = folder / layout
     place = folder / "engine"
     messages = {}
     with running(replace(BARE, settings={"layers_per_group": 2}), layout, rank) as run:
@@ -131,18 +132,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[Any, dict[str, Any]]]:
-    return run_ranks(save_and_be_refused, 2, folder, env=CPU, timeout_s=600)
+def save_once(folder: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Saves under a layout in a way."""
+    return ran_once(save_by, 2, folder)
+
+
+Saved = tuple[Layout, Path, dict[str, list[dict[str, Any]]]]
+"""A layout, where its ranks have saved, and what each had then, by way."""
 
 
 @pytest.fixture(params=ZERO)
-def saved(request: pytest.FixtureRequest, folder: Path, ranks: Any) -> tuple[Layout, Path]:
-    """A layout, and where its ranks have saved."""
-    return request.param, folder / request.param
+def saved(request: pytest.FixtureRequest, folder: Path, save_once: Callable[..., list[dict[str, Any]]]) -> Saved:
+    layout: Layout = request.param
+    return layout, folder / layout, {way: save_once(layout, way) for way in WAYS}
 
 
-def test_a_checkpoint_has_a_file_of_each_rank_and_nothing_half_written(saved: tuple[Layout, Path]) -> None:
-    _, folder = saved
+def test_a_checkpoint_has_a_file_of_each_rank_and_nothing_half_written(saved: Saved) -> None:
+    _, folder, _ = saved
     for place in (folder / each for each in PLACES.values()):
         names = sorted(path.name for path in place.iterdir() if "hift" in path.name)
         assert names == ["slivertune_hift_rank_0_of_2.pt", "slivertune_hift_rank_1_of_2.pt"]
@@ -151,18 +157,18 @@ def test_a_checkpoint_has_a_file_of_each_rank_and_nothing_half_written(saved: tu
     assert (folder / "engine" / "latest").read_text() == TAG
 
 
-def test_a_rank_file_is_read_without_running_code(saved: tuple[Layout, Path]) -> None:
-    _, folder = saved
+def test_a_rank_file_is_read_without_running_code(saved: Saved) -> None:
+    _, folder, _ = saved
     path = folder / "engine" / TAG / "slivertune_hift_rank_0_of_2.pt"
     held = torch.load(path, weights_only=True)
     # All groups but one; DeepSpeed's own file has the active one.
     assert sorted(held["groups"]) == sorted(str(group) for group in range(CYCLE) if group != BEFORE % CYCLE)
 
 
-def test_deepspeeds_own_script_finds_all_groups_in_a_checkpoint_of_stages_2_and_3(saved: tuple[Layout, Path]) -> None:
+def test_deepspeeds_own_script_finds_all_groups_in_a_checkpoint_of_stages_2_and_3(saved: Saved) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    layout, folder = saved
+    layout, folder, _ = saved
     found = get_fp32_state_dict_from_zero_checkpoint(str(folder / "engine"))
     weights = {name: p.shape for name, p in BARE.build_model().named_parameters()}
     if layout == "zero1":
@@ -172,29 +178,25 @@ def test_deepspeeds_own_script_finds_all_groups_in_a_checkpoint_of_stages_2_and_
     assert {name: value.shape for name, value in found.items()} == weights
 
 
-def test_what_does_not_belong_to_the_run_is_refused_on_every_rank(
-    saved: tuple[Layout, Path], ranks: list[dict[Any, dict[str, Any]]]
-) -> None:
-    for messages in (rank[saved[0]] for rank in ranks):
+def test_what_does_not_belong_to_the_run_is_refused_on_every_rank(saved: Saved, folder: Path) -> None:
+    for messages in run_ranks(refusals, 2, saved[0], folder):
         assert [what for what, said in SAID.items() if not all(each in messages[what] for each in said)] == []
         assert messages["state"] == "0 updates, group 0"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_weights_that_are_not_trained_are_put_together_too(num_ranks: int, ranks: Any, folder: Path) -> None:
-    wanted = ranks[0]["frozen"]
+def test_weights_that_are_not_trained_are_put_together_too(num_ranks: int, tmp_path: Path) -> None:
+    wanted = run_ranks(save_frozen, 2, tmp_path)[0]
     assert bool((wanted[FROZEN] == 0.25).all())
-    for found in run_ranks(load_frozen, num_ranks, folder / "frozen", env=CPU, timeout_s=600):
+    for found in run_ranks(load_frozen, num_ranks, tmp_path):
         assert differing(found, wanted) == []
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_fp32_weights_of_all_groups_are_found_without_ranks(
-    saved: tuple[Layout, Path], way: str, ranks: Any, tmp_path: Path
-) -> None:
-    layout, folder = saved
-    assert differing(fp32_weights(folder / PLACES[way]), ranks[0][layout, way]["whole state"]["master"]) == []
+def test_the_fp32_weights_of_all_groups_are_found_without_ranks(saved: Saved, way: str, tmp_path: Path) -> None:
+    _, folder, ranks = saved
+    assert differing(fp32_weights(folder / PLACES[way]), ranks[way][0]["whole state"]["master"]) == []
     shutil.copytree(folder / PLACES[way], tmp_path / TAG)
     ours = tmp_path / TAG / "slivertune_hift_rank_1_of_2.pt"
     flip(ours)
@@ -211,9 +213,9 @@ def test_the_fp32_weights_of_all_groups_are_found_without_ranks(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_process_without_deepspeed_goes_on(saved: tuple[Layout, Path], way: str, ranks: Any) -> None:
-    layout, folder = saved
-    case, wanted = WAYS[way], ranks[0][layout, way]
+def test_one_process_without_deepspeed_goes_on(saved: Saved, way: str) -> None:
+    _, folder, ranks = saved
+    case, wanted = WAYS[way], ranks[way][0]
     model = case.build_model(seed=7)
     hift = case.build_optimizer(model)
     load_zero(hift, folder / PLACES[way])

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close
 from tests.parallel.contract.hift import CAP, CYCLE, HiFTCase, gathered, reference
-from tests.parallel.contract.runs import CPU, ZERO, Run, load, running, save
+from tests.parallel.contract.runs import ZERO, Run, load, running, save
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,11 @@ def train(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[str, 
     import deepspeed
 
     # DeepSpeed refuses fp16 on a CPU, whose kernels can do it.
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    with mock.patch.object(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", return_value=True):
+        return train_and_load(rank, layout, folder)
+
+
+def train_and_load(rank: int, layout: Layout, folder: Path) -> dict[str, Any]:
     attempts: list[Attempt] = []
     with running(CASES[layout], layout, rank) as run:
         schedule = run.model.hift_schedule
@@ -68,7 +73,7 @@ def scalers_of(run: Run) -> tuple[int, set[float]]:
 @pytest.fixture(scope="module", params=ZERO)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Layout, list[Any]]:
     folder = tmp_path_factory.mktemp("fp16")
-    return request.param, run_ranks(train, 2, request.param, folder, env=CPU, timeout_s=600)
+    return request.param, run_ranks(train, 2, request.param, folder)
 
 
 def test_a_skipped_step_changes_nothing_and_keeps_the_turn(trained: tuple[Layout, list[Any]]) -> None:

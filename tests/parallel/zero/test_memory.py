@@ -1,6 +1,6 @@
 """What HiFT on DeepSpeed holds on a rank's device, counted by the ledger; on a CPU, the host's share is a claim."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from slivertune.core.ledger import Census, Ledger
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import ran_once
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import BUCKET, CPU, ZERO, Run, running
+from tests.parallel.contract.runs import BUCKET, ZERO, Run, running
 
 pytestmark = pytest.mark.slow
 
 NUM_RANKS = 2
-CASES = {
+CASES: dict[Any, HiFTCase] = {
     (layout, str(dtype).removeprefix("torch.")): HiFTCase(dtype=dtype, bare=True)
     for layout in ZERO
     for dtype in (torch.float32, torch.bfloat16)
@@ -55,12 +55,9 @@ class Counted:
     """On the first block's forward, from ZeRO-3."""
 
 
-def count_all(rank: int, num_ranks: int) -> dict[Any, Counted]:
-    found = {}
-    for key, case in CASES.items():
-        with running(case, key[0], rank) as run:
-            found[key] = count(run)
-    return found
+def count_case(rank: int, num_ranks: int, *key: str) -> Counted:
+    with running(CASES[key], key[0], rank) as run:
+        return count(run)
 
 
 def count(run: Run) -> Counted:
@@ -127,9 +124,8 @@ def watched_buckets(run: Run) -> Iterator[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def all_counted() -> list[dict[str, Counted]]:
-    ranks: list[dict[str, Counted]] = run_ranks(count_all, NUM_RANKS, env=CPU, timeout_s=600)
-    return ranks
+def counts() -> Callable[..., list[Counted]]:
+    return ran_once(count_case, NUM_RANKS)
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -138,9 +134,9 @@ def case(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def counted(case: Any, all_counted: Any) -> list[Counted]:
+def counted(case: Any, counts: Callable[..., list[Counted]]) -> list[Counted]:
     """What each rank has counted in a case."""
-    return [rank[case] for rank in all_counted]
+    return counts(*case)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from slivertune.parallel.initialize import initialize
 from slivertune.parallel.zero.unsupported import check_sft_config
 from tests.helpers.models import tiny_llama
 from tests.helpers.ranks import run_ranks
-from tests.parallel.contract.runs import CPU, message_of, refusal_of, running
+from tests.parallel.contract.runs import message_of, refusal_of, running
 from tests.parallel.contract.sft import SFTCase, assert_near_one_process
 from tests.parallel.reference import whole_weights
 
@@ -54,7 +54,7 @@ SAID = {
 }
 
 
-def save_around_an_evaluation(rank: int, folder: Path) -> int:
+def save_around_an_evaluation(rank: int, num_ranks: int, folder: Path) -> int:
     """Save the deltas right after training, and after a forward that left weights behind on their way.
 
     Returns:
@@ -79,55 +79,50 @@ def save_around_an_evaluation(rank: int, folder: Path) -> int:
     return states.count(ZeroParamStatus.INFLIGHT)
 
 
-def run_bare(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"rates": []}
+def rates_of_a_schedule(rank: int, num_ranks: int) -> list[tuple[float, float]]:
+    rates = []
     with running(replace(BARE, engine={"scheduler": WARMUP}), "zero2", rank) as run:
         for update in range(3):
             run.train(update, update + 1)
-            found["rates"].append((run.sliver.param_groups[0]["lr"], run.model.get_lr()[0]))
+            rates.append((run.sliver.param_groups[0]["lr"], run.model.get_lr()[0]))
+    return rates
+
+
+def train_born(rank: int, num_ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The weights at first, and the result."""
     with running(BORN, "zero3", rank) as run:
-        found["born"] = whole_weights(run.plain)
-        found["born result"] = run.train(0, BORN.updates).case.result(run)
-    found["in flight"] = save_around_an_evaluation(rank, folder)
-    for name, (changes, _) in REFUSED.items():
-        found[name] = refusal_of(replace(BARE, engine=changes), "zero2", rank)
-    found["embeddings under ZeRO-3"] = refusal_of(replace(LLAMA, settings={"embeddings": True}), "zero3", rank)
-    _, sft = LLAMA.build()
-    found["another model"] = message_of(
-        lambda: initialize(model=tiny_llama(), optimizer=sft, config=LLAMA.engine_config(2))
-    )
-    return found
+        return whole_weights(run.plain), run.train(0, BORN.updates).case.result(run)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bare")
-
-
-@pytest.fixture(scope="module")
-def bare(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(run_bare, 2, folder, env=CPU, timeout_s=300)
+def refuse(rank: int, num_ranks: int, what: str) -> str:
+    if what == "embeddings under ZeRO-3":
+        return refusal_of(replace(LLAMA, settings={"embeddings": True}), "zero3", rank)
+    if what == "another model":
+        _, sft = LLAMA.build()
+        return message_of(lambda: initialize(model=tiny_llama(), optimizer=sft, config=LLAMA.engine_config(2)))
+    return refusal_of(replace(BARE, engine=REFUSED[what][0]), "zero2", rank)
 
 
 @pytest.mark.slow
-def test_the_schedule_of_the_config_drives_the_rate(bare: list[dict[str, Any]]) -> None:
-    for found in bare:
-        own, scheduled = zip(*found["rates"], strict=True)
+def test_the_schedule_of_the_config_drives_the_rate() -> None:
+    for rates in run_ranks(rates_of_a_schedule, 2):
+        own, scheduled = zip(*rates, strict=True)
         assert own == scheduled and len(set(own)) == 3
 
 
 @pytest.mark.slow
-def test_a_model_that_was_born_in_parts_is_trained_alike(bare: list[dict[str, Any]]) -> None:
-    assert all(found["born result"]["updates"] == LLAMA.updates for found in bare)
-    assert_near_one_process([found["born result"] for found in bare], LLAMA, bare[0]["born"])
+def test_a_model_that_was_born_in_parts_is_trained_alike() -> None:
+    (born, first), (_, second) = run_ranks(train_born, 2)
+    assert first["updates"] == second["updates"] == LLAMA.updates
+    assert_near_one_process([first, second], LLAMA, born)
 
 
 @pytest.mark.slow
-def test_deltas_are_saved_after_an_evaluation_as_before_it(bare: list[dict[str, Any]], folder: Path) -> None:
-    assert all(found["in flight"] for found in bare)
+def test_deltas_are_saved_after_an_evaluation_as_before_it(tmp_path: Path) -> None:
+    assert all(run_ranks(save_around_an_evaluation, 2, tmp_path)), "nothing was in flight"
     with (
-        safe_open(folder / "before" / "sft_delta.safetensors", "pt") as before,
-        safe_open(folder / "after" / "sft_delta.safetensors", "pt") as after,
+        safe_open(tmp_path / "before" / "sft_delta.safetensors", "pt") as before,
+        safe_open(tmp_path / "after" / "sft_delta.safetensors", "pt") as after,
     ):
         # safetensors writes metadata in any order, so that the bytes of two files, and the hash of them, may differ.
         texts = [{**each.metadata(), "file_sha256": None} for each in (before, after)]
@@ -138,9 +133,8 @@ def test_deltas_are_saved_after_an_evaluation_as_before_it(bare: list[dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", SAID)
-def test_what_does_not_go_together_is_refused_before_anything_is_built(what: str, bare: list[dict[str, Any]]) -> None:
-    for found in bare:
-        assert SAID[what] in found[what]
+def test_what_does_not_go_together_is_refused_before_anything_is_built(what: str) -> None:
+    assert all(SAID[what] in message for message in run_ranks(refuse, 2, what))
 
 
 @pytest.mark.parametrize(

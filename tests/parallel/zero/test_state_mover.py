@@ -1,6 +1,6 @@
 """Copies of masters and state beside the computation, under ZeRO: as late as they may be, no bit changes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,10 @@ from slivertune.parallel.zero.schedule import GroupSchedule
 from slivertune.parallel.zero.state_mover import StateMover
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import differing
-from tests.helpers.ranks import asked_for, quick, run_ranks
+from tests.helpers.ranks import quick, ran_once, run_ranks
 from tests.helpers.streams import PretendedStreams, Streams
 from tests.parallel.contract.hift import CYCLE, HiFTCase
-from tests.parallel.contract.runs import CPU, ZERO, Run, load, running, save
+from tests.parallel.contract.runs import ZERO, Run, load, running, save
 from tests.parallel.zero.test_memory import state_tensors
 
 DEVICE = torch.device("cpu")
@@ -203,51 +203,38 @@ def with_room(case: HiFTCase, prefetch_bytes: int | str) -> HiFTCase:
     return replace(case, settings={**case.settings, "prefetch_bytes": prefetch_bytes})
 
 
-def train(rank: int, num_ranks: int, asked: dict[str, set[Any]], folder: Path) -> dict[Any, Any]:
-    """The runs that are asked for, by the arguments of the tests."""
-    found: dict[Any, Any] = {}
-    for layout in ZERO:
-        case = CASES[layout]
-        with running(with_room(case, 0), layout, rank) as run:
-            found[layout, "at once"] = case.result(run.train(0, STEPS))
-        found[layout, "read"] = [read_after_forward(with_room(case, 0), layout, rank, late) for late in (False, True)]
-        for room in (0, LARGE):
-            with running(with_room(replace(case, evaluate=False), room), layout, rank) as run:
-                found[layout, "held", room] = state_in_switches(run)
-    all_unused = mock.patch.object(prefetch, "unused_bytes", return_value=LARGE)
-    with all_unused, running(with_room(CASES[BROKEN], "auto"), BROKEN, rank) as run:
-        found["auto"] = state_in_switches(run)
-    for layout, order in sorted(asked["order"]):
-        case = with_room(CASES[layout], ORDERS[order][1])
-        found[layout, order] = train_late(case, layout, rank, order, folder)
-    for layout, room in sorted(asked["room"]):
-        found[layout, room] = check_order(with_room(CASES[layout], room), layout, rank, folder)
-    for missing in sorted(asked["missing"]):
-        with delayed(None), without(missing), running(with_room(CASES[BROKEN], 0), BROKEN, rank) as run:
-            found["late", missing] = run.case.result(run.train(0, STEPS))
-    for missing in sorted(asked["unordered"]):
-        with without(missing):
-            found["unordered", missing] = check_order(with_room(CASES[BROKEN], 0), BROKEN, rank, folder)
-    return found
+def train_at_once(rank: int, num_ranks: int, layout: Layout) -> dict[str, Any]:
+    """The result of a run whose copies come at once."""
+    case = CASES[layout]
+    with running(with_room(case, 0), layout, rank) as run:
+        return case.result(run.train(0, STEPS))
 
 
-def check_order(case: HiFTCase, layout: Layout, rank: int, folder: Path) -> dict[str, Any]:
+def check_order(
+    rank: int, num_ranks: int, layout: Layout, room: int, missing: str | None, folder: Path
+) -> dict[str, Any]:
     """What of a run that is saved and loaded is not in order on streams that are only pretended."""
-    streams = Streams()
-    with streams_made_by(type("OnStreams", (PretendedStreams,), {"streams": streams})), streams:
+    case, streams = with_room(CASES[layout], room), Streams()
+    with (
+        without(missing) if missing else nullcontext(),
+        streams_made_by(type("OnStreams", (PretendedStreams,), {"streams": streams})),
+        streams,
+    ):
         with running(case, layout, rank) as run:
-            save(run.train(0, CUT), folder / layout / "pretended")
+            save(run.train(0, CUT), folder)
             run.train(CUT, CUT + 2)
-        with running(case, layout, rank) as run:
-            load(run, folder / layout / "pretended")
-            run.train(CUT, STEPS)
+        if missing is None:
+            with running(case, layout, rank) as run:
+                load(run, folder)
+                run.train(CUT, STEPS)
     return {"violations": sorted(set(streams.violations)), "operators": dict(streams.num_by_stream)}
 
 
-def read_after_forward(case: HiFTCase, layout: Layout, rank: int, late: bool) -> dict[str, torch.Tensor]:
+def read_after_forward(rank: int, num_ranks: int, layout: Layout, late: bool) -> dict[str, torch.Tensor]:
     """The active group's masters and moments by DeepSpeed's own functions, right after the forward of its turn."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    case = with_room(CASES[layout], 0)
     with delayed(None) if late else nullcontext(), running(replace(case, evaluate=False), layout, rank) as run:
         run.train(0, CUT)  # whose last turn has ended
         run.forward(case.batch(CUT, 0, rank))
@@ -260,16 +247,24 @@ def read_after_forward(case: HiFTCase, layout: Layout, rank: int, late: bool) ->
         return found
 
 
-def train_late(case: HiFTCase, layout: Layout, rank: int, name: str, folder: Path) -> list[dict[str, Any]]:
+def train_late(rank: int, num_ranks: int, layout: Layout, order: str, folder: Path) -> list[dict[str, Any]]:
     """A run that is saved in mid-cycle, and one that goes on from there."""
-    with delayed(ORDERS[name][0]) as made:
+    seed, room = ORDERS[order]
+    case = with_room(CASES[layout], room)
+    with delayed(seed) as made:
         with running(case, layout, rank) as run:
-            save(run.train(0, CUT), folder / layout / name)
+            save(run.train(0, CUT), folder)
             straight = case.result(run.train(CUT, STEPS))
         straight["late"] = sum(each.num_late for each in made)
         with running(case, layout, rank) as run:
-            load(run, folder / layout / name)
+            load(run, folder)
             return [straight, case.result(run.train(CUT, STEPS))]
+
+
+def train_without(rank: int, num_ranks: int, missing: str) -> dict[str, Any]:
+    """The result of a run whose copies come as late as they may, with a wait left out."""
+    with delayed(None), without(missing), running(with_room(CASES[BROKEN], 0), BROKEN, rank) as run:
+        return run.case.result(run.train(0, STEPS))
 
 
 @contextmanager
@@ -300,6 +295,14 @@ def forgetful(to_host: Any) -> Any:
     return changed
 
 
+def hold(rank: int, num_ranks: int, layout: Layout, room: int | str) -> list[tuple[int, int]]:
+    """`state_in_switches` with a `prefetch_bytes`, where all of the device is unused."""
+    case = replace(CASES[layout], evaluate=False)
+    unused = mock.patch.object(prefetch, "unused_bytes", return_value=LARGE)
+    with unused if room == "auto" else nullcontext(), running(with_room(case, room), layout, rank) as run:
+        return state_in_switches(run)
+
+
 def state_in_switches(run: Run) -> list[tuple[int, int]]:
     """In the second cycle: the highest bytes of state on the device in an update, and those of the group alone."""
     schedule, found = run.model.hift_schedule, []
@@ -314,25 +317,26 @@ def state_in_switches(run: Run) -> list[tuple[int, int]]:
     return found
 
 
+OnRanks = Callable[..., list[Any]]
+
+
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    asked = {
-        "order": asked_for(request, "layout", "order"),
-        "room": asked_for(request, "layout", "room"),
-        "missing": asked_for(request, "missing"),
-        "unordered": asked_for(request, "unordered"),
-    }
-    return run_ranks(train, 2, asked, tmp_path_factory.mktemp("late"), env=CPU, timeout_s=600)
+def at_once() -> OnRanks:
+    return ran_once(train_at_once, 2)
+
+
+@pytest.fixture(scope="module")
+def held() -> OnRanks:
+    return ran_once(hold, 2)
 
 
 @pytest.mark.parametrize(("layout", "order"), quick(RUNS, QUICK))
 def test_copies_as_late_as_may_be_give_the_same_bits_also_resumed(
-    layout: Layout, order: str, trained: list[dict[Any, Any]]
+    layout: Layout, order: str, at_once: OnRanks, tmp_path: Path
 ) -> None:
-    for found in trained:
-        expected = found[layout, "at once"]
-        assert found[layout, order][0]["late"] > 20
-        for each in found[layout, order]:
+    for found, expected in zip(run_ranks(train_late, 2, layout, order, tmp_path), at_once(layout), strict=True):
+        assert found[0]["late"] > 20
+        for each in found:
             for what in ("weights", "masters", "state"):
                 assert different(each[what], expected[what]) == [], what
 
@@ -343,36 +347,34 @@ def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("missing", quick(MISSING, ["wait"]))
-def test_a_missing_wait_changes_bits(missing: str, trained: list[dict[Any, Any]]) -> None:
-    for found in trained:
-        assert different(found["late", missing]["weights"], found[BROKEN, "at once"]["weights"])
+def test_a_missing_wait_changes_bits(missing: str, at_once: OnRanks) -> None:
+    for found, expected in zip(run_ranks(train_without, 2, missing), at_once(BROKEN), strict=True):
+        assert different(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize(("layout", "room"), quick(IN_ORDER, [("zero2", 0), ("zero3", LARGE)]))
-def test_every_copy_comes_after_what_it_depends_on(layout: Layout, room: int, trained: list[dict[Any, Any]]) -> None:
-    for found in trained:
-        assert found[layout, room]["violations"] == []
-        assert min(found[layout, room]["operators"][name] for name in ("inbound", "outbound", "computing")) > 0
+def test_every_copy_comes_after_what_it_depends_on(layout: Layout, room: int, tmp_path: Path) -> None:
+    for found in run_ranks(check_order, 2, layout, room, None, tmp_path):
+        assert found["violations"] == []
+        assert min(found["operators"][name] for name in ("inbound", "outbound", "computing")) > 0
 
 
 @pytest.mark.parametrize("unordered", quick(UNORDERED, ["memory", "release"]))
-def test_a_missing_wait_is_out_of_order(unordered: str, trained: list[dict[Any, Any]]) -> None:
-    for found in trained:
-        assert found["unordered", unordered]["violations"]
+def test_a_missing_wait_is_out_of_order(unordered: str, tmp_path: Path) -> None:
+    for found in run_ranks(check_order, 2, BROKEN, 0, unordered, tmp_path):
+        assert found["violations"]
 
 
 @pytest.mark.parametrize("layout", ZERO)
-def test_deepspeeds_functions_read_masters_that_are_on_their_way(layout: Layout, trained: list[dict[Any, Any]]) -> None:
-    for found in trained:
-        at_once, late = found[layout, "read"]
+def test_deepspeeds_functions_read_masters_that_are_on_their_way(layout: Layout) -> None:
+    for late, at_once in zip(*(run_ranks(read_after_forward, 2, layout, late) for late in (True, False)), strict=True):
         assert at_once and all(bool(each.any()) for each in at_once.values())
         assert differing(late, at_once) == []
 
 
 @pytest.mark.parametrize("layout", ZERO)
-def test_two_groups_are_on_the_device_only_where_there_is_room(layout: Layout, trained: list[dict[Any, Any]]) -> None:
-    for found in trained:
-        alone, beside = (found[layout, "held", room] for room in (0, LARGE))
+def test_two_groups_are_on_the_device_only_where_there_is_room(layout: Layout, held: OnRanks) -> None:
+    for alone, beside in zip(held(layout, 0), held(layout, LARGE), strict=True):
         own = [after for _, after in alone]
         assert [after for _, after in beside] == own
         # The turn before the first of these was the last group's.
@@ -382,6 +384,5 @@ def test_two_groups_are_on_the_device_only_where_there_is_room(layout: Layout, t
             assert highest == after + own[index - 1]
 
 
-def test_auto_takes_what_the_first_cycle_has_left(trained: list[dict[Any, Any]]) -> None:
-    for found in trained:
-        assert found["auto"] == found[BROKEN, "held", LARGE]
+def test_auto_takes_what_the_first_cycle_has_left(held: OnRanks) -> None:
+    assert held(BROKEN, "auto") == held(BROKEN, LARGE)
