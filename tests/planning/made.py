@@ -25,6 +25,27 @@ TINY_FIGURES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
+HIDDEN, MLP, VOCABULARY = 64, 96, 200
+"""Widths of a `narrow_llama`."""
+IN_BLOCK = HIDDEN * (64 + 32 + 32 + 64) + 3 * HIDDEN * MLP
+"""Weights of its blocks' matrix products."""
+
+
+def narrow_llama(num_blocks: int) -> LlamaConfig:
+    """A Llama of so many blocks, half as many key heads as heads, and an untied head."""
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=num_blocks,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+
+
+def weights_of_narrow_llama(num_blocks: int) -> int:
+    """How many weights it has."""
+    return num_blocks * (IN_BLOCK + 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN + HIDDEN
 
 
 def rotary_operations(length: int, head_size: int) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
 
 from slivertune.core.ledger import claim
 from slivertune.planning.counter import WorkCounter, beside_computation
@@ -19,21 +18,20 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step_work import UpdateWork, Work
-from tests.planning.made import rotary_operations
-
-HIDDEN, MLP, VOCABULARY, NUM_BLOCKS, TOKENS = 64, 96, 200, 5, 32
-TINY = LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=HIDDEN,
-    intermediate_size=MLP,
-    num_hidden_layers=NUM_BLOCKS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+from tests.planning.made import (
+    HIDDEN,
+    IN_BLOCK,
+    MLP,
+    VOCABULARY,
+    narrow_llama,
+    rotary_operations,
+    weights_of_narrow_llama,
 )
-IN_BLOCK = HIDDEN * (64 + 32 + 32 + 64) + 3 * HIDDEN * MLP
-"""Weights of a block's matrix products."""
+
+NUM_BLOCKS, TOKENS = 5, 32
+TINY = narrow_llama(NUM_BLOCKS)
 IN_PRODUCTS = NUM_BLOCKS * IN_BLOCK + HIDDEN * VOCABULARY
-NUM_PARAMETERS = IN_PRODUCTS + VOCABULARY * HIDDEN + (2 * NUM_BLOCKS + 1) * HIDDEN
+NUM_PARAMETERS = weights_of_narrow_llama(NUM_BLOCKS)
 ROTARY = rotary_operations(TOKENS, head_size=HIDDEN // 4)
 
 

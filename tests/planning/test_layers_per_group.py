@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from slivertune.cli import main
 from slivertune.planning import command, layers_per_group
@@ -18,16 +17,9 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import plan_time
 from slivertune.planning.request import PlanRequest
-from tests.planning.made import write_config
+from tests.planning.made import narrow_llama, write_config
 
-TINY = LlamaConfig(
-    vocab_size=200,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+TINY = narrow_llama(3)
 
 REQUEST = PlanRequest(precision="mixed_hi", seq_length=32)
 TRIED = (5, 3, 2, 1)

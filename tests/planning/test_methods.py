@@ -157,7 +157,7 @@ def test_the_state_of_all_groups_stays_on_the_device_if_it_is_asked_to() -> None
 def test_state_that_is_thrown_away_after_a_turn_waits_for_one_group_at_a_time() -> None:
     request = PlanRequest(method="hift", precision="mixed_hi", batch_size=2, seq_length=64)
     groups = make_plan(request, LLAMA).groups
-    largest = max(group.state_bytes + group.master_bytes for group in groups)
+    largest = max(group.state_and_master_bytes for group in groups)
     # After a single update it is gone; in a longer turn the second update meets it.
     assert make_plan(replace(request, state="discard"), LLAMA).host_bytes == 0
     waiting = make_plan(replace(request, state="discard", steps_per_group=3), LLAMA).host_bytes
@@ -188,7 +188,7 @@ def test_what_is_stored_in_files_is_as_much_as_would_be_in_host_memory() -> None
     on_host = make_plan(PlanRequest(precision="mixed_hi", **SIZES), LLAMA)
     on_disk = make_plan(PlanRequest(precision="mixed_hi", state="disk", **SIZES), LLAMA)
     assert on_disk.disk_bytes == on_host.host_bytes >= 12 * on_host.num_parameters
-    largest = max(group.state_bytes + group.master_bytes for group in on_disk.groups)
+    largest = max(group.state_and_master_bytes for group in on_disk.groups)
     assert on_disk.host_bytes == pytest.approx(2 * largest, rel=0.01)
     in_memory = make_plan(PlanRequest(precision="mixed_hi", state="disk", state_ram_bytes=2**40, **SIZES), LLAMA)
     assert (in_memory.disk_bytes, in_memory.host_bytes) == (0, on_host.host_bytes)

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 from slivertune.planning.cards import Rates
 from slivertune.planning.collectives import owed
@@ -13,24 +12,12 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan, add_allowance
 from slivertune.planning.planned_time import plan_time, with_room_ahead
 from slivertune.planning.request import PlanRequest
-from tests.planning.made import rotary_operations
+from tests.planning.made import narrow_llama, weights_of_narrow_llama
 
-HIDDEN, MLP, VOCABULARY, NUM_BLOCKS = 64, 96, 200, 9
-TINY = LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=HIDDEN,
-    intermediate_size=MLP,
-    num_hidden_layers=NUM_BLOCKS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
-IN_PRODUCTS = NUM_BLOCKS * (HIDDEN * (64 + 32 + 32 + 64) + 3 * HIDDEN * MLP) + HIDDEN * VOCABULARY
-"""Weights of matrix products."""
-NUM_PARAMETERS = IN_PRODUCTS + VOCABULARY * HIDDEN + (2 * NUM_BLOCKS + 1) * HIDDEN
-TOKENS = 32
-ROTARY = rotary_operations(TOKENS, head_size=HIDDEN // 4)
+NUM_BLOCKS, TOKENS = 9, 32
+TINY = narrow_llama(NUM_BLOCKS)
+NUM_PARAMETERS = weights_of_narrow_llama(NUM_BLOCKS)
 SLOW_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e8)
-FAST_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e9)
 
 
 def request_of(**settings: Any) -> PlanRequest:

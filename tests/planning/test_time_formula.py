@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 from slivertune.planning.cards import Rates
 from slivertune.planning.make import make_plan
@@ -14,7 +13,7 @@ from slivertune.planning.plan import GroupPlan, Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step_work import UpdateWork, Work
 from slivertune.planning.time_formula import disk_bytes_per_update, mean_update
-from tests.planning.made import group, moment, plan
+from tests.planning.made import group, moment, narrow_llama, plan
 
 RATES = Rates(flops=10.0, memory_bandwidth=100.0, bus_bandwidth=10.0, disk_bandwidth=1e9)
 COPIES = "copies of masters and state"
@@ -195,14 +194,7 @@ def test_the_disk_reads_and_writes_under_the_updates_meanwhile() -> None:
     assert disk_bytes_per_update(in_memory) == 0
 
 
-TINY = LlamaConfig(
-    vocab_size=200,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=5,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+TINY = narrow_llama(5)
 SLOW_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e8)
 
 

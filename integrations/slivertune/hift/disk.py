@@ -229,3 +229,9 @@ def groups_on_disk(sizes: Sequence[int], ram_bytes: int) -> list[int]:
     smallest_first = sorted(range(len(sizes)), key=lambda index: sizes[index])
     totals = accumulate(sizes[index] for index in smallest_first)
     return sorted(index for index, total in zip(smallest_first, totals, strict=True) if total > ram_bytes)
+
+
+def split_bytes(sizes: Sequence[int], ram_bytes: int) -> tuple[int, int]:
+    """Return the bytes of host memory, buffers included, and of the files that groups of these sizes take."""
+    on_disk = [sizes[index] for index in groups_on_disk(sizes, ram_bytes)]
+    return sum(sizes) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * max(on_disk, default=0), sum(on_disk)

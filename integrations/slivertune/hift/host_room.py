@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.torch_internals import is_without_data
-from slivertune.hift.disk import NUM_BUFFERS, Disk, groups_on_disk
+from slivertune.hift.disk import Disk, split_bytes
 from slivertune.hift.host_gradients import bytes_of
 from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.probe import StepMeter
@@ -29,9 +29,11 @@ def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter, disk: Dis
     needed: Counter[str] = Counter()
     if meter.config.state == "host":
         coming = [group.weights for group in groups if not group.is_offloaded]
-        needed["masters and state"] = sum(sum(waiting_bytes(weights, meter).values()) for weights in coming)
+        needed["masters and state"] = sum(waiting_bytes(weights, meter).total() for weights in coming)
     if disk is not None and disk.files is None:
-        needed['two groups of state="disk" and those of state_ram_bytes'] = _beside_disk(groups, meter)
+        sizes = [waiting_bytes(group.weights, meter).total() for group in groups]
+        host_bytes, _ = split_bytes(sizes, meter.config.state_ram_bytes)
+        needed['two groups of state="disk" and those of state_ram_bytes'] = host_bytes
     if meter.config.gradients == "host":
         needed["gradients"] = max(bytes_of(group.weights) for group in groups)
     if needed.total() > available:
@@ -41,9 +43,3 @@ def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter, disk: Dis
             'leaves no more); use state="disk" on a fast local disk with few layers a group, 8-bit state (adamw8bit), '
             "or a machine with more memory"
         )
-
-
-def _beside_disk(groups: Sequence[ResidentGroup], meter: StepMeter) -> int:
-    sizes = [sum(waiting_bytes(group.weights, meter).values()) for group in groups]
-    on_disk = [sizes[index] for index in groups_on_disk(sizes, meter.config.state_ram_bytes)]
-    return sum(sizes) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * max(on_disk, default=0)

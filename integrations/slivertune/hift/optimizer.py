@@ -479,7 +479,7 @@ class HiFT(CheckpointedSliver):
 
     def state_sizes(self) -> list[int]:
         """Bytes of each group's masters and state."""
-        return [sum(waiting_bytes(each.weights, self._meter).values()) for each in self._residencies]
+        return [waiting_bytes(each.weights, self._meter).total() for each in self._residencies]
 
     def _step_from_gradients(self) -> bool:
         weights = self._residencies[self.active_group].weights

@@ -54,14 +54,6 @@ class Rates:
     """Whether forward and backward are compiled: what only passes over memory between matrix products is then taken to
     be fused into these, and to cost nothing, which is the least that it can."""
 
-    def at(self, efficiency: float) -> "Rates":
-        """The same, with another share of the peak.
-
-        Args:
-            efficiency: The share.
-        """
-        return replace(self, flops=efficiency / self.efficiency * self.flops, efficiency=efficiency)
-
     def __post_init__(self) -> None:
         for name in (
             "flops",
@@ -77,6 +69,14 @@ class Rates:
                 raise ValueError(f"{name}={value} must be greater than 0; give the card's rate a second")
         for name in ("duplex", "disk_duplex"):
             check_choice(name, getattr(self, name), get_args(Duplex))
+
+    def at(self, efficiency: float) -> "Rates":
+        """The same, with another share of the peak.
+
+        Args:
+            efficiency: The share.
+        """
+        return replace(self, flops=efficiency / self.efficiency * self.flops, efficiency=efficiency)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

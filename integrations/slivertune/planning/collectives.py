@@ -112,7 +112,7 @@ def mean_trained(plan: Plan) -> float:
 
 def mean_state_bytes(plan: Plan) -> float:
     """Bytes of masters and state of what an update trains, in the mean over all of them."""
-    return _mean(plan, [group.state_bytes + group.master_bytes for group in plan.groups])
+    return _mean(plan, [group.state_and_master_bytes for group in plan.groups])
 
 
 def _mean(plan: Plan, values: list[int]) -> float:

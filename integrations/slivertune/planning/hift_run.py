@@ -15,7 +15,7 @@ from slivertune.core.layers import find_blocks
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.core.torch_internals import storage_key
-from slivertune.hift.disk import NUM_BUFFERS, groups_on_disk
+from slivertune.hift.disk import split_bytes
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
 from slivertune.planning.byte_text import format_bytes
@@ -369,20 +369,19 @@ def _waiting_bytes(request: PlanRequest, waiting: Sequence[int], layout: Layout)
         return sum(waiting), 0
     if layout == "fsdp2":
         return 0, sum(waiting)  # memory-mapped
-    on_disk = [waiting[index] for index in groups_on_disk(waiting, request.state_ram_bytes)]
-    return sum(waiting) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * max(on_disk, default=0), sum(on_disk)
+    return split_bytes(waiting, request.state_ram_bytes)
 
 
 def _checkpoint_bytes(request: PlanRequest, groups: Sequence[GroupPlan], model: nn.Module) -> int:
     """Bytes of a checkpoint: exact weights, masters and optimizer state."""
-    sizes = [size for group in groups for size in [group.state_bytes + group.master_bytes] * len(group.indices)]
+    sizes = [size for group in groups for size in [group.state_and_master_bytes] * len(group.indices)]
     state_bytes = max(sizes) if request.state == "discard" else sum(sizes)
     return state_bytes + num_weights(model) * (2 if request.has_bf16_weights else 4)
 
 
 def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:
     """Add what stays on the device of the groups whose turn it is not."""
-    total = sum((group.state_bytes + group.master_bytes) * len(group.indices) for group in groups)
+    total = sum(group.state_and_master_bytes * len(group.indices) for group in groups)
     return [
         replace(
             group, peak=replace(group.peak, state=group.peak.state + total - group.state_bytes - group.master_bytes)

@@ -196,7 +196,7 @@ def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
     if not offloads:
         moving = resident_state
         if method.waits_on_host(request):
-            whole = math.ceil((group.state_bytes + group.master_bytes) / ranks)
+            whole = math.ceil(group.state_and_master_bytes / ranks)
             moving = min(2 * request.stream_bytes, whole) if request.stream_bytes else whole
         gradients = math.ceil(group.gradient_bytes / ranks)
         # State begins to come when the first gradients have been reduced, and the layer below was gathered in vain.

@@ -84,6 +84,11 @@ class GroupPlan:
     before_step: Moment | None = None
     """The peak of its forwards and backwards alone, where it was run."""
 
+    @property
+    def state_and_master_bytes(self) -> int:
+        """Optimizer state and masters of all that trains."""
+        return self.state_bytes + self.master_bytes
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
         return {

@@ -85,7 +85,7 @@ def disk_bytes_per_update(plan: Plan) -> float:
         return 0.0
     if request.layout == "fsdp2":
         return mean_state_bytes(plan) / request.num_gpus
-    sizes = [group.state_bytes + group.master_bytes for group in plan.groups for _ in group.indices]
+    sizes = [group.state_and_master_bytes for group in plan.groups for _ in group.indices]
     on_disk = [sizes[index] for index in groups_on_disk(sizes, request.state_ram_bytes)]
     # Those that fit into the buffers never leave them; others are written when their turn ends.
     return 0.0 if len(on_disk) <= NUM_BUFFERS else sum(on_disk) / len(sizes) / request.steps_per_group
@@ -122,7 +122,7 @@ class _Update:
         moves = planned(request.method).waits_on_host(request)
         self._is_stepped = request.gradients == "stepped"
         on_host = moves and (request.gradients == "host" or (self._is_stepped and num > 1))
-        self._state = part * (group.state_bytes + group.master_bytes) if moves else 0.0
+        self._state = part * group.state_and_master_bytes if moves else 0.0
         self._gradients = part * group.gradient_bytes if on_host else 0.0
         self._largest = part * group.largest_gradient_bytes if moves else 0.0
         # A piece has room for gradients cast to fp32, and for those that come from the host.

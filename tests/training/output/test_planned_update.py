@@ -15,9 +15,10 @@ from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_a
 from slivertune.planning.request import PlanRequest
 from slivertune.training.output import planned_update as module
 from slivertune.training.output.planned_update import OPERATOR_SECONDS, describe_update, note_of, plan_update, time_on
-from tests.planning.test_layers_per_group import TINY
+from tests.planning.made import narrow_llama
 from tests.training.tiny_runs import train, write_texts
 
+TINY = narrow_llama(3)
 CARD = card_named("4090")
 
 
