@@ -3,7 +3,7 @@
 Each run of a software on a card gives one figure away: its efficiency, the share of the card's peak that it reaches, is
 fitted on one row, named first, and the other rows are predicted with it. A row alone would prove nothing. Four
 predictions have a target, 20 %; the others stand beside with their errors and the part of the step that explains them.
-Nothing is run but plans.
+Nothing is run but plans. The rows lie in plan_speeds.yaml.
 
     OMP_NUM_THREADS=1 python benchmarks/plan_speeds.py          # ten minutes on one core
     OMP_NUM_THREADS=1 python benchmarks/plan_speeds.py --groups Qwen
@@ -14,6 +14,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import yaml
 from environment import record_environment
 from markdown_table import markdown_table
 from result_files import RESULTS, read_json, write_json
@@ -30,220 +31,15 @@ TARGET = 0.2
 _MOST = 1.15
 
 
-def _qwen_2_5(*, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    return {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": False,
-    }
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    # Of the first Qwen, whose own code the transformers library does not have, in the shapes of a Llama.
-    "qwen-7b": {
-        "model_type": "llama",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "qwen-2.5-7b": _qwen_2_5(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4),
-    "qwen-2.5-14b": _qwen_2_5(hidden=5120, intermediate=13824, layers=48, heads=40, kv_heads=8),
-}
-"""Those whose figures do not come with the library."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """A run that somebody has published."""
-
-    name: str
-    model: str
-    settings: dict[str, Any]
-    tokens_per_second: float
-    has_target: bool = False
-    is_paged: bool = False
-    """Whether state lies in unified memory, more than there is room for: each page comes when the update touches it,
-    and another leaves for it, one after the other, with nothing beside them."""
-    explained_by: str = ""
-    """What of the error is known."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
-    """Runs of one software on one card; the efficiency is fitted on the first."""
-
-    name: str
-    source: str
-    card: str
-    rows: tuple[Row, ...]
-    assumed: str = ""
-    """What the authors don't say."""
-    is_compiled: bool = False
-    """Whether forward and backward were compiled, or their kernels fused by hand."""
-
-
-QWEN = {"method": "lora", "lora_rank": 64, "precision": "bf16", "gradient_checkpointing": True, "batch_size": 1}
-TORCHTUNE = {"precision": "bf16", "gradient_checkpointing": True, "batch_size": 2, "seq_length": 2048}
-LARGE = {"precision": "bf16", "gradient_checkpointing": True, "batch_size": 4, "seq_length": 2048}
-"""524,288 tokens an update."""
-STREAMED = {"layout": "zero3", "offload_parameters": True, "gradient_checkpointing": True, "precision": "bf16"}
-PEFT = {"precision": "bf16", "batch_size": 4, "seq_length": 210}
-
-GROUPS = (
-    Group(
-        name="Qwen",
-        source="README of Qwen, LoRA on one A100",
-        card="A100-80GB",
-        assumed="checkpointed",
-        rows=(
-            Row(
-                name="Qwen-7B, LoRA r 64, 8 x (1 x 2,048)",
-                model="qwen-7b",
-                settings={**QWEN, "seq_length": 2048, "gradient_accumulation_steps": 8},
-                tokens_per_second=8 * 2048 / 5.2,
-            ),
-            Row(
-                name="the same, 8 x (1 x 8,192)",
-                model="qwen-7b",
-                settings={**QWEN, "seq_length": 8192, "gradient_accumulation_steps": 8},
-                tokens_per_second=8 * 8192 / 21.3,
-                has_target=True,
-            ),
-        ),
-    ),
-    Group(
-        name="torchtune",
-        source="README of torchtune, Llama-3.1-8B on one 4090",
-        card="4090",
-        is_compiled=True,
-        rows=(
-            Row(
-                name="8B, LoRA r 8, 2 x 2,048, compiled",
-                model="llama-3-8b",
-                settings={
-                    **TORCHTUNE,
-                    "method": "lora",
-                    "lora_rank": 8,
-                    "lora_target_modules": ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-                },
-                tokens_per_second=3083,
-            ),
-            Row(
-                name="8B, full, paged 8-bit AdamW, stepped in the backward, compiled",
-                model="llama-3-8b",
-                settings={**TORCHTUNE, "method": "dense", "optimizer": "adamw8bit"},
-                tokens_per_second=1650,
-                has_target=True,
-                is_paged=True,
-            ),
-        ),
-    ),
-    Group(
-        name="LLMQ",
-        source="README of LLMQ, 4090, bf16, block recomputation, state on the host",
-        card="4090",
-        assumed="the models are Qwen2.5's, sequences of 2,048; its kernels are fused by hand; copies hide in updates "
-        "of 524,288 tokens",
-        is_compiled=True,
-        rows=(
-            Row(
-                name="7B, dense AdamW",
-                model="qwen-2.5-7b",
-                settings={**LARGE, "method": "dense", "gradient_accumulation_steps": 64},
-                tokens_per_second=2800,
-            ),
-            Row(
-                name="14B, dense AdamW",
-                model="qwen-2.5-14b",
-                settings={**LARGE, "method": "dense", "gradient_accumulation_steps": 64},
-                tokens_per_second=1300,
-                has_target=True,
-            ),
-        ),
-    ),
-    Group(
-        name="ZeRO-3",
-        source="README of LLMQ: LLaMA-Factory with DeepSpeed ZeRO-3 offload, 4090",
-        card="4090",
-        assumed="the models are Qwen2.5's, micro-batches of 4 x 2,048, about half a million tokens an update; fused "
-        "kernels",
-        is_compiled=True,
-        rows=(
-            Row(
-                name="7B, ZeRO-3 offload",
-                model="qwen-2.5-7b",
-                settings={**LARGE, **STREAMED, "method": "dense", "gradient_accumulation_steps": 64},
-                tokens_per_second=2523,
-            ),
-            Row(
-                name="14B, ZeRO-3 offload",
-                model="qwen-2.5-14b",
-                settings={**LARGE, **STREAMED, "method": "dense", "gradient_accumulation_steps": 64},
-                tokens_per_second=1135,
-                has_target=True,
-            ),
-        ),
-    ),
-    Group(
-        name="SlideFormer",
-        source="SlideFormer's comparison: DeepSpeed ZeRO-3 offload, 8B",
-        card="4090",
-        assumed="a card as fast as a 4090; Llama-3.1-8B in one micro-batch of 1,024 tokens a sequence; fused kernels",
-        is_compiled=True,
-        rows=tuple(
-            Row(
-                name=f"8B, ZeRO-3 offload, {tokens:,} tokens an update",
-                model="llama-3-8b",
-                settings={**STREAMED, "method": "dense", "batch_size": tokens // 1024, "seq_length": 1024},
-                tokens_per_second=speed,
-                explained_by="how fast its host updates is not said; 40 GB/s of memory is assumed",
-            )
-            for tokens, speed in ((32768, 1791), (16384, 1373), (8192, 914))
-        ),
-    ),
-    Group(
-        name="PEFT",
-        source="PEFT's method comparison, Llama-3.2-3B on an L40S",
-        card="L40S",
-        assumed="four sequences of 210 tokens; not checkpointed",
-        rows=(
-            Row(
-                name="3B, full, about 840 tokens an update",
-                model="llama-3.2-3b",
-                settings={**PEFT, "method": "dense"},
-                tokens_per_second=2310,
-            ),
-            Row(
-                name="3B, LoRA r 64 (q, v)",
-                model="llama-3.2-3b",
-                settings={
-                    **PEFT,
-                    "method": "lora",
-                    "lora_rank": 64,
-                    "lora_target_modules": ("q_proj", "v_proj"),
-                },
-                tokens_per_second=6650,
-                explained_by="such batches are too small for the card: what else a step takes is charged to products",
-            ),
-        ),
-    ),
-)
+PUBLISHED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+GROUPS: dict[str, dict[str, Any]] = {group["name"]: group for group in PUBLISHED["groups"]}
 
 
 def config_of(model: str) -> PreTrainedConfig:
     """The configuration of a row's model."""
-    if model not in MODELS:
+    if model not in PUBLISHED["models"]:
         return find_model(model).config
-    config: PreTrainedConfig = AutoConfig.for_model(**MODELS[model])
+    config: PreTrainedConfig = AutoConfig.for_model(**PUBLISHED["models"][model])
     return config
 
 
@@ -251,13 +47,15 @@ class PlannedRow:
     """A row, planned once; its time at any efficiency.
 
     Args:
-        row: The row.
+        row: The row, as it stands in the file.
         group: The row's.
     """
 
-    def __init__(self, row: Row, group: Group) -> None:
-        self._card, self._is_compiled, self._is_paged = card_named(group.card), group.is_compiled, row.is_paged
-        self._plan = make_plan(PlanRequest(**row.settings), config_of(row.model))
+    def __init__(self, row: dict[str, Any], group: dict[str, Any]) -> None:
+        self._card, self._is_compiled = card_named(group["card"]), group.get("is_compiled", False)
+        self._is_paged = row.get("is_paged", False)
+        settings = {name: tuple(each) if isinstance(each, list) else each for name, each in row["settings"].items()}
+        self._plan = make_plan(PlanRequest(**settings), config_of(row["model"]))
 
     def at(self, efficiency: float) -> PlannedTime:
         """What it takes where so much of the peak is reached."""
@@ -268,6 +66,12 @@ class PlannedRow:
         pages = 2 * mean_state_bytes(self._plan) / rates.bus_bandwidth
         update = dataclasses.replace(time.update, waiting={**time.update.waiting, "pages": pages})
         return dataclasses.replace(time, update=update)
+
+    def published(self, row: dict[str, Any]) -> float:
+        """The tokens a second that the row's source gives, or that its seconds an update come to."""
+        if "seconds" not in row:
+            return float(row["tokens_per_second"])
+        return float(self.at(1.0).tokens_per_update / row["seconds"])
 
 
 def fitted(planned: PlannedRow, tokens_per_second: float) -> float | None:
@@ -284,36 +88,35 @@ def fitted(planned: PlannedRow, tokens_per_second: float) -> float | None:
     return high
 
 
-def predict(group: Group) -> dict[str, Any]:
+def predict(group: dict[str, Any]) -> dict[str, Any]:
     """Fit a group's first row, and predict the others."""
     rows: list[dict[str, Any]] = []
     efficiency: float | None = None
-    for index, row in enumerate(group.rows):
+    for row in group["rows"]:
         planned = PlannedRow(row, group)
-        if index == 0:
-            efficiency = fitted(planned, row.tokens_per_second)
+        published = planned.published(row)
+        if not rows:
+            efficiency = fitted(planned, published)
             if efficiency is None:
-                raise ValueError(f"{row.name}: {row.tokens_per_second} tokens a second are more than the card can do")
+                raise ValueError(f"{row['name']}: {published} tokens a second are more than the card can do")
         assert efficiency is not None
         time = planned.at(efficiency)
-        error = time.tokens_per_second / row.tokens_per_second - 1
+        error = time.tokens_per_second / published - 1
         rows.append(
             {
-                "name": row.name,
-                "model": row.model,
-                "settings": row.settings,
-                "published_tokens_per_second": row.tokens_per_second,
+                **{name: row[name] for name in ("name", "model", "settings")},
+                "published_tokens_per_second": published,
                 "planned_tokens_per_second": time.tokens_per_second,
                 "error": error,
-                "is_fitted": index == 0,
-                "is_met": abs(error) <= TARGET if row.has_target else None,
-                "explained_by": row.explained_by,
+                "is_fitted": not rows,
+                "is_met": abs(error) <= TARGET if row.get("has_target") else None,
+                "explained_by": row.get("explained_by", ""),
                 "time": time.to_json(),
             }
         )
-        speeds = f"{time.tokens_per_second:,.0f}, published {row.tokens_per_second:,.0f}"
-        print(f"{group.name}: {row.name}: {speeds}", flush=True)
-    about = {"name": group.name, "source": group.source, "card": group.card, "assumed": group.assumed}
+        speeds = f"{time.tokens_per_second:,.0f}, published {published:,.0f}"
+        print(f"{group['name']}: {row['name']}: {speeds}", flush=True)
+    about = {name: group.get(name, "") for name in ("name", "source", "card", "assumed")}
     return {**about, "efficiency": efficiency, "rows": rows}
 
 
@@ -335,16 +138,16 @@ def table(groups: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Predict, write the result after every group, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", nargs="+", choices=[group.name for group in GROUPS], help="a part; all by default")
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), help="a part; all by default")
     parser.add_argument("--output", type=Path, default=RESULTS / "plan_speeds.json")
     arguments = parser.parse_args()
     by_name = {group["name"]: group for group in read_json(arguments.output).get("groups", [])}
-    for group in GROUPS:
-        if arguments.groups is None or group.name in arguments.groups:
-            by_name[group.name] = predict(group)
-            found = [by_name[each.name] for each in GROUPS if each.name in by_name]
+    for name, group in GROUPS.items():
+        if arguments.groups is None or name in arguments.groups:
+            by_name[name] = predict(group)
+            found = [by_name[each] for each in GROUPS if each in by_name]
             write_json(arguments.output, {"environment": record_environment(), "target": TARGET, "groups": found})
-    print(table([by_name[each.name] for each in GROUPS if each.name in by_name]))
+    print(table([by_name[each] for each in GROUPS if each in by_name]))
 
 
 if __name__ == "__main__":
