@@ -177,7 +177,7 @@ def test_it_travels_in_the_folder_beside_a_checkpoint(name: str, tmp_path: Path)
 def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: Path) -> None:
     model, hift = hift_over(tiny_llama(vocab=VOCAB), NestedSGD, lr=0.02)
     train(model, hift, BATCHES[:1], 1)
-    with pytest.raises(OSError, match=r"objects of .*Projector.*add_safe_globals"):
+    with pytest.raises(ValueError, match=r"objects of .*Projector.*add_safe_globals"):
         save_state(hift, tmp_path / "hift")
     assert not (tmp_path / "hift").exists()
 

@@ -25,8 +25,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_WRITING = (*_NO_ROOM, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 # torch's writer of archives tells that fewer bytes were written than it gave, and no reason.
 _TORCH_WRITER = re.compile(r"inline_container\.cc|PytorchStreamWriter")
-_STRERROR = re.compile(r"strerror: (.+)")
-_NUMBER_OF = {os.strerror(number): number for number in errno.errorcode}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _LITTLE_BYTES = 2**20
 """With less than this free, a short write of unknown cause is taken for a full disk."""
@@ -69,6 +67,16 @@ def _explain(number: int, reason: str, target: Path, folder: Path, needs_bytes: 
             f"{target} could not be written: {reason}; it needs {needed} bytes, {free_bytes:,} were free in {folder}; "
             "free space there (quotas and limits of file sizes count, too), or name another folder"
         )
+    return cannot_write(target, reason)
+
+
+def cannot_write(target: Path, reason: str) -> str:
+    """What to say of a place where nothing can be written.
+
+    Args:
+        target: The file or folder that was to be written.
+        reason: Why not, in the system's words.
+    """
     return (
         f"{target} could not be written: {reason}; it needs a folder {target.parent} in which files can be made, "
         "written and renamed"
@@ -86,13 +94,12 @@ def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, st
     if isinstance(error, SafetensorError) and text.startswith("Error while serializing") and hidden is not None:
         return int(hidden[1]), os.strerror(int(hidden[1]))
     if isinstance(error, RuntimeError) and _TORCH_WRITER.search(text):
+        number = _number_of_short_write(folder)
         # torch's writer has the file open, and its bytes on the disk, for as long as a frame of the errors holds it.
         each: BaseException | None = error
         while each is not None:
             traceback.clear_frames(each.__traceback__)
             each = each.__context__
-        match = _STRERROR.search(text)
-        number = _number_of_short_write(folder) if match is None else _NUMBER_OF.get(match[1].strip(), errno.EIO)
         return number, f"{os.strerror(number)} (torch.save: {text.splitlines()[0]})"
     return None, text
 

@@ -40,7 +40,7 @@ AT_2 = "this rank is at update 2"
 SEEN = "rank 1 was last seen at update 2"
 VANISHED: dict[tuple[str, Layout, str], tuple[str, ...]] = {
     ("hift", "ddp", "training"): (f"rank 0 failed averaging gradients: {AT_2}, group 2", f"{SEEN}, group 2"),
-    ("hift", "ddp", "saving"): (f"rank 0 failed completing a checkpoint: {AT_2}", f"; rank 1 has ended; {SEEN}"),
+    ("hift", "ddp", "saving"): (f"rank 0 failed saving a checkpoint: {AT_2}", f"; rank 1 has ended; {SEEN}"),
     ("hift", "fsdp2", "training"): (f"rank 0 failed beginning a forward pass: {AT_2}, group 2", f"{SEEN}, group 2"),
     ("hift", "fsdp2", "in a forward"): (f"rank 0 failed in a forward pass: {AT_2}, group 2", f"{SEEN}, group 2"),
     ("hift", "zero2", "bare"): (
@@ -48,7 +48,7 @@ VANISHED: dict[tuple[str, Layout, str], tuple[str, ...]] = {
         "rank 1 was last seen at update 1, group 1",
     ),
     ("sft", "fsdp2", "training"): (f"rank 0 failed beginning a forward pass: {AT_2}", f"; rank 1 has ended; {SEEN}"),
-    ("sft", "fsdp2", "saving"): (f"rank 0 failed completing a checkpoint: {AT_2}", f"; rank 1 has ended; {SEEN}"),
+    ("sft", "fsdp2", "saving"): (f"rank 0 failed saving a checkpoint: {AT_2}", f"; rank 1 has ended; {SEEN}"),
     ("sft", "ddp", "training"): ("rank 0 failed", SEEN),
     ("hift", "zero2", "training"): ("rank 1 has ended",),
     ("hift", "zero2", "stopped"): ("rank 1 is stopped (SIGSTOP, or a debugger)",),

@@ -79,26 +79,42 @@ def sealed(folder: str | Path) -> Iterator[None]:
         before.update(_stamps(folder))
 
     _do_on_first(begin, OSError)
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    except CheckpointException as error:  # of torch's distributed checkpoints; no Exception
-        failure = OSError(f"{folder} could not be written ({error})")
-        failure.__cause__ = error
-    own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    messages = gather_objects(own, "completing a checkpoint")
-    if failure is not None:
-        raise failure
-    others = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
-    if others:
-        raise OSError(f"{folder} could not be written ({'; '.join(others)}); every rank must be able to write there")
+    with failing_together(folder):
+        try:
+            yield
+        except CheckpointException as error:  # of torch's distributed checkpoints; no Exception
+            raise OSError(f"{folder} could not be written ({error})") from error
 
     def end() -> None:
         write_manifest(folder, files=[path for path, stamp in _stamps(folder).items() if before.get(path) != stamp])
 
     _do_on_first(end, OSError)
+
+
+@contextmanager
+def failing_together(target: Path) -> Iterator[None]:
+    """Where the block, which writes, fails on one rank, it fails on all. A collective.
+
+    Args:
+        target: What is written.
+
+    Raises:
+        OSError: Naming the target and the ranks whose block failed. An error of this rank's own that names the target,
+            or is of another kind, is raised as it is.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    messages = gather_objects(own, "saving a checkpoint")
+    if failure is not None and (not isinstance(failure, OSError) or str(target) in str(failure)):
+        raise failure
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
+    if failed:
+        everyone = f"{target} could not be written ({'; '.join(failed)}); every rank must be able to write there"
+        raise OSError(everyone) from failure
 
 
 def seal_states(accelerator: Any) -> None:

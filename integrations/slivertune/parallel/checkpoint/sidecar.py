@@ -17,7 +17,7 @@ from slivertune.core.atomic import atomic_folder, explain_write_errors, is_parti
 from slivertune.core.manifest import MANIFEST_NAME, write_manifest
 from slivertune.core.saved_state import StateMismatchError, describe_damage, load_dictionary
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.checkpoint.manifests import check_together
+from slivertune.parallel.checkpoint.manifests import check_together, failing_together
 from slivertune.parallel.consistency.heartbeat import check_agreement, gather_objects, world_size
 
 _FILE = "state.pt"
@@ -243,29 +243,15 @@ def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
     is_first = world_size() == 1 or dist.get_rank() == 0
     partial: Path | None = None
     with ExitStack() as opened:
-        with _failing_together(target):
+        with failing_together(target):
             if is_first:
                 partial = opened.enter_context(atomic_folder(target))
         folder = next(each for each in gather_objects(partial, "saving a checkpoint") if each is not None)
-        with _failing_together(target), explain_write_errors(target):
+        with failing_together(target), explain_write_errors(target):
             write(folder)
         # Inside: a folder without its manifest must not take the older one's place.
-        with _failing_together(target), explain_write_errors(target):
+        with failing_together(target), explain_write_errors(target):
             if is_first:
                 write_manifest(folder)
-        with _failing_together(target):
+        with failing_together(target):
             opened.close()
-
-
-@contextmanager
-def _failing_together(target: Path) -> Iterator[None]:
-    """Where the block fails on one rank, it fails on all. A collective."""
-    failure = ""
-    try:
-        yield
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    gathered = gather_objects(failure, "saving a checkpoint")
-    failed = [f"rank {rank}: {each}" for rank, each in enumerate(gathered) if each]
-    if failed:
-        raise OSError(f"{target} could not be written ({'; '.join(failed)}); every rank must be able to write there")

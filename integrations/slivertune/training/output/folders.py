@@ -3,6 +3,7 @@
 Which of its checkpoints are whole, which is the newest of them, and which may go.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slivertune.core.atomic import is_partial
 from slivertune.core.manifest import find_damage, read_entries, remove_manifest
+from slivertune.core.write_errors import cannot_write
 
 RESULTS_NAME = "results.json"
 """The file that a run writes into its folder when it ends."""
@@ -187,9 +189,7 @@ def _check_place(folder: Path) -> None:
         where = "is a file" if there == folder else f"lies under {there}, which is a file"
         raise FileExistsError(f"output_dir {folder} {where}; name a folder, which need not exist yet")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"output_dir {folder} can't be written: {there} is not writable for this user; name another folder"
-        )
+        raise ValueError(f"output_dir {cannot_write(folder, f'{os.strerror(errno.EACCES)} ({there})')}")
 
 
 def _is_occupied(folder: Path) -> bool:
