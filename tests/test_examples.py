@@ -7,8 +7,9 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from tests.conftest import CHECKOUT
-from tests.helpers.launching import run_python
+from tests.helpers.launching import run_here, run_python
 from tests.helpers.rank_processes import free_port
+from tests.helpers.ranks import run_ranks
 from tests.interop.trl_runs import SFT_TAKES_TOKENS
 
 EXAMPLES = CHECKOUT / "examples"
@@ -31,8 +32,22 @@ on_one = pytest.mark.parametrize("launcher", ON_ONE.values(), ids=ON_ONE)
 
 
 def run(launcher: list[str], script: str, *options: str, folder: Path) -> str:
-    """What an example prints."""
+    """Start an example in processes of its own and return what it prints."""
+    launcher = [part.replace("PORT", str(free_port())) for part in launcher]
     return run_python(*launcher, EXAMPLES / script, "--hidden=32", *options, cwd=folder, timeout_s=400).stdout
+
+
+def run_on_a_rank(rank: int, num_ranks: int, script: str, options: tuple[str, ...], folder: Path) -> str:
+    return run_here(EXAMPLES / script, "--hidden=32", *options, cwd=folder)
+
+
+def run_on(num_ranks: int, launcher: list[str], script: str, *options: str, folder: Path) -> str:
+    """Run an example by a launcher, or without one on ranks that are there already, and return what it prints."""
+    if launcher:
+        return run(launcher, script, *options, folder=folder)
+    if num_ranks == 1:
+        return run_here(EXAMPLES / script, "--hidden=32", *options, cwd=folder)
+    return "".join(run_ranks(run_on_a_rank, num_ranks, script, options, folder))
 
 
 def figures(pattern: str, printed: str) -> list[dict[str, float]]:
@@ -90,13 +105,13 @@ def test_sft_trains_a_small_share_and_its_file_of_deltas_carries_what_was_learne
 
 
 @pytest.mark.parametrize(
-    ("launcher", "num_ranks"), [([], 1), (["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"], 2)]
+    ("launcher", "num_ranks"), [([], 1), ([], 2), pytest.param(ON_TWO["torchrun"], 2, marks=pytest.mark.slow)]
 )
 def test_the_trainer_learns_with_hift_and_tokentune(launcher: list[str], num_ranks: int, tmp_path: Path) -> None:
     (line,) = figures(
         r"12 updates of 4 groups in turn on (?P<ranks>\d) rank\(s\)  loss (?P<before>[\d.]+) before, "
         r"(?P<after>[\d.]+) after",
-        run(launcher, "trainer_hift.py", "--steps=12", "--blocks=2", "--length=32", folder=tmp_path),
+        run_on(num_ranks, launcher, "trainer_hift.py", "--steps=12", "--blocks=2", "--length=32", folder=tmp_path),
     )
     assert line["ranks"] == num_ranks and line["after"] < line["before"]
     assert (tmp_path / "trainer_hift_run" / "checkpoint-12" / "slivertune_tokens.json").is_file()
@@ -111,7 +126,7 @@ LOSSES = r"loss (?P<before>[\d.]+) before, (?P<after>[\d.]+) after"
 )
 @pytest.mark.skipif(not SFT_TAKES_TOKENS, reason="TokenTune goes with the SFTTrainer of trl 1.15")
 def test_trls_sft_learns_with_hift_and_tokentune(launcher: list[str], tmp_path: Path) -> None:
-    printed = run(launcher, "trl_sft.py", "--steps=8", "--blocks=2", "--length=64", folder=tmp_path)
+    printed = run_on(1, launcher, "trl_sft.py", "--steps=8", "--blocks=2", "--length=64", folder=tmp_path)
     (line,) = figures(f"SFTTrainer: {UPDATES}{LOSSES}", printed)
     assert (line["updates"], line["groups"]) == (8, 4) and line["after"] < line["before"]
     assert (tmp_path / "trl_sft_run" / "checkpoint-8" / "slivertune_tokens.json").is_file()
@@ -149,11 +164,12 @@ def test_sentences_are_learned_with_hift_and_tokentune(options: list[str], num_g
     assert (line["updates"], line["groups"]) == (14, num_groups) and line["after"] < line["before"]
 
 
-@pytest.mark.parametrize("launcher", ON_TWO.values(), ids=ON_TWO)
+@pytest.mark.parametrize(
+    "launcher", [[], *(pytest.param(words, marks=pytest.mark.slow, id=name) for name, words in ON_TWO.items())]
+)
 def test_two_ranks_train_save_resume_and_save_the_model(launcher: list[str], tmp_path: Path) -> None:
-    port = str(free_port())
     options = ("--steps=16", "--blocks=2", "--length=32", f"--folder={tmp_path}/ranks")
-    printed = run([part.replace("PORT", port) for part in launcher], "accelerate_ranks.py", *options, folder=tmp_path)
+    printed = run_on(2, launcher, "accelerate_ranks.py", *options, folder=tmp_path)
     assert re.findall(r"(\w+), 2 ranks, 16 steps: ", printed) in (["MULTI_CPU"], ["MULTI_GPU"])
     (loss,) = figures(
         r"\w+, 2 ranks, 16 steps: loss (?P<first>[\d.]+) at first, (?P<half>[\d.]+) half way, "

@@ -4,13 +4,17 @@ A preset is launched as it stands. The command line lowers the number of its pro
 environment takes the GPUs away; nothing else is overridden, so that what the preset says decides what the script sees.
 """
 
+import contextlib
 import fcntl
+import io
 import json
 import os
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +72,30 @@ def run_python(
     )
     assert done.returncode == expect, done.stderr
     return done
+
+
+def run_here(script: Path, *options: str, cwd: Path) -> str:
+    """Run a script in this process, which has the libraries that it imports, as `python SCRIPT OPTIONS` would.
+
+    Args:
+        script: Its folder is on the search path meanwhile.
+        *options: Of its command line.
+        cwd: The working folder.
+
+    Returns:
+        All that it prints.
+    """
+    printed = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [str(script), *options]),
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(printed),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # as in a process of its own, whose warnings nobody makes errors
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
 
 
 def build_deepspeed_collectives() -> None:
