@@ -10,8 +10,12 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.training.tiny_runs import Runs
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -126,3 +130,27 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}; name its folder in SLIVERTUNE_TEST_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level Llama of two blocks and its tokenizer."""
+    from tests.training.tiny_runs import make_tiny_base
+
+    return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A jsonl file of sentences."""
+    from tests.training.tiny_runs import write_texts
+
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture
+def runs(tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> "Runs":
+    """Runs of the command over the tiny base and the sentences."""
+    from tests.training.tiny_runs import Runs
+
+    return Runs(tiny_base, texts, tmp_path, capsys)

@@ -32,7 +32,7 @@ from tests.planning.real import LLAMA
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
 from tests.random_layers.plan import PlannedRandomLayers
 from tests.random_layers.train import RandomLayersMethod
-from tests.training.tiny_runs import make_tiny_base, saved_weights, train, write_texts
+from tests.training.tiny_runs import Runs, saved_weights
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
 CAP = 1e-4
@@ -124,26 +124,9 @@ def test_a_layout_that_it_does_not_know_is_refused_in_its_own_words_or_ours() ->
 @pytest.mark.parametrize("layout", ["single", "ddp", "zero2"])
 def test_its_plan_is_what_a_real_run_takes(layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LLAMA.save_pretrained(tmp_path)
-    assert (
-        main(
-            [
-                "plan",
-                "--model",
-                str(tmp_path),
-                "--method",
-                "random_layers",
-                "--batch_size",
-                "2",
-                "--seq_length",
-                "64",
-                "--json",
-                "--layout",
-                layout,
-                *([] if layout == "single" else ["--num_gpus", "2"]),
-            ]
-        )
-        == 0
-    )
+    words = ["plan", "--model", str(tmp_path), "--method", "random_layers", "--batch_size", "2", "--seq_length", "64"]
+    words += ["--json", "--layout", layout, *([] if layout == "single" else ["--num_gpus", "2"])]
+    assert main(words) == 0
     planned_bytes = json.loads(capsys.readouterr().out)["peak_bytes"]
     torch.manual_seed(0)
     model = LlamaForCausalLM(LLAMA)
@@ -158,24 +141,13 @@ def test_its_plan_is_what_a_real_run_takes(layout: Layout, tmp_path: Path, capsy
     assert planned_bytes == pytest.approx(ledger.peak.device, rel=0.03)
 
 
-def test_the_command_line_trains_it_and_its_checkpoint_resumes_to_the_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base, data = make_tiny_base(tmp_path / "base"), write_texts(tmp_path)
+def test_the_command_line_trains_it_and_its_checkpoint_resumes_to_the_bit(runs: Runs) -> None:
     words = ("--max_steps", "5", "--save_steps", "3", "--num_random_blocks", "1")
-    results = train(base, data, tmp_path / "out", *words, method="random_layers")
+    results = runs.train("out", *words, method="random_layers")
     assert (results["method"], results["num_steps"]) == ("random_layers", 5)
-    assert "random_layers on " in capsys.readouterr().out
-    (tmp_path / "again").mkdir()
-    train(
-        base,
-        data,
-        tmp_path / "again",
-        *words,
-        "--resume_from_checkpoint",
-        str(tmp_path / "out" / "checkpoint-3"),
-        method="random_layers",
-    )
-    before, once, again = (saved_weights(each) for each in (base, tmp_path / "out/model", tmp_path / "again/model"))
+    assert "random_layers on " in runs.printed()
+    resume = ("--resume_from_checkpoint", str(runs["out"] / "checkpoint-3"))
+    runs.train("again", *words, *resume, method="random_layers")
+    before, once, again = (saved_weights(each) for each in (runs.base, runs["out/model"], runs["again/model"]))
     assert differing(once, again) == []
     assert 0 < len(differing(once, before)) == len(before), "each of two blocks was drawn in five updates"

@@ -153,19 +153,3 @@ def test_a_name_that_is_not_there_is_found(tmp_path: Path) -> None:
     file = tmp_path / "lost.py"
     file.write_text("def f():\n    from slivertune.parallel import prepare, zero, sparse_zero\n", encoding="utf-8")
     assert missing_names(file) == ["lost.py:2 imports slivertune.parallel.sparse_zero"]
-
-
-def maker_lookups(source: str) -> list[int]:
-    """Lines that ask who made a device, and not what torch calls it: `torch.version.cuda`, `torch.version.hip`."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    return [
-        node.lineno for node in nodes if node.attr in ("cuda", "hip") and ast.unparse(node.value) == "torch.version"
-    ]
-
-
-def test_a_rocm_device_goes_the_cuda_way(checkout: Path) -> None:
-    """Torch calls it `cuda`, and the package as well; DeepSpeed's folder of builds alone is named by the maker."""
-    root = checkout / "integrations" / "slivertune"
-    asking = {file.name for file in root.rglob("*.py") if maker_lookups(file.read_text(encoding="utf-8"))}
-    assert asking == {"shm_comm.py"}
-    assert maker_lookups("import torch\nx = torch.version.cuda is None") == [2]

@@ -21,12 +21,7 @@ from slivertune.training.output.folders import newest_whole
 from slivertune.training.run import describe_interruption
 from tests.deltas.files import UP, bits_of, damage, deltas_of, naive_sum, same_bits, write_deltas
 from tests.helpers.models import tiny_llama
-from tests.training.tiny_runs import complaint, make_tiny_base, results_of, train_arguments, write_texts
-
-
-@pytest.fixture(scope="module")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
+from tests.training.tiny_runs import UNMEASURED, Runs, complaint, results_of
 
 
 @pytest.mark.parametrize(
@@ -113,13 +108,10 @@ def test_a_mistyped_command_or_option_is_one_line_that_says_what_was_meant(
     assert stop.value.code == 2 and message in error and error.count("\n") == 1
 
 
-def test_a_preset_that_is_nearly_spelled_so_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "; did you mean single_gpu_24g.yaml?" in complaint(capsys, ["path", "single_gpu_24"])
-
-
-def test_an_unknown_preset_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    error = complaint(capsys, ["path", "nowhere"])
-    assert re.fullmatch(r"slivertune path: error: no preset is called 'nowhere'; .*\n", error)
+@pytest.mark.parametrize(("name", "said"), [("nowhere", ""), ("single_gpu_24", "did you mean single_gpu_24g.yaml?")])
+def test_an_unknown_preset_is_one_line_and_code_2(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = complaint(capsys, ["path", name])
+    assert re.fullmatch(rf"slivertune path: error: no preset is called '{name}'; .*{re.escape(said)}.*\n", error)
 
 
 @pytest.mark.parametrize(
@@ -170,33 +162,27 @@ def test_bad_arguments_are_one_line_and_code_2(
     assert error.startswith(f"slivertune train: error: {message}") and error.count("\n") == 1
 
 
-def test_bad_data_and_settings_that_do_not_fit_the_model_are_code_2(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_texts(tmp_path)
+def test_bad_data_and_settings_that_do_not_fit_the_model_are_code_2(runs: Runs) -> None:
     for more, message in (
         (["--text_column", "prose"], "prose"),
         (["--layers_per_group", "99"], "99"),
         (["--sample_prompt", ""], "sample_prompt has 0 tokens"),
         (["--max_length", "100000"], "100000"),
-        (["--dataset", str(tmp_path / "absent.csv")], "absent.csv"),
+        (["--dataset", str(runs["absent.csv"])], "absent.csv"),
     ):
-        error = complaint(capsys, train_arguments(tiny_base, data, tmp_path / "out", *more))
+        error = runs.complaint(*more)
         assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.slow
 def test_a_failure_is_code_1_and_has_a_traceback_on_request_alone(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.Trainer.train", Mock(side_effect=RuntimeError("out of\nmemory")))
-    data = write_texts(tmp_path)
-    error = complaint(capsys, train_arguments(tiny_base, data, tmp_path / "out"), code=1)
-    assert error == "slivertune train: error: out of memory\n"
-    assert "Traceback" in complaint(capsys, ["--debug", *train_arguments(tiny_base, data, tmp_path / "out2")], code=1)
+    assert runs.complaint(code=1) == "slivertune train: error: out of memory\n"
+    assert "Traceback" in complaint(capsys, ["--debug", *runs.arguments("again")], code=1)
 
 
-# A shell's background jobs ignore Ctrl-C and their children inherit that; a run in the foreground never does.
 def test_data_are_looked_for_before_the_base_model_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +190,7 @@ def test_data_are_looked_for_before_the_base_model_is_made(
     assert "'rows.csv' is not there" in complaint(capsys, ["train", "--dataset", "rows.csv"])
 
 
+# A shell's background jobs ignore Ctrl-C and their children inherit that; a run in the foreground never does.
 INTERRUPTIBLE = """
 import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -211,9 +198,9 @@ runpy.run_module("slivertune", run_name="__main__")
 """
 
 
-def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(tiny_base: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out put"
-    arguments = train_arguments(tiny_base, write_texts(tmp_path), output, "--max_steps", "100000", "--save_steps", "3")
+def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(runs: Runs) -> None:
+    output = runs["out put"]
+    arguments = runs.arguments("out put", "--max_steps", "100000", "--save_steps", "3", *UNMEASURED)
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -255,15 +242,8 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
         monkeypatch.setenv(launcher, "no")
     output = tmp_path / "my out"
     monkeypatch.setattr("slivertune.training.run.newest_whole", lambda *args, **kwargs: (output / "checkpoint-3", []))
-    words = (
-        *file,
-        "--seed",
-        "3",
-        *(word.format(out=output) for word in folder),
-        *resume,
-        "--sample_prompt",
-        "a 'b' $c",
-    )
+    words = (*file, "--seed", "3", *(word.format(out=output) for word in folder), *resume)
+    words += ("--sample_prompt", "a 'b' $c")
     command = ("slivertune", "train", *words)
     arguments: Any = SimpleNamespace(command=command, training=SimpleNamespace(output_dir=str(output)))
     line, words = describe_interruption(arguments)
@@ -278,11 +258,9 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
     assert start == "" if launcher is None else start.endswith("its options, and")
 
 
-def test_ctrl_c_before_the_first_checkpoint_says_so(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_before_the_first_checkpoint_says_so(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Trainer.train", Mock(side_effect=KeyboardInterrupt))
-    error = complaint(capsys, train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out"), code=130)
+    error = runs.complaint(code=130)
     assert "interrupted before the first checkpoint; start again with: slivertune train" in error
 
 

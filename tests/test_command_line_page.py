@@ -10,17 +10,12 @@ import pytest
 
 from slivertune.cli import main
 from tests.helpers.launching import environment
-from tests.training.tiny_runs import complaint, make_tiny_base, results_of, sentences
+from tests.training.tiny_runs import complaint, results_of, sentences
 
 
 @pytest.fixture(scope="module")
 def page(checkout: Path) -> str:
     return (checkout / "docs" / "command-line.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
 
 
 @pytest.fixture

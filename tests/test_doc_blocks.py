@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 import slivertune
 from slivertune.cli import _make_parser, main
@@ -22,7 +22,8 @@ from slivertune.training.comparison.arguments import parse_compare_arguments
 from slivertune.training.options.parser import given_values
 from tests.conftest import CHECKOUT
 from tests.helpers.models import VOCAB, tiny_llama
-from tests.training.tiny_runs import make_tiny_base, sentences
+from tests.training.tiny import quiet_arguments
+from tests.training.tiny_runs import sentences
 
 RUN_ELSEWHERE = ("command-line", "data", "first-hour")
 """Pages whose commands are all run, each by a test of its own."""
@@ -46,11 +47,6 @@ def commands() -> list[Any]:
 
 def of_verb(verb: str) -> list[Any]:
     return [each for each in commands() if each.values[0][0] == verb]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
 
 
 def test_every_verb_is_shown() -> None:
@@ -78,11 +74,15 @@ def test_every_option_of_a_command_is_one_that_there_is(
 # Comparisons take minutes each; tests/planning/test_compare.py makes one.
 @pytest.mark.parametrize("words", [each for each in of_verb("plan") if "--compare" not in each.values[0]])
 def test_every_plan_is_made(
-    words: list[str], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    words: list[str],
+    tiny_base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = list(words)
-    words[words.index("--model") + 1] = str(base)
+    words[words.index("--model") + 1] = str(tiny_base)
     assert main([*words, *(() if "--sweep" in words or "--seq_length" in words else ("--seq_length", "64"))]) == 0
     assert capfd.readouterr().out
     assert "--plot" not in words or Path(words[words.index("--plot") + 1]).read_bytes()[:4] == b"\x89PNG"
@@ -90,18 +90,18 @@ def test_every_plan_is_made(
 
 @pytest.mark.slow
 def test_the_trainings_of_the_readme_run_and_what_they_leave_is_drawn(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("chats.jsonl", "data.jsonl"):
         rows = "".join(f'{{"prompt": "{text}", "completion": "yes"}}\n' for text in sentences(20))
         Path(name).write_text(rows, encoding="utf-8")
-    Path("run.yaml").write_text(f"model: {base}\ndataset: chats.jsonl\noutput_dir: runs/file\n", encoding="utf-8")
+    Path("run.yaml").write_text(f"model: {tiny_base}\ndataset: chats.jsonl\noutput_dir: runs/file\n", encoding="utf-8")
     shown = [each.values[0] for each in of_verb("train") if str(each.id).startswith("README")]
     trained = [words for words in shown if "--help" not in words]
     assert len(trained) == 3
     for words in trained:
-        words = [str(base) if word == "PATH_OR_HUB_ID" else word for word in words]
+        words = [str(tiny_base) if word == "PATH_OR_HUB_ID" else word for word in words]
         more = ("--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--sample_tokens", "0")
         assert main([*words, *more]) == 0, words
     assert {each.name for each in Path("runs").iterdir()} == {"mine", "file", "qlora"}
@@ -129,15 +129,7 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     torch.manual_seed(1)
     model = tiny_llama(blocks=9)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCAB, (12, 16))]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        max_steps=2,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    arguments = quiet_arguments(tmp_path / "out", max_steps=2, save_strategy="no")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     path = tmp_path / "base"
     model.save_pretrained(path)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from sphinx.cmd.build import main as sphinx_main
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import slivertune
 from tests.conftest import CHECKOUT
 from tests.helpers.launching import run_here
 from tests.helpers.models import VOCAB, tiny_llama
+from tests.training.tiny import quiet_arguments
 
 DOCS = CHECKOUT / "docs"
 PACKAGE = Path(slivertune.__file__).parent
@@ -67,17 +68,8 @@ def test_each_block_of_python_runs_and_trains(block: str, tmp_path: Path) -> Non
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCAB, (24, 16))]
     model = tiny_llama()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=6,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    settings = {"max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no"}
+    arguments = quiet_arguments(tmp_path, **settings)
     loader = [{"input_ids": row["input_ids"][None], "labels": row["labels"][None]} for row in rows[:6]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scope: dict[str, Any] = {"st": slivertune, "Trainer": Trainer, "optimizer": optimizer}

@@ -8,6 +8,8 @@ import torch
 from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
+from tests.training.tiny import quiet_arguments
+
 WORDS = ("the", "cat", "dog", "sat", "ran", "far", "home", "big", "red", "blue", "old", "tree", "house", "river")
 KINDS = ("mnrl", "cached mnrl", "softmax", "two losses", "cross encoder")
 HIDDEN = 32
@@ -102,12 +104,4 @@ def _arguments(output: Path, kind: Any = None, **options: Any) -> Any:
         "save_strategy": "no",
         "logging_steps": 1,
     }
-    return (kind or SentenceTransformerTrainingArguments)(
-        output_dir=str(output),
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to="none",
-        dataloader_pin_memory=False,
-        seed=3,
-        **defaults | options,
-    )
+    return quiet_arguments(output, kind or SentenceTransformerTrainingArguments, seed=3, **defaults | options)

@@ -13,7 +13,7 @@ from transformers import Trainer
 import slivertune
 from slivertune import HiFTConfig, TokenTune
 from tests.helpers.models import tiny_bert, tiny_llama, weights
-from tests.helpers.tolerance import assert_step_close, exact_sums
+from tests.helpers.tolerance import assert_step_close, exact_sums, with_exact
 from tests.interop.trainer_runs import recorded_draws
 from tests.interop.trl_runs import (
     SFT_MODES,
@@ -180,10 +180,8 @@ def test_reward_trainer_trains_on_the_selected_tokens_as_by_hand(tmp_path: Path)
         reference.train()
         return reference
 
-    with exact_sums():
-        exact = by_hand()
-    expected = updates_of(by_hand(), before)
-    assert_step_close(updates_of(trainer, before), expected, updates_of(exact, before), cap=CAP)
+    expected, exact = with_exact(lambda: updates_of(by_hand(), before))
+    assert_step_close(updates_of(trainer, before), expected, exact, cap=CAP)
 
 
 # ---- one forward

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.modeling_outputs import ModelOutput
 
 from slivertune.core.manifest import MANIFEST_NAME, find_damage
@@ -15,6 +15,7 @@ from slivertune.training.output.folders import checkpoint_folders, read_facts
 from tests.helpers.models import assert_same_bits, tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.training.output.test_folders import make_checkpoint
+from tests.training.tiny import quiet_arguments
 
 ROWS = [{name: [(7 * row + 3 * i) % 97 for i in range(8)] for name in ("input_ids", "labels")} for row in range(16)]
 
@@ -32,12 +33,10 @@ def make_trainer(
     **options: Any,
 ) -> Trainer:
     defaults = {"max_steps": 6, "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2}
-    arguments: dict[str, Any] = {**defaults, "per_device_train_batch_size": 2, "use_cpu": True, **options}
+    arguments: dict[str, Any] = {**defaults, "per_device_train_batch_size": 2, **options}
     trainer = Trainer(
         model=model or tiny_llama(),
-        args=TrainingArguments(
-            output_dir=str(output), disable_tqdm=True, report_to="none", dataloader_pin_memory=False, **arguments
-        ),
+        args=quiet_arguments(output, **arguments),
         train_dataset=data,
         eval_dataset=data[:4],
         data_collator=collate,

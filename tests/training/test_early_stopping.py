@@ -7,20 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.cli import main
 from slivertune.deltas import load
 from slivertune.training.early_stopping import EarlyStopping, check_best_metric
 from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.models import differing
-from tests.training.tiny_runs import (
-    COMBINATIONS,
-    complaint,
-    make_tiny_base,
-    results_of,
-    saved_weights,
-    train_arguments,
-    write_texts,
-)
+from tests.training.tiny_runs import COMBINATIONS, UNMEASURED, Runs, saved_weights
 
 EVERY_2 = (
     *("--eval_strategy", "steps", "--eval_steps", "2"),
@@ -109,36 +100,25 @@ def test_what_early_stopping_needs_is_said(arguments: list[str], message: str) -
         parse_train_arguments(arguments)
 
 
-def test_a_metric_that_is_not_evaluated_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base, data = make_tiny_base(tmp_path / "base"), write_texts(tmp_path)
-    words = train_arguments(base, data, tmp_path / "run", *BEST, "--metric_for_best_model", "eval_accuracy")
-    assert "--metric_for_best_model eval_accuracy is not among what is evaluated; take eval_loss" in complaint(
-        capsys, words, 1
-    )
-    assert not list((tmp_path / "run").glob("checkpoint-*"))
+def test_a_metric_that_is_not_evaluated_is_refused_before_training(runs: Runs) -> None:
+    error = runs.complaint(*BEST, "--metric_for_best_model", "eval_accuracy", code=1)
+    assert "--metric_for_best_model eval_accuracy is not among what is evaluated; take eval_loss" in error
+    assert not list(runs["out"].glob("checkpoint-*"))
     check_best_metric(SimpleNamespace(metric_for_best_model="accuracy"), {"eval_accuracy": 1.0})  # type: ignore[arg-type]
 
 
-def stopped(tmp_path: Path, *more: str) -> tuple[Path, dict[str, Any]]:
-    """A run whose loss counts as better the larger it is, so that the first evaluation stays the best."""
-    base, data = make_tiny_base(tmp_path / "base"), write_texts(tmp_path)
+def stopped(runs: Runs, *more: str) -> tuple[Path, dict[str, Any]]:
+    """Make a run whose loss counts as better the larger it is, so that the first evaluation stays the best."""
     backwards = ("--metric_for_best_model", "loss", "--greater_is_better", "true", "--max_steps", "20")
-    words = train_arguments(base, data, tmp_path / "run", *BEST, *backwards, "--early_stopping_patience", "2", *more)
-    assert main(words) == 0
-    return tmp_path / "run", results_of(tmp_path / "run")
+    return runs["out"], runs.train("out", *BEST, *backwards, "--early_stopping_patience", "2", *UNMEASURED, *more)
 
 
 @pytest.mark.parametrize(
     "name", ["hift", "sft", *(pytest.param(each, marks=SLOW) for each in ("dense", "lora", "sft in bf16, packed"))]
 )
-def test_a_run_stops_early_and_saves_the_best_model(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    method = COMBINATIONS.get(name, ("--method", name))
-    run, results = stopped(tmp_path, *method)
-    out = " ".join(capsys.readouterr().out.split())
+def test_a_run_stops_early_and_saves_the_best_model(name: str, runs: Runs) -> None:
+    run, results = stopped(runs, *COMBINATIONS.get(name, ("--method", name)))
+    out = " ".join(runs.printed().split())
     assert results["num_steps"] == 6, "evaluations at 2, 4 and 6"
     assert results["best_checkpoint"] == str(run / "checkpoint-2")
     assert "stopping early at step 6" in out and "ends with the model of" in out
@@ -162,6 +142,6 @@ def assert_deltas_of_the_best(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_deltas_beside_4_bit_weights_are_the_best_ones(tmp_path: Path) -> None:
-    run, _ = stopped(tmp_path, "--method", "sft", "--density", "0.1", "--load_in_4bit")
+def test_deltas_beside_4_bit_weights_are_the_best_ones(runs: Runs) -> None:
+    run, _ = stopped(runs, "--method", "sft", "--density", "0.1", "--load_in_4bit")
     assert_deltas_of_the_best(run)

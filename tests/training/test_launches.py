@@ -18,12 +18,12 @@ from tests.helpers.models import differing
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, exact_sums
 from tests.training.tiny_runs import (
     EVALUATED_TOKENS,
+    Runs,
     assert_same_bits,
     final_weights,
     results_of,
     saved_weights,
     train,
-    train_arguments,
 )
 
 TORCHRUN = ("torchrun", "--nproc_per_node=2", "--standalone", "-m", "slivertune")
@@ -114,9 +114,9 @@ def losses_of(run: Path) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resume(
-    tiny_base: Path, texts: Path, alone: tuple[Path, Path], tmp_path: Path
+    alone: tuple[Path, Path], runs: Runs, tmp_path: Path
 ) -> None:
-    arguments = train_arguments(tiny_base, texts, tmp_path / "two", *STEPS, method="hift")
+    arguments = runs.arguments("two", *STEPS, method="hift")
     results, out = launch(TORCHRUN, arguments, tmp_path)
     assert (results["world_size"], results["layout"], results["method"]) == (2, "ddp", "hift")
     assert "batch   4 rows an update: 2 at a time, on each of 2 ranks (ddp)" in out
@@ -126,90 +126,88 @@ def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resu
     assert out.count("evaluation before") == 1 and out.count("evaluation loss") == 1, "one process speaks"
     one = results_of(alone[0])
     assert (one["world_size"], one["layout"]) == (1, "single")
-    assert_trained_as_alone(tmp_path / "two", alone)
+    assert_trained_as_alone(runs["two"], alone)
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
-    checkpoint = tmp_path / "two" / "checkpoint-5"
+    checkpoint = runs["two"] / "checkpoint-5"
     assert find_damage(checkpoint) is None and (checkpoint / "hift").is_dir()
-    more = ("--resume_from_checkpoint", str(checkpoint), "--output_dir", str(tmp_path / "again"))
+    more = ("--resume_from_checkpoint", str(checkpoint), "--output_dir", str(runs["again"]))
     again, out = launch(TORCHRUN, [*arguments, *more], tmp_path)
     assert again["world_size"] == 2
     assert again["before"] == results["before"], "known from the checkpoint"
-    assert_same_bits(tmp_path / "two", tmp_path / "again")
+    assert_same_bits(runs["two"], runs["again"])
 
 
 @pytest.mark.slow
-def test_one_command_goes_on_after_all_processes_were_killed(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
+def test_one_command_goes_on_after_all_processes_were_killed(runs: Runs, tmp_path: Path) -> None:
     more = ("--max_steps", "60", "--save_steps", "5", "--memory_ledger", "off")
-    launch(TORCHRUN, train_arguments(tiny_base, texts, tmp_path / "whole", *more), tmp_path)
-    arguments = train_arguments(tiny_base, texts, tmp_path / "cut", *more, "--resume_from_checkpoint", "auto")
+    launch(TORCHRUN, runs.arguments("whole", *more), tmp_path)
+    arguments = runs.arguments("cut", *more, "--resume_from_checkpoint", "auto")
     process = start((*TORCHRUN, *arguments), tmp_path)
-    await_checkpoint(tmp_path / "cut", process)
+    await_checkpoint(runs["cut"], process)
     children = [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     for each in (*children, process.pid):
         os.kill(each, signal.SIGKILL)
     finish(process)
-    assert not (tmp_path / "cut" / "results.json").exists()
+    assert not (runs["cut"] / "results.json").exists()
     _, out = launch(TORCHRUN, arguments, tmp_path)
-    assert f"continuing from {tmp_path / 'cut' / 'checkpoint-'}" in "".join(out.split("\n"))
-    assert_same_bits(tmp_path / "whole", tmp_path / "cut")
+    assert f"continuing from {runs['cut'] / 'checkpoint-'}" in "".join(out.split("\n"))
+    assert_same_bits(runs["whole"], runs["cut"])
     code, out, said = finish(start((*TORCHRUN, *arguments), tmp_path))
     assert (code, said) == (0, [])
     assert out.count("is finished after 60 updates; nothing was trained") == 1, "one process speaks"
 
 
 @pytest.mark.slow
-def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
+def test_two_processes_of_accelerate_launch_train_sft_on_tokens(runs: Runs, tmp_path: Path) -> None:
     reselection = ("--reselection_interval", "4", "--estimation_steps", "2")
     more = ("--density", "0.1", *reselection, "--token_ratio", "0.5", "--max_steps", "9")
-    arguments = train_arguments(tiny_base, texts, tmp_path / "out", *more, method="sft")
+    arguments = runs.arguments("out", *more, method="sft")
     results, _ = launch(ACCELERATE, arguments, tmp_path)
     assert (results["world_size"], results["layout"], results["method"]) == (2, "ddp", "sft")
     assert results["settings"]["token_ratio"] == 0.5
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
-    base, trained = saved_weights(tiny_base), saved_weights(tmp_path / "out" / "model")
+    base, trained = saved_weights(runs.base), saved_weights(runs["out"] / "model")
     changed = sum(int((base[name] != value).sum()) for name, value in trained.items())
     assert 0 < changed <= results["num_trained"] * 1.01
 
 
 @pytest.mark.slow
 def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(
-    tiny_base: Path, texts: Path, alone: tuple[Path, Path], tmp_path: Path
+    alone: tuple[Path, Path], runs: Runs, tmp_path: Path
 ) -> None:
     build_deepspeed_collectives()
     config = zero2_config(tmp_path, reduce_bucket_size=20000)
-    arguments = train_arguments(tiny_base, texts, tmp_path / "two", *STEPS, "--deepspeed", config, method="hift")
+    arguments = runs.arguments("two", *STEPS, "--deepspeed", config, method="hift")
     launcher = ("deepspeed", "--num_accelerators=2", "--master_port=29581", "--module", "slivertune")
     results, _ = launch(launcher, arguments, tmp_path)
     assert (results["world_size"], results["layout"]) == (2, "zero2")
-    assert_trained_as_alone(tmp_path / "two", alone)
-    assert find_damage(tmp_path / "two" / "checkpoint-10") is None
+    assert_trained_as_alone(runs["two"], alone)
+    assert find_damage(runs["two"] / "checkpoint-10") is None
 
 
 @pytest.mark.slow
-def test_sft_on_zero2_goes_on_from_its_last_whole_checkpoint(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
+def test_sft_on_zero2_goes_on_from_its_last_whole_checkpoint(runs: Runs, tmp_path: Path) -> None:
     reselection = ("--density", "0.1", "--reselection_interval", "4", "--estimation_steps", "2")
     more = (*reselection, "--max_steps", "6", "--save_steps", "3", "--resume_from_checkpoint", "auto")
     engine = ("--deepspeed", zero2_config(tmp_path), "--memory_ledger", "off")
-    arguments = train_arguments(tiny_base, texts, tmp_path / "out", *more, *engine, method="sft")
+    arguments = runs.arguments("out", *more, *engine, method="sft")
     launch(TORCHRUN, arguments, tmp_path)
-    wanted = final_weights(tmp_path / "out")
-    (tmp_path / "out" / "results.json").unlink()
-    (tmp_path / "out" / "checkpoint-6" / "slivertune_checkpoint.json").unlink()
+    wanted = final_weights(runs["out"])
+    (runs["out"] / "results.json").unlink()
+    (runs["out"] / "checkpoint-6" / "slivertune_checkpoint.json").unlink()
     _, out = launch(TORCHRUN, arguments, tmp_path)
     assert "checkpoint-3" in out and "checkpoint-6 is not whole" in "".join(out.split("\n"))
-    assert differing(final_weights(tmp_path / "out"), wanted) == []
+    assert differing(final_weights(runs["out"]), wanted) == []
 
 
 @pytest.mark.slow
-def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(
-    tiny_base: Path, texts: Path, tmp_path: Path
-) -> None:
-    arguments = train_arguments(tiny_base, texts, tmp_path / "out")
+def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(runs: Runs, tmp_path: Path) -> None:
+    arguments = runs.arguments("out")
     code, _, said = finish(start((*TORCHRUN, *arguments, "--layers_per_group", "0"), tmp_path))
     assert code != 0
     assert len(said) == 1 and said[0].startswith("slivertune train: error: layers_per_group=0 must be")
     # Each process gets another seed.
-    script = tmp_path / "start.sh"
+    script = runs["start.sh"]
     script.write_text(f'exec {sys.executable} -m slivertune "$@" --seed $RANK\n', encoding="utf-8")
     launcher = ("torchrun", "--nproc_per_node=2", "--standalone", "--no-python", "sh", str(script))
     code, _, said = finish(start((*launcher, *arguments), tmp_path))
@@ -217,16 +215,15 @@ def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(
     (line,) = said
     assert line.startswith("slivertune train: error: the processes were given different arguments: rank 0")
     assert "'--seed', '0'" in line and "'--seed', '1'" in line
-    assert not (tmp_path / "out").exists()
+    assert not (runs["out"]).exists()
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
+def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line(runs: Runs, tmp_path: Path) -> None:
     more = ("--max_steps", "5000", "--save_steps", "5", "--save_total_limit", "2", "--memory_ledger", "off")
-    arguments = train_arguments(tiny_base, texts, output, *more, method="dense")
+    arguments = runs.arguments("out", *more, method="dense")
     process = start((*TORCHRUN, *arguments), tmp_path)
-    await_checkpoint(output, process)
+    await_checkpoint(runs["out"], process)
     os.killpg(process.pid, signal.SIGINT)
     code, _, said = finish(process)
     assert code != 0

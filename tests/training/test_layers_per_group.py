@@ -1,7 +1,6 @@
 """`slivertune train --layers_per_group auto`: the number is chosen once, said, and kept by the checkpoints."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from slivertune.planning.cards import card_named
 from slivertune.training.methods import hift
 from slivertune.training.options.parse import parse_train_arguments
-from tests.training.tiny_runs import TINY_CYCLE, assert_same_bits, complaint, train, train_arguments
+from tests.training.tiny_runs import TINY_CYCLE, UNMEASURED, Runs, assert_same_bits
 
 AUTO = ("--layers_per_group", "auto", "--gpu", "4090")
 SLOW = replace(card_named("4090"), peak_flops=1e6)
@@ -19,11 +18,7 @@ SLOW = replace(card_named("4090"), peak_flops=1e6)
 
 
 def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
-    tiny_base: Path,
-    texts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
     choose = hift.choose_layers_per_group
@@ -34,9 +29,9 @@ def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
 
     monkeypatch.setattr(hift, "find_card", lambda name: {"4090": SLOW}[name])
     monkeypatch.setattr(hift, "choose_layers_per_group", noted)
-    more = ("--max_length", "32", "--save_steps", "3", "--weight_decay", "0.1")
-    results = train(tiny_base, texts, tmp_path / "auto", *more, *AUTO)
-    said = " ".join(capsys.readouterr().out.split())
+    more = ("--max_length", "32", "--save_steps", "3", "--weight_decay", "0.1", *UNMEASURED)
+    results = runs.train("auto", *more, *AUTO)
+    said = " ".join(runs.printed().split())
     assert results["settings"]["layers_per_group"] == TINY_CYCLE and results["settings"]["num_groups"] == 1
     assert "choosing layers_per_group for a GeForce RTX 4090" in said
     assert f"chose {TINY_CYCLE} layers_per_group" in said and "all layers" in said
@@ -46,12 +41,12 @@ def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
     assert limits.device_bytes == SLOW.memory_bytes and 2**20 < limits.host_bytes < 2**50
     assert settings["prefetch_bytes"] is None
 
-    train(tiny_base, texts, tmp_path / "given", *more, "--layers_per_group", str(TINY_CYCLE))
-    assert_same_bits(tmp_path / "auto", tmp_path / "given")
-    resumed = ("--resume_from_checkpoint", str(tmp_path / "auto" / "checkpoint-3"))
-    train(tiny_base, texts, tmp_path / "resumed", *more, *AUTO, *resumed)
+    runs.train("given", *more, "--layers_per_group", str(TINY_CYCLE))
+    assert_same_bits(runs["auto"], runs["given"])
+    resumed = ("--resume_from_checkpoint", str(runs["auto"] / "checkpoint-3"))
+    runs.train("resumed", *more, *AUTO, *resumed)
     assert asked == []
-    assert_same_bits(tmp_path / "resumed", tmp_path / "given")
+    assert_same_bits(runs["resumed"], runs["given"])
 
 
 @pytest.mark.parametrize(
@@ -67,18 +62,12 @@ def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
     ],
 )
 def test_what_can_not_be_chosen_is_said_before_anything_is_loaded(
-    words: tuple[str, ...],
-    part: str,
-    tiny_base: Path,
-    texts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], part: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    error = complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "out", *words))
+    error = runs.complaint(*words)
     assert part in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    assert not (runs["out"]).exists()
 
 
 @pytest.mark.parametrize(
@@ -88,15 +77,8 @@ def test_what_can_not_be_chosen_is_said_before_anything_is_loaded(
         (("--optim", "rmsprop"), "a plan does not know --optim rmsprop"),
     ],
 )
-def test_a_run_that_can_not_be_planned_is_not_chosen_for(
-    words: tuple[str, ...],
-    part: str,
-    tiny_base: Path,
-    texts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    error = complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "out", *AUTO, *words))
+def test_a_run_that_can_not_be_planned_is_not_chosen_for(words: tuple[str, ...], part: str, runs: Runs) -> None:
+    error = runs.complaint(*AUTO, *words)
     assert "slivertune train: error: --layers_per_group auto: " in error and part in error
 
 

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slivertune.training import loss as loss_of_run
-from slivertune.training.assemble import Run, assemble
+from slivertune.training.assemble import Run
 from slivertune.training.embedded.base_model import VOCABULARY_SIZE
 from slivertune.training.loss import attach_loss
-from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.architectures import DECODER
 from tests.helpers.models import assert_same_bits, tiny_llama, twin, weights
 from tests.helpers.tolerance import (
@@ -27,7 +25,7 @@ from tests.helpers.tolerance import (
 )
 from tests.training.test_callbacks import make_trainer
 from tests.training.tiny import byte_tokenizer, llama_config, prepared, sentiment_splits, splits_of, word_tokenizer
-from tests.training.tiny_runs import COMBINATIONS, EVALUATED_TOKENS, train, train_arguments, write_texts
+from tests.training.tiny_runs import COMBINATIONS, EVALUATED_TOKENS, Runs
 
 hf: Any = transformers
 CAP = 1e-4
@@ -112,17 +110,15 @@ def test_other_tasks_have_no_such_loss_and_nothing_is_said(tmp_path: Path) -> No
         "sft in 4 bits and bf16 with tokens",
     ],
 )
-def test_every_method_trains_alike_with_the_loss_in_chunks(
-    name: str, tiny_base: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_every_method_trains_alike_with_the_loss_in_chunks(name: str, runs: Runs) -> None:
     # Where a gradient is next to nothing, Adam's first step turns its rounding into a whole step.
     more = (*COMBINATIONS.get(name, ("--method", "hift")), "--adam_epsilon", "1e-4", "--logging_steps", "1")
-    chunked = train(tiny_base, texts, tmp_path / "chunked", *more)
+    chunked = runs.train("chunked", *more)
     more = (*more, "--chunked_cross_entropy", "false")
-    whole = train(tiny_base, texts, tmp_path / "whole", *more)
+    whole = runs.train("whole", *more)
     assert [each["settings"]["chunked_cross_entropy"] for each in (chunked, whole)] == [True, False]
     with exact_sums():
-        exact = train(tiny_base, texts, tmp_path / "exact", *more, "--memory_ledger", "off", "--sample_tokens", "0")
+        exact = runs.train("exact", *more, "--memory_ledger", "off", "--sample_tokens", "0")
     found, expected = losses_of(chunked), losses_of(whole)
     # So few figures may be right by chance, and each is a mean over tokens.
     limit = max(step_limit(expected, losses_of(exact), cap=CAP_OF_LOSSES), sum_limit(EVALUATED_TOKENS, torch.float32))
@@ -139,11 +135,10 @@ def losses_of(results: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("words", [("--bf16",), ("--weights_dtype", "bf16"), ("--bf16", "--weights_dtype", "fp32"), ()])
 def test_4_bit_weights_under_a_head_in_bf16_score_in_chunks_with_the_gradients_of_whole_logits(
-    words: tuple[str, ...], tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], runs: Runs
 ) -> None:
     more = ("--lora_rank", "4", "--load_in_4bit", "--use_cpu", *words)
-    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out", *more, method="lora")[1:]
-    with closing(assemble(parse_train_arguments(arguments), Console(quiet=True))) as run:
+    with closing(runs.assembled("out", *more, method="lora")) as run:
         assert run.loss is not None
         found = loss_and_gradients(run)
         run.loss.remove()

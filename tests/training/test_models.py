@@ -1,4 +1,3 @@
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -102,51 +101,37 @@ def test_a_head_that_is_tied_to_the_embedding_is_not_new(tmp_path: Path) -> None
     assert load(tmp_path).new_modules == ()
 
 
-TABLE = {
-    # method, weights_dtype, bf16 -> loading, autocast
-    ("hift", "auto", False): ("stored", "no"),
-    ("hift", "auto", True): ("bf16", "no"),
-    ("hift", "fp32", False): ("fp32", "no"),
-    ("hift", "fp32", True): ("fp32", "bf16"),
-    ("hift", "bf16", False): ("bf16", "no"),
-    ("hift", "bf16", True): ("bf16", "no"),
-    ("dense", "auto", False): ("fp32", "no"),
-    ("dense", "auto", True): ("fp32", "bf16"),
-    ("dense", "fp32", False): ("fp32", "no"),
-    ("dense", "fp32", True): ("fp32", "bf16"),
-    ("dense", "bf16", False): ("bf16", "no"),
-    ("dense", "bf16", True): ("bf16", "no"),
-    ("sft", "auto", False): ("stored", "no"),
-    ("sft", "auto", True): ("bf16", "no"),
-    ("sft", "fp32", False): ("fp32", "no"),
-    ("sft", "fp32", True): ("fp32", "bf16"),
-    ("sft", "bf16", False): ("bf16", "no"),
-    ("sft", "bf16", True): ("bf16", "no"),
-    ("lora", "auto", False): ("fp32", "no"),
-    ("lora", "auto", True): ("bf16", "bf16"),
-    ("lora", "fp32", False): ("fp32", "no"),
-    ("lora", "fp32", True): ("fp32", "bf16"),
-    ("lora", "bf16", False): ("bf16", "bf16"),
-    ("lora", "bf16", True): ("bf16", "bf16"),
+PRECISIONS = {
+    # What the method takes --bf16 for, --weights_dtype: loading and autocast without --bf16, and with it.
+    ("weights", "auto"): (("stored", "no"), ("bf16", "no")),
+    ("weights", "fp32"): (("fp32", "no"), ("fp32", "bf16")),
+    ("weights", "bf16"): (("bf16", "no"), ("bf16", "no")),
+    ("autocast", "auto"): (("fp32", "no"), ("fp32", "bf16")),
+    ("autocast", "fp32"): (("fp32", "no"), ("fp32", "bf16")),
+    ("autocast", "bf16"): (("bf16", "no"), ("bf16", "no")),
+    ("both", "auto"): (("fp32", "no"), ("bf16", "bf16")),
+    ("both", "fp32"): (("fp32", "no"), ("fp32", "bf16")),
+    ("both", "bf16"): (("bf16", "bf16"), ("bf16", "bf16")),
 }
 
 
-@pytest.mark.parametrize(("method", "weights_dtype", "bf16"), list(TABLE))
-def test_the_table_of_precisions(method: str, weights_dtype: WeightsDtype, bf16: bool) -> None:
-    precision = choose_precision(TRAIN_METHODS[method].bf16_use, weights_dtype, bf16=bf16, fp16=False)
-    assert (precision.loading, precision.autocast) == TABLE[method, weights_dtype, bf16]
+@pytest.mark.parametrize(("use", "weights_dtype"), PRECISIONS)
+def test_the_table_of_precisions(use: Any, weights_dtype: WeightsDtype) -> None:
+    def chosen(**options: bool) -> tuple[str, str]:
+        precision = choose_precision(use, weights_dtype, **{"bf16": False, "fp16": False, **options})
+        return precision.loading, precision.autocast
+
+    assert (chosen(), chosen(bf16=True)) == PRECISIONS[use, weights_dtype]
+    if weights_dtype != "bf16":
+        assert chosen(fp16=True) == ("fp32", "fp16")
+    if use == "weights":  # beside 4-bit weights, SFT computes as LoRA does
+        beside = chosen(four_bit=True), chosen(four_bit=True, bf16=True)
+        assert beside == PRECISIONS["both", weights_dtype]
 
 
-@pytest.mark.parametrize(("method", "weights_dtype"), list(product(("dense", "hift", "sft", "lora"), ("auto", "fp32"))))
-def test_fp16_is_autocast_over_fp32_weights(method: str, weights_dtype: WeightsDtype) -> None:
-    precision = choose_precision(TRAIN_METHODS[method].bf16_use, weights_dtype, bf16=False, fp16=True)
-    assert (precision.loading, precision.autocast) == ("fp32", "fp16")
-
-
-@pytest.mark.parametrize(("weights_dtype", "bf16"), list(product(("auto", "fp32", "bf16"), (False, True))))
-def test_beside_4_bit_weights_sft_computes_as_lora_does(weights_dtype: WeightsDtype, bf16: bool) -> None:
-    precision = choose_precision("weights", weights_dtype, bf16=bf16, fp16=False, four_bit=True)
-    assert (precision.loading, precision.autocast) == TABLE["lora", weights_dtype, bf16]
+def test_what_each_method_takes_bf16_for() -> None:
+    uses = {name: method.bf16_use for name, method in TRAIN_METHODS.items()}
+    assert uses == {"dense": "autocast", "hift": "weights", "sft": "weights", "lora": "both"}
 
 
 def quantised(model: nn.Module) -> dict[str, Any]:

@@ -16,14 +16,12 @@ from tests.helpers.models import differing
 from tests.training.tiny_runs import (
     METHODS,
     TINY_CYCLE,
+    UNMEASURED,
+    Runs,
     assert_same_bits,
-    complaint,
     poison_losses,
     saved_weights,
-    train,
-    train_arguments,
     write_classes,
-    write_texts,
 )
 
 KINDS = {"parameters", "gradients", "state", "residual", "host", "host_activations", "disk"}
@@ -31,9 +29,9 @@ KINDS = {"parameters", "gradients", "state", "residual", "host", "host_activatio
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_lowers_the_loss_leaves_a_loadable_model_and_a_whole_checkpoint_and_counts_bytes(
-    method: str, tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, runs: Runs
 ) -> None:
-    results = train(tiny_base, texts, tmp_path / "out", "--max_steps", "24", method=method)
+    results = runs.train("out", "--max_steps", "24", method=method)
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"] - 0.1
     assert results["num_steps"] == 24 and results["steps_per_second"] > 0
     assert results["settings"]["learning_rate"] == 1e-2
@@ -44,17 +42,17 @@ def test_a_run_lowers_the_loss_leaves_a_loadable_model_and_a_whole_checkpoint_an
     trained = AutoModelForCausalLM.from_pretrained(results["model_folder"])
     tokenizer = AutoTokenizer.from_pretrained(results["model_folder"])
     assert tokenizer.decode(tokenizer("naïve ☃")["input_ids"]) == "naïve ☃"
-    before = AutoModelForCausalLM.from_pretrained(tiny_base)
+    before = AutoModelForCausalLM.from_pretrained(runs.base)
     moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
     assert all(moved), "24 updates are six cycles, so that every layer has moved"
-    out = capsys.readouterr().out
+    out = runs.printed()
     for part in ("evaluation before", "evaluation loss", "updates a second", results["checkpoint"], "[prompt]"):
         assert part in out
     lines = [line for line in out.splitlines() if "state on the host" in line and "weights" in line]
     # Of three, for eight updates each: HiFT measures in the first, and what is like the one before is not said again.
     assert len(lines) == (2 if method == "hift" else 1)
     assert set(results["highest_bytes"]) == KINDS
-    sizes = [tensor.nbytes for tensor in saved_weights(tiny_base).values()]
+    sizes = [tensor.nbytes for tensor in saved_weights(runs.base).values()]
     weights, most = sum(sizes), results["highest_bytes"]
     # Rotary frequencies are counted among the weights; and HiFT measures an optimizer once on a weight made for that.
     assert weights <= most["parameters"] < weights + 1000 + (max(sizes) if method == "hift" else 0)
@@ -70,78 +68,70 @@ def test_a_run_lowers_the_loss_leaves_a_loadable_model_and_a_whole_checkpoint_an
 
 
 def test_tensorboard_finds_the_whole_run_in_its_folder(
-    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
-    train(tiny_base, texts, tmp_path / "out", "--report_to", "tensorboard", "--logging_steps", "1")
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    runs.train("out", "--report_to", "tensorboard", "--logging_steps", "1")
+    events = EventAccumulator(str(runs["out"] / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 6]
     groups = [(event.step, event.value) for event in events.Scalars("train/hift/group")]
     assert groups == [(step + 1, step % TINY_CYCLE) for step in range(6)]
     assert {event.value for event in events.Scalars("train/skipped_updates")} == {0}
-    assert not (tmp_path / "runs").exists()
+    assert not (runs["runs"]).exists()
 
 
-def test_the_ledger_can_stop_after_two_lines_or_never_begin(
-    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(tiny_base, texts, tmp_path / "two", "--max_steps", "24", "--memory_ledger", "first_cycles")
-    assert capsys.readouterr().out.count("state on the host") == 2 + 1  # and the summary
-    results = train(tiny_base, texts, tmp_path / "none", "--memory_ledger", "off")
+def test_the_ledger_can_stop_after_two_lines_or_never_begin(runs: Runs) -> None:
+    runs.train("two", "--max_steps", "24", "--memory_ledger", "first_cycles")
+    assert runs.printed().count("state on the host") == 2 + 1  # and the summary
+    results = runs.train("none", "--memory_ledger", "off")
     assert results["peak_bytes"] is None
-    assert "state on the host" not in capsys.readouterr().out
+    assert "state on the host" not in runs.printed()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
-    method: str, tiny_base: Path, texts: Path, tmp_path: Path
-) -> None:
-    more = ("--max_steps", str(2 * TINY_CYCLE + 3), "--save_steps", "3", "--lr_scheduler_type", "cosine")
-    whole = train(tiny_base, texts, tmp_path / "whole", *more, method=method)
+def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(method: str, runs: Runs) -> None:
+    more = ("--max_steps", str(2 * TINY_CYCLE + 3), "--save_steps", "3", "--lr_scheduler_type", "cosine", *UNMEASURED)
+    whole = runs.train("whole", *more, method=method)
     for step in (3, 6, 9):
-        resume = ("--resume_from_checkpoint", str(tmp_path / "whole" / f"checkpoint-{step}"))
-        again = train(tiny_base, texts, tmp_path / f"from-{step}", *more, *resume, method=method)
+        resume = ("--resume_from_checkpoint", str(runs["whole"] / f"checkpoint-{step}"))
+        again = runs.train(f"from-{step}", *more, *resume, method=method)
         assert all(again[name] == whole[name] for name in ("before", "after"))
         assert again["sample"]["before"] == whole["sample"]["before"]
-        assert_same_bits(tmp_path / "whole", tmp_path / f"from-{step}")
+        assert_same_bits(runs["whole"], runs[f"from-{step}"])
 
 
-def test_a_resumed_run_knows_where_it_came_from(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    train(tiny_base, texts, output, "--save_steps", "3")
+def test_a_resumed_run_knows_where_it_came_from(runs: Runs) -> None:
+    output = runs["out"]
+    runs.train("out", "--save_steps", "3", *UNMEASURED)
     values = read_entries(output / "checkpoint-3")
     facts = values["facts"] | {"before": {"eval_loss": 123.0}, "sample_before": "once"}
     write_manifest(output / "checkpoint-3", {"global_step": values["global_step"], "facts": facts})
-    again = train(tiny_base, texts, tmp_path / "again", "--resume_from_checkpoint", str(output / "checkpoint-3"))
+    again = runs.train("again", "--resume_from_checkpoint", str(output / "checkpoint-3"))
     assert (again["before"], again["sample"]["before"]) == ({"eval_loss": 123.0}, "once")
 
 
-def test_hift_with_everything_in_one_group_ends_with_the_bits_of_dense(
-    tiny_base: Path, texts: Path, tmp_path: Path
-) -> None:
-    more = ("--max_steps", "5", "--weight_decay", "0.1", "--gradient_accumulation_steps", "2")
-    train(tiny_base, texts, tmp_path / "dense", *more, method="dense")
-    train(tiny_base, texts, tmp_path / "hift", *more, "--layers_per_group", str(TINY_CYCLE), method="hift")
-    assert_same_bits(tmp_path / "dense", tmp_path / "hift")
+def test_hift_with_everything_in_one_group_ends_with_the_bits_of_dense(runs: Runs) -> None:
+    more = ("--max_steps", "5", "--weight_decay", "0.1", "--gradient_accumulation_steps", "2", *UNMEASURED)
+    runs.train("dense", *more, method="dense")
+    runs.train("hift", *more, "--layers_per_group", str(TINY_CYCLE), method="hift")
+    assert_same_bits(runs["dense"], runs["hift"])
 
 
-def test_the_newest_whole_checkpoint_is_taken_and_others_are_passed_over_aloud(
-    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out"
-    more = ("--max_steps", "8", "--save_steps", "2")
-    train(tiny_base, texts, output, *more)
+def test_the_newest_whole_checkpoint_is_taken_and_others_are_passed_over_aloud(runs: Runs) -> None:
+    output = runs["out"]
+    more = ("--max_steps", "8", "--save_steps", "2", *UNMEASURED)
+    runs.train("out", *more)
     wanted = saved_weights(output / "model")
     (output / "checkpoint-8" / "slivertune_checkpoint.json").unlink()
     weights = output / "checkpoint-6" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    capsys.readouterr()
-    train(tiny_base, texts, output, *more, "--resume_from_checkpoint", "true")
-    out = capsys.readouterr().out
+    runs.printed()
+    runs.train("out", *more, "--resume_from_checkpoint", "true")
+    out = runs.printed()
     for part in (
         f"passed over: {output / 'checkpoint-8'} is not whole: it has no slivertune_checkpoint.json",
         f"passed over: {output / 'checkpoint-6'} is not whole: model.safetensors has",
@@ -154,19 +144,16 @@ def test_the_newest_whole_checkpoint_is_taken_and_others_are_passed_over_aloud(
 
 @pytest.mark.parametrize("method", ["dense", "hift", "sft"])
 def test_one_command_starts_continues_and_finishes_a_run(
-    method: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    method: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    more = [
-        "--save_steps",
-        "2",
-        *(("--density", "0.1", "--reselection_interval", "3", "--estimation_steps", "2") if method == "sft" else ()),
-    ]
-    train(tiny_base, write_texts(tmp_path), tmp_path / "whole", *more, method=method)
-    arguments = train_arguments(tiny_base, tmp_path / "texts.jsonl", tmp_path / "x", *more, method=method)
+    sft = ("--density", "0.1", "--reselection_interval", "3", "--estimation_steps", "2")
+    more = ("--save_steps", "2", *(sft if method == "sft" else ()), *(UNMEASURED if method != "hift" else ()))
+    runs.train("whole", *more, method=method)
+    arguments = runs.arguments("x", *more, method=method)
     place = arguments.index("--output_dir")
     command = [*arguments[:place], *arguments[place + 2 :], "--resume_from_checkpoint", "auto"]
-    output = tmp_path / "runs" / method
+    output = runs["runs"] / method
     with patch("slivertune.training.run._evaluate", side_effect=KeyboardInterrupt):  # before its first update
         assert main(command) == 130
     assert sorted(path.name for path in output.iterdir()) == [START_NAME, SETTINGS_NAME]
@@ -175,18 +162,18 @@ def test_one_command_starts_continues_and_finishes_a_run(
         assert main(command) == 130
     assert find_damage(output / "checkpoint-2") is None and find_damage(output / "checkpoint-4") is not None
     assert main(command) == 0
-    out = capsys.readouterr().out
+    out = runs.printed()
     assert f"runs/{method} holds no whole checkpoint; this run begins at the start" in out
     assert f"continuing from runs/{method}/checkpoint-2" in out
-    assert_same_bits(tmp_path / "whole", output)
+    assert_same_bits(runs["whole"], output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
     assert main(command) == 0
-    assert f"the run in runs/{method} is finished after 6 updates; nothing was trained" in capsys.readouterr().out
+    assert f"the run in runs/{method} is finished after 6 updates; nothing was trained" in runs.printed()
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     (output / "results.json").unlink()  # as if it had ended between the model and the results
     assert main(command) == 0
-    assert_same_bits(tmp_path / "whole", output)
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [method]
+    assert_same_bits(runs["whole"], output)
+    assert [path.name for path in (runs["runs"]).iterdir()] == [method]
 
 
 def _ends_at(folder: Path) -> Any:
@@ -198,32 +185,29 @@ def _ends_at(folder: Path) -> Any:
     return write
 
 
-def test_rotation_keeps_the_newest_whole_checkpoint(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    train(tiny_base, texts, output, "--save_steps", "1", "--save_total_limit", "2")
-    kept = {path.name: find_damage(path) for path in output.glob("checkpoint-*")}
+def test_rotation_keeps_the_newest_whole_checkpoint(runs: Runs) -> None:
+    runs.train("out", "--save_steps", "1", "--save_total_limit", "2", *UNMEASURED)
+    kept = {path.name: find_damage(path) for path in runs["out"].glob("checkpoint-*")}
     assert kept == {"checkpoint-5": None, "checkpoint-6": None}
 
 
 def test_the_default_prompt_fits_rows_of_any_length_and_one_that_was_typed_must(
-    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The embedded data's own prompt, over a file of the same texts.
     defaults = {"sample_prompt": "x" * 33, "report_to": "none"}
     monkeypatch.setattr("slivertune.training.options.parse.default_values", lambda *_: defaults)
-    short = ("--max_length", "32", "--max_steps", "1")
-    train(tiny_base, texts, tmp_path / "out", *short)
-    words = train_arguments(tiny_base, texts, tmp_path / "other", *short, "--sample_prompt", "y" * 33)
+    short = ("--max_length", "32", "--max_steps", "1", *UNMEASURED)
+    runs.train("out", *short)
     message = "sample_prompt has 33 tokens; it must have at least 1, and fewer than max_length=32"
-    assert message in complaint(capsys, words)
+    assert message in runs.complaint(*short, "--output_dir", str(runs["other"]), "--sample_prompt", "y" * 33)
 
 
-def test_a_folder_with_something_in_it_is_never_written_over(
-    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    assert "already holds something" in complaint(capsys, train_arguments(tiny_base, texts, tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+def test_a_folder_with_something_in_it_is_never_written_over(runs: Runs) -> None:
+    runs["out"].mkdir()
+    (runs["out"] / "thesis.txt").write_text("mine")
+    assert "already holds something" in runs.complaint()
+    assert [path.name for path in runs["out"].iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize(
@@ -231,92 +215,74 @@ def test_a_folder_with_something_in_it_is_never_written_over(
     [("hift", "bf16", "no", torch.bfloat16), ("dense", "fp32", "bf16", torch.float32)],
 )
 def test_bf16_is_bf16_weights_on_fp32_masters_with_hift_and_autocast_over_fp32_weights_with_dense(
-    method: str, weights: str, autocast: str, dtype: torch.dtype, tiny_base: Path, texts: Path, tmp_path: Path
+    method: str, weights: str, autocast: str, dtype: torch.dtype, runs: Runs
 ) -> None:
-    results = train(tiny_base, texts, tmp_path, "--bf16", "--use_cpu", "--max_steps", "4", method=method)
+    results = runs.train("out", "--bf16", "--use_cpu", "--max_steps", "4", *UNMEASURED, method=method)
     assert (results["settings"]["weights"], results["settings"]["autocast"]) == (weights, autocast)
-    assert {tensor.dtype for tensor in saved_weights(tmp_path / "model").values()} == {dtype}
-    state = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
+    assert {tensor.dtype for tensor in saved_weights(runs["out"] / "model").values()} == {dtype}
+    state = torch.load(runs["out"] / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
     masters = [values.get("master") for values in state.values()]
     assert {None if master is None else master.dtype for master in masters} == (
         {torch.float32} if method == "hift" else {None}
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop", "adafactor", "adamw_bnb_8bit", "adamw_torch"])
-def test_hift_takes_the_trainers_optimizers(optim: str, tiny_base: Path, texts: Path, tmp_path: Path) -> None:
-    more = ("--optim", optim, "--learning_rate", "1e-3", "--sample_tokens", "0")
-    results = train(tiny_base, texts, tmp_path / "out", *more)
-    assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
-    assert results["sample"] is None
-
-
-def test_a_classifier_is_trained_and_judged_by_its_accuracy(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ("--task", "classification", "--max_steps", "40", "--learning_rate", "3e-2")
-    results = train(tiny_base, write_classes(tmp_path), tmp_path / "out", *more)
+def test_a_classifier_is_trained_and_judged_by_its_accuracy(runs: Runs, tmp_path: Path) -> None:
+    more = ("--task", "classification", "--max_steps", "40", "--learning_rate", "3e-2", *UNMEASURED)
+    results = runs.train("out", *more, data=write_classes(tmp_path))
     assert results["after"]["eval_accuracy"] == 1.0
     assert results["sample"]["expected"] == results["sample"]["after"]
-    out = capsys.readouterr().out
+    out = runs.printed()
     assert "evaluation accuracy" in out
     assert "whole logits" not in out and results["settings"]["chunked_cross_entropy"] is False
 
 
 @pytest.mark.parametrize("method", ["hift", pytest.param("sft", marks=pytest.mark.slow)])
 def test_a_broken_row_is_skipped_and_counted_and_the_run_goes_on(
-    method: str,
-    tiny_base: Path,
-    texts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    method: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_losses(monkeypatch, calls={3})
     more = ("--max_steps", "9", *(("--density", "0.1", "--reselection_interval", "6") if method == "sft" else ()))
-    results = train(tiny_base, texts, tmp_path / "out", *more, method=method)
+    more += UNMEASURED
+    results = runs.train("out", *more, method=method)
     assert results["num_skipped"] == 1
-    assert "step 3: the loss is nan; this update is skipped (1 so far)" in capsys.readouterr().out
-    state = torch.load(tmp_path / "out" / "checkpoint-9" / "optimizer.pt", weights_only=True)
+    assert "step 3: the loss is nan; this update is skipped (1 so far)" in runs.printed()
+    state = torch.load(runs["out"] / "checkpoint-9" / "optimizer.pt", weights_only=True)
     assert state[method]["updates"] == 8, "a skipped update does not turn the rotation, and is none for SFT"
-    assert all(torch.isfinite(tensor).all() for tensor in saved_weights(tmp_path / "out" / "model").values())
+    assert all(torch.isfinite(tensor).all() for tensor in saved_weights(runs["out"] / "model").values())
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
 
 
 def test_a_disk_that_is_full_while_the_trainer_saves_is_told_with_the_folder_and_what_was_free(
-    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
     monkeypatch.setattr(torch, "save", Mock(side_effect=error))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    message = complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "out", "--max_steps", "2"), code=1)
-    assert f"{tmp_path / 'out'} could not be written: No space left on device" in message
+    message = runs.complaint("--max_steps", "2", code=1)
+    assert f"{runs['out']} could not be written: No space left on device" in message
     assert f"4,096 were free in {tmp_path}" in message
 
 
-def test_too_many_broken_updates_in_a_row_stop_the_run(
-    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_broken_updates_in_a_row_stop_the_run(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_losses(monkeypatch, calls=set(range(2, 100)))
-    arguments = train_arguments(tiny_base, texts, tmp_path / "out", "--max_steps", "20", "--non_finite_limit", "4")
-    error = complaint(capsys, arguments, code=1)
+    error = runs.complaint("--max_steps", "20", "--non_finite_limit", "4", code=1)
     assert "4 updates in a row were not finite, the last at step 5" in error and "Traceback" not in error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_e2e_descriptions_are_learnt_from_the_embedded_kind_of_model(
-    method: str, tiny_base: Path, tmp_path: Path, shared_data: Path
+    method: str, runs: Runs, shared_data: Path
 ) -> None:
     with (shared_data / "e2e" / "devset.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))[:200]
-    data = tmp_path / "e2e.csv"
+    data = runs["e2e.csv"]
     with data.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=["mr", "ref"])
         writer.writeheader()
         writer.writerows(rows)
     more = ("--prompt_column", "mr", "--response_column", "ref", "--max_length", "256", "--truncate")
-    results = train(tiny_base, data, tmp_path / "out", *more, "--max_steps", "16", method=method)
+    results = runs.train("out", *more, "--max_steps", "16", method=method, data=data)
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"] - 0.1
     assert results["sample"]["prompt"].startswith("name[") and results["sample"]["expected"]

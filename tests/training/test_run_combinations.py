@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 from slivertune.core.manifest import find_damage, read_entries, write_manifest
 from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.tokentune.config import TokenTune
-from slivertune.training.assemble import Run, assemble
-from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.options.table import RENAMED
 from slivertune.training.run import execute
 from tests.helpers.models import differing, weights
@@ -20,13 +18,10 @@ from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.training.tiny_runs import (
     COMBINATIONS,
     TINY_CYCLE,
+    Runs,
     assert_same_bits,
-    complaint,
     saved_weights,
-    train,
-    train_arguments,
     write_classes,
-    write_texts,
 )
 
 NAMES = {"random": "drawn one by one", "chunks": "chunks of 16", "block": "one block"}
@@ -34,13 +29,11 @@ NAMES = {"random": "drawn one by one", "chunks": "chunks of 16", "block": "one b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_every_combination_lowers_the_loss_and_says_what_it_is(
-    name: str, tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = train(tiny_base, texts, tmp_path / "out", *COMBINATIONS[name], "--max_steps", "24")
+def test_every_combination_lowers_the_loss_and_says_what_it_is(name: str, runs: Runs) -> None:
+    results = runs.train("out", *COMBINATIONS[name], "--max_steps", "24")
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"] - 0.1
     assert results["num_skipped"] == 0
-    out, settings = capsys.readouterr().out, results["settings"]
+    out, settings = runs.printed(), results["settings"]
     if "tokens" in name:
         line = f"  tokens  40 % of each sequence carry gradient ({NAMES[settings['token_pattern']]})"
         assert settings["token_ratio"] == 0.4 and line in out
@@ -52,24 +45,20 @@ def test_every_combination_lowers_the_loss_and_says_what_it_is(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
-    name: str, tiny_base: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(name: str, runs: Runs) -> None:
     more = (*COMBINATIONS[name], "--max_steps", str(TINY_CYCLE + 3), "--save_steps", "3", "--sample_tokens", "0")
-    whole = train(tiny_base, texts, tmp_path / "whole", *more)
-    checkpoint = tmp_path / "whole" / "checkpoint-3"
-    again = train(tiny_base, texts, tmp_path / "again", *more, "--resume_from_checkpoint", str(checkpoint))
+    whole = runs.train("whole", *more)
+    checkpoint = runs["whole"] / "checkpoint-3"
+    again = runs.train("again", *more, "--resume_from_checkpoint", str(checkpoint))
     assert all(again[name] == whole[name] for name in ("before", "after"))
-    assert_same_bits(tmp_path / "whole", tmp_path / "again")
+    assert_same_bits(runs["whole"], runs["again"])
 
 
 @pytest.mark.slow
-def test_the_selection_is_part_of_a_whole_checkpoint_and_decides_what_comes_next(
-    tiny_base: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_selection_is_part_of_a_whole_checkpoint_and_decides_what_comes_next(runs: Runs) -> None:
     more = ("--method", "dense", "--token_ratio", "0.4", "--max_steps", "4", "--save_steps", "2")
-    train(tiny_base, texts, tmp_path / "whole", *more, "--gradient_accumulation_steps", "2")
-    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    runs.train("whole", *more, "--gradient_accumulation_steps", "2")
+    checkpoint = runs["whole"] / "checkpoint-2"
     state = checkpoint / TOKENS_NAME
     assert json.loads(state.read_text())["num_draws"] == 4, "two updates of two batches"
     values = read_entries(checkpoint)
@@ -79,8 +68,8 @@ def test_the_selection_is_part_of_a_whole_checkpoint_and_decides_what_comes_next
     assert find_damage(checkpoint) is not None
     write_manifest(checkpoint, {"facts": values["facts"]})
     resume = ("--resume_from_checkpoint", str(checkpoint), "--gradient_accumulation_steps", "2")
-    train(tiny_base, texts, tmp_path / "again", *more, *resume)
-    assert differing(*(saved_weights(tmp_path / name / "model") for name in ("whole", "again"))) != []
+    runs.train("again", *more, *resume)
+    assert differing(*(saved_weights(runs[name] / "model") for name in ("whole", "again"))) != []
 
 
 LORA = ("--method", "lora", "--lora_rank", "4")
@@ -123,17 +112,12 @@ FOUR_BIT = "load_in_4bit=None, and this run asks for load_in_4bit=True"
     ids=["lora", "sft", "hift"],
 )
 def test_other_settings_cannot_resume_a_run(
-    first: tuple[str, ...],
-    others: dict[tuple[str, ...], str],
-    tiny_base: Path,
-    texts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    first: tuple[str, ...], others: dict[tuple[str, ...], str], runs: Runs
 ) -> None:
-    train(tiny_base, texts, tmp_path / "out", *first, "--max_steps", "2")
+    runs.train("out", *first, "--max_steps", "2")
     for words, message in others.items():
         more = (*words, "--resume_from_checkpoint", "true")
-        assert message in complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "out", *more))
+        assert message in runs.complaint(*more)
 
 
 CHECKPOINTING = f"--{RENAMED.get('gradient_checkpointing', 'gradient_checkpointing')}"
@@ -156,29 +140,28 @@ KINDS_OF_CHECKPOINTING = [("--gradient_checkpointing",), (CHECKPOINTING,)] + [
     ],
 )
 def test_activation_checkpointing_of_either_kind_and_name_changes_memory_and_no_bit(
-    method: tuple[str, ...], checkpointing: tuple[str, ...], tiny_base: Path, texts: Path, tmp_path: Path
+    method: tuple[str, ...], checkpointing: tuple[str, ...], runs: Runs
 ) -> None:
     # The old name of the argument must not bring up its deprecation; warnings of it are errors here.
     plain, less = (
-        train(tiny_base, texts, tmp_path / name, *method, "--max_steps", "8", *more)
-        for name, more in (("plain", ()), ("less", checkpointing))
+        runs.train(name, *method, "--max_steps", "8", *more) for name, more in (("plain", ()), ("less", checkpointing))
     )
     assert less["settings"]["gradient_checkpointing"] is True
     assert less["highest_bytes"]["residual"] < plain["highest_bytes"]["residual"]
-    assert_same_bits(tmp_path / "plain", tmp_path / "less")
+    assert_same_bits(runs["plain"], runs["less"])
 
 
 @pytest.mark.slow
-def test_all_tokens_are_dense_training(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
+def test_all_tokens_are_dense_training(runs: Runs) -> None:
     more = ("--method", "dense", "--optim", "sgd", "--max_steps", "6", "--learning_rate", "0.1")
-    train(tiny_base, texts, tmp_path / "dense", *more)
+    runs.train("dense", *more)
     with exact_sums():
-        train(tiny_base, texts, tmp_path / "exact", *more)
-    train(tiny_base, texts, tmp_path / "all", *more, "--token_ratio", "1")
-    before = saved_weights(tiny_base)
+        runs.train("exact", *more)
+    runs.train("all", *more, "--token_ratio", "1")
+    before = saved_weights(runs.base)
 
     def moved(name: str) -> dict[str, torch.Tensor]:
-        return {key: value - before[key] for key, value in saved_weights(tmp_path / name / "model").items()}
+        return {key: value - before[key] for key, value in saved_weights(runs[name] / "model").items()}
 
     expected = moved("dense")
     assert all(bool(value.any()) for value in expected.values())
@@ -186,45 +169,40 @@ def test_all_tokens_are_dense_training(tiny_base: Path, texts: Path, tmp_path: P
     assert_step_close(moved("all"), expected, moved("exact"), cap=3e-4)
 
 
-def test_a_selection_saves_activations(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_selection_saves_activations(runs: Runs) -> None:
     more = ("--method", "dense", "--max_steps", "8")
-    dense = train(tiny_base, texts, tmp_path / "dense", *more)
-    some = train(tiny_base, texts, tmp_path / "some", *more, "--token_ratio", "0.25")
+    dense = runs.train("dense", *more)
+    some = runs.train("some", *more, "--token_ratio", "0.25")
     assert some["highest_bytes"]["residual"] < 0.6 * dense["highest_bytes"]["residual"]
     assert some["highest_bytes"]["gradients"] == dense["highest_bytes"]["gradients"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dense", "hift", "lora"])
-def test_a_classifier_learns_from_some_of_its_tokens(method: str, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_classifier_learns_from_some_of_its_tokens(method: str, runs: Runs, tmp_path: Path) -> None:
     more = ("--task", "classification", "--max_steps", "40", "--learning_rate", "3e-2", "--token_ratio", "0.5")
-    results = train(tiny_base, write_classes(tmp_path), tmp_path / "out", *more, method=method)
+    results = runs.train("out", *more, method=method, data=write_classes(tmp_path))
     assert results["settings"]["token_pattern"] == "random"
     assert results["after"]["eval_accuracy"] == 1.0
 
 
-def test_responses_of_which_few_are_selected_give_no_loss_that_is_not_finite(tiny_base: Path, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
+def test_responses_of_which_few_are_selected_give_no_loss_that_is_not_finite(runs: Runs) -> None:
+    path = runs["rows.jsonl"]
     rows = [{"prompt": f"{number} and {number} are ", "response": str(2 * number)} for number in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     more = ("--token_ratio", "0.1", "--max_steps", "24", "--method", "lora")
-    results = train(tiny_base, path, tmp_path / "out", *more)
+    results = runs.train("out", *more, data=path)
     assert results["num_skipped"] == 0
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
-
-
-def make_run(base: Path, folder: Path, *more: str) -> Run:
-    arguments = train_arguments(base, write_texts(folder), folder / "out", *more, "--max_steps", "2")
-    return assemble(parse_train_arguments(arguments[1:]), Console(quiet=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if "tokens" in name])
 def test_a_run_takes_the_selection_off_its_model_in_the_end(
-    name: str, fails: bool, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, fails: bool, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tiny_base, tmp_path, *COMBINATIONS[name])
+    run = runs.assembled("out", *COMBINATIONS[name], "--max_steps", "2")
     model = run.trainer.model
     assert model is not None
     with pytest.raises(RuntimeError, match="has TokenTune attached already"):
@@ -238,12 +216,12 @@ def test_a_run_takes_the_selection_off_its_model_in_the_end(
 
 
 @pytest.mark.parametrize("method", ["hift", "sft"])
-def test_a_run_unfreezes_what_its_method_froze(method: str, tiny_base: Path, tmp_path: Path) -> None:
-    run = make_run(tiny_base, tmp_path, "--method", method, *(("--density", "0.1") if method == "sft" else ()))
+def test_a_run_unfreezes_what_its_method_froze(method: str, runs: Runs) -> None:
+    run = runs.assembled("out", *(("--density", "0.1") if method == "sft" else ()), method=method)
     model = run.trainer.model
     assert isinstance(model, torch.nn.Module)
     assert not all(parameter.requires_grad for parameter in model.parameters())
     run.close()
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    assert set(weights(model)) == set(weights(AutoModelForCausalLM.from_pretrained(tiny_base)))
+    assert set(weights(model)) == set(weights(AutoModelForCausalLM.from_pretrained(runs.base)))

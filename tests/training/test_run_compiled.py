@@ -1,7 +1,6 @@
 """`slivertune train --torch_compile`."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from torch._dynamo.utils import counters
@@ -9,7 +8,7 @@ from torch._dynamo.utils import counters
 from tests.helpers.accelerator import forgotten
 from tests.helpers.compilation import IGNORED, CountedBackend
 from tests.helpers.models import differing
-from tests.training.tiny_runs import COMBINATIONS, TINY_CYCLE, final_weights, train
+from tests.training.tiny_runs import COMBINATIONS, TINY_CYCLE, UNMEASURED, Runs, final_weights
 
 pytestmark = IGNORED
 
@@ -30,18 +29,18 @@ def own_state() -> Iterator[None]:
     "name", [pytest.param(each, marks=() if each == "hift with tokens" else pytest.mark.slow) for each in OPTIONS]
 )
 def test_a_compiled_run_ends_with_the_same_bits_and_its_loss_in_chunks(
-    name: str, tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = (*OPTIONS[name], "--max_steps", str(2 * TINY_CYCLE))
+    more = (*OPTIONS[name], "--max_steps", str(2 * TINY_CYCLE), *UNMEASURED)
     compiling = ("--torch_compile", "--torch_compile_backend", "eager")
-    plain = train(tiny_base, texts, tmp_path / "plain", *more)
+    plain = runs.train("plain", *more)
     CountedBackend()
-    capsys.readouterr()
-    compiled = train(tiny_base, texts, tmp_path / "compiled", *more, *compiling)
+    runs.printed()
+    compiled = runs.train("compiled", *more, *compiling)
     said = capsys.readouterr()
     assert counters["stats"]["unique_graphs"] >= 2
     # SFT's layer form notes what its backward brings, for which torch breaks the graph.
     assert bool(counters["graph_break"]) is (name == "sft in 4 bits")
     assert "whole logits" not in said.out and "compiled as a whole" not in said.err
     assert compiled["after"] == plain["after"]
-    assert not differing(final_weights(tmp_path / "compiled"), final_weights(tmp_path / "plain"))
+    assert not differing(final_weights(runs["compiled"]), final_weights(runs["plain"]))

@@ -1,6 +1,5 @@
 """Whole runs from a config file: the same as when typed, again from what a run keeps, and under each launcher."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ import pytest
 import yaml
 
 from slivertune.cli import main
-from tests.helpers.launching import build_deepspeed_collectives
-from tests.training.test_launches import ACCELERATE, TORCHRUN, finish, launch, start, zero2_config
-from tests.training.tiny_runs import assert_same_bits, complaint, results_of, train_arguments
+from tests.training.test_launches import ACCELERATE, TORCHRUN, launch
+from tests.training.tiny_runs import Runs, assert_same_bits, results_of
 
 
 def write_run(path: Path, arguments: list[str], **more: Any) -> str:
@@ -28,8 +26,8 @@ def kept_settings(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def typed(tiny_base: Path, texts: Path, tmp_path: Path) -> list[str]:
-    return train_arguments(tiny_base, texts, tmp_path / "typed", "--save_steps", "3", "--memory_ledger", "off")
+def typed(runs: Runs) -> list[str]:
+    return runs.arguments("typed", "--save_steps", "3", "--memory_ledger", "off")
 
 
 def test_a_file_and_what_a_run_keeps_make_the_same_run(typed: list[str], tmp_path: Path) -> None:
@@ -73,27 +71,6 @@ def test_one_command_with_a_file_starts_goes_on_and_is_finished(
     assert results_of(output)["num_steps"] == 8
 
 
-def test_a_folder_that_holds_nothing_but_what_a_start_has_written_can_be_started_in_again(
-    typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("transformers.Trainer.evaluate", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-        complaint(capsys, typed, code=130)
-    names = {path.name for path in (tmp_path / "typed").iterdir()}
-    assert names == {"slivertune_run.json", "slivertune_run.yaml"}
-    assert main(typed) == 0
-
-
-def test_a_mistake_in_a_file_is_one_line_with_its_place_and_code_2(
-    typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"learnin_rate": 1e-4}), encoding="utf-8")
-    error = complaint(capsys, ["train", str(path), *typed[1:]])
-    assert error.startswith(f"slivertune train: error: {path}: there is no option 'learnin_rate'; did you mean lear")
-    assert error.count("\n") == 1 and not (tmp_path / "typed").exists()
-
-
 @pytest.mark.slow
 def test_two_processes_of_accelerate_launch_read_one_file(typed: list[str], tmp_path: Path) -> None:
     path = write_run(tmp_path / "run.yaml", typed)
@@ -106,19 +83,3 @@ def test_two_processes_of_accelerate_launch_read_one_file(typed: list[str], tmp_
     )
     assert again["world_size"] == 2
     assert_same_bits(tmp_path / "out", tmp_path / "out2")
-
-
-@pytest.mark.slow
-def test_two_processes_of_the_deepspeed_launcher_read_one_file(typed: list[str], tmp_path: Path) -> None:
-    build_deepspeed_collectives()
-    path = write_run(tmp_path / "run.yaml", typed, deepspeed=zero2_config(tmp_path))
-    launcher = ("deepspeed", "--num_accelerators=2", "--master_port=29583", "--module", "slivertune")
-    results, _ = launch(launcher, ["train", path, "--output_dir", str(tmp_path / "out")], tmp_path)
-    assert (results["world_size"], results["layout"]) == (2, "zero2")
-
-
-@pytest.mark.slow
-def test_a_mistake_in_a_file_is_said_once_by_two_processes(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("seed: 1\nlearnin_rate: 1\n", encoding="utf-8")
-    code, _, said = finish(start((*TORCHRUN, "train", "run.yaml"), tmp_path))
-    assert code != 0 and len(said) == 1 and "run.yaml, line 2: there is no option 'learnin_rate'; did you" in said[0]

@@ -15,11 +15,11 @@ from tests.helpers.tolerance import assert_step_close, assert_sums_close, distan
 from tests.training.tiny_runs import (
     EVALUATED_TOKENS,
     TINY_RECIPE,
+    Runs,
     final_weights,
     results_of,
     saved_weights,
     train,
-    train_arguments,
 )
 from tests.training.train_runs import OF_METHOD, PROBE, STEPS, STOPPED, Case, RanksOf, on_two_ranks
 
@@ -209,12 +209,10 @@ def test_4_bit_weights_under_zero3_are_refused_before_anything_is_loaded(ranks: 
     assert not (folder / "refused-four-bit").exists()
 
 
-def test_bf16_under_deepspeed_without_gpus_names_the_way_out(
-    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_under_deepspeed_without_gpus_names_the_way_out(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setattr("slivertune.training.ranks.processes.is_torch_bf16_gpu_available", lambda: False)
-    arguments = train_arguments(tiny_base, texts, tmp_path / "out", method="lora")
+    arguments = runs.arguments("out", method="lora")
     with pytest.raises(ValueError, match="accelerate launch --mixed_precision no"):
         parse_train_arguments(arguments[1:])

@@ -10,11 +10,11 @@ from slivertune.deltas.delta_file import DELTA_FILE, load
 from tests.helpers.models import differing
 from tests.training.tiny_runs import (
     TINY_RECIPE,
+    UNMEASURED,
+    Runs,
     assert_same_bits,
-    complaint,
     saved_weights,
     train,
-    train_arguments,
     write_classes,
 )
 
@@ -29,15 +29,15 @@ MOMENTUM = ("--selection", "momentum", "--learning_rate", "0.1")
 
 @pytest.mark.parametrize("more", [(), MOMENTUM, ("--bf16",), ("--packed", "--redistribute")])
 def test_the_final_model_is_the_base_plus_its_deltas_and_nothing_else_has_moved_by_a_bit(
-    more: tuple[str, ...], tiny_base: Path, texts: Path, tmp_path: Path
+    more: tuple[str, ...], runs: Runs
 ) -> None:
-    output = tmp_path / "out"
-    results = train(tiny_base, texts, output, *SFT, "--max_steps", "14", *more)
+    output = runs["out"]
+    results = runs.train("out", *SFT, "--max_steps", "14", *UNMEASURED, *more)
     assert (results["model_folder"], results["delta_folder"]) == (str(output / "model"), str(output / "delta"))
     assert results["merge_command"] is None
     AutoTokenizer.from_pretrained(output / "model")
     dtype = torch.bfloat16 if "--bf16" in more else torch.float32
-    base = {name: tensor.to(dtype) for name, tensor in saved_weights(tiny_base).items()}
+    base = {name: tensor.to(dtype) for name, tensor in saved_weights(runs.base).items()}
     trained, file = saved_weights(output / "model"), load(output / "delta", base=base)
     assert trained.keys() == base.keys()
     assert sum(delta.num_weights for delta in file.deltas.values()) == NUM_TRAINED
@@ -56,27 +56,25 @@ def test_the_final_model_is_the_base_plus_its_deltas_and_nothing_else_has_moved_
         assert torch.equal(trained[name].flatten(), expected), name
 
 
-def test_slivertune_merge_makes_the_same_model_of_the_deltas(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    train(tiny_base, texts, output, *SFT)
+def test_slivertune_merge_makes_the_same_model_of_the_deltas(runs: Runs) -> None:
+    output = runs["out"]
+    runs.train("out", *SFT, *UNMEASURED)
     file = load(output / "delta")
-    assert file.base_model_name == str(tiny_base)
+    assert file.base_model_name == str(runs.base)
     assert (file.config["density"], file.config["selection"]) == (0.1, "accumulated_gradient")
-    assert main(["merge", str(output / "delta"), "--output_dir", str(tmp_path / "merged")]) == 0
-    assert differing(saved_weights(tmp_path / "merged"), saved_weights(output / "model")) == []
+    assert main(["merge", str(output / "delta"), "--output_dir", str(runs["merged"])]) == 0
+    assert differing(saved_weights(runs["merged"]), saved_weights(output / "model")) == []
 
 
 @pytest.mark.slow
-def test_over_4_bits_deltas_are_all_that_is_saved_and_the_command_for_a_model_works(
-    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out"
-    results = train(tiny_base, texts, output, *SFT, "--load_in_4bit", "--max_steps", "14")
+def test_over_4_bits_deltas_are_all_that_is_saved_and_the_command_for_a_model_works(runs: Runs) -> None:
+    output = runs["out"]
+    results = runs.train("out", *SFT, "--load_in_4bit", "--max_steps", "14")
     assert results["model_folder"] is None and not (output / "model").exists()
-    assert "".join(results["merge_command"]) in "".join(capsys.readouterr().out.split())
+    assert "".join(results["merge_command"]) in "".join(runs.printed().split())
     assert main(results["merge_command"][1:]) == 0
     merged = AutoModelForCausalLM.from_pretrained(output / "merged").state_dict()
-    base, file = AutoModelForCausalLM.from_pretrained(tiny_base).state_dict(), load(output / "delta")
+    base, file = AutoModelForCausalLM.from_pretrained(runs.base).state_dict(), load(output / "delta")
     assert len(file.deltas) == NUM_TENSORS
     for name, pretrained in base.items():
         expected = pretrained.clone().flatten()
@@ -86,10 +84,10 @@ def test_over_4_bits_deltas_are_all_that_is_saved_and_the_command_for_a_model_wo
 
 
 @pytest.mark.slow
-def test_codes_of_4_bits_never_change(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
+def test_codes_of_4_bits_never_change(runs: Runs) -> None:
     more = (*SFT, "--load_in_4bit", "--max_steps", "8", "--save_steps", "4")
-    train(tiny_base, texts, tmp_path / "out", *more)
-    first, second = (saved_weights(tmp_path / "out" / f"checkpoint-{step}") for step in (4, 8))
+    runs.train("out", *more)
+    first, second = (saved_weights(runs["out"] / f"checkpoint-{step}") for step in (4, 8))
     assert sum(tensor.dtype == torch.uint8 for tensor in first.values()) > NUM_TENSORS
     assert differing(first, second) == []
 
@@ -97,39 +95,34 @@ def test_codes_of_4_bits_never_change(tiny_base: Path, texts: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--bf16", "--packed", "--redistribute"), ("--load_in_4bit",)])
 def test_a_run_that_is_resumed_inside_an_open_estimation_phase_ends_with_the_same_bits(
-    more: tuple[str, ...], tiny_base: Path, texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    more: tuple[str, ...], runs: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Phases are updates 1 to 5, then 8 to 12: after 3 and 9 one is open, after 6 none is.
     schedule = ("--reselection_interval", "12", "--lr_scheduler_type", "cosine", "--gradient_accumulation_steps", "2")
     more = (*SFT, *schedule, *more, "--max_steps", "14", "--save_steps", "3", "--sample_tokens", "0")
-    train(tiny_base, texts, tmp_path / "whole", *more)
+    runs.train("whole", *more)
     for step, is_open in ((3, True), (6, False), (9, True)):
-        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        checkpoint = runs["whole"] / f"checkpoint-{step}"
         state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
         assert {"estimates" in values for values in state.values()} == {is_open}
-        again = tmp_path / f"from-{step}"
-        train(tiny_base, texts, again, *more, "--resume_from_checkpoint", str(checkpoint))
-        assert_same_bits(tmp_path / "whole", again)
-        assert differing(*(load_file(path / "delta" / DELTA_FILE) for path in (tmp_path / "whole", again))) == []
+        again = runs[f"from-{step}"]
+        runs.train(again.name, *more, "--resume_from_checkpoint", str(checkpoint))
+        assert_same_bits(runs["whole"], again)
+        assert differing(*(load_file(path / "delta" / DELTA_FILE) for path in (runs["whole"], again))) == []
     assert "unexpected keys" not in caplog.text
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_weights_alone_is_refused(
-    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out"
-    train(tiny_base, texts, output, *SFT, "--max_steps", "2", "--save_steps", "1", "--save_only_model")
-    again = train_arguments(tiny_base, texts, output, *SFT, "--max_steps", "4", "--resume_from_checkpoint", "true")
-    assert "checkpoint-2 has no optimizer.pt, so its deltas can't be told from pretrained" in complaint(capsys, again)
+def test_a_checkpoint_of_weights_alone_is_refused(runs: Runs) -> None:
+    runs.train("out", *SFT, "--max_steps", "2", "--save_steps", "1", "--save_only_model")
+    error = runs.complaint(*SFT, "--max_steps", "4", "--resume_from_checkpoint", "true")
+    assert "checkpoint-2 has no optimizer.pt, so its deltas can't be told from pretrained" in error
 
 
 @pytest.mark.slow
-def test_a_run_says_what_it_trains(
-    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = train(tiny_base, texts, tmp_path / "out", *SFT, "--bf16")
-    out, num_all = capsys.readouterr().out, sum(tensor.numel() for tensor in saved_weights(tiny_base).values())
+def test_a_run_says_what_it_trains(runs: Runs) -> None:
+    results = runs.train("out", *SFT, "--bf16")
+    out, num_all = runs.printed(), sum(tensor.numel() for tensor in saved_weights(runs.base).values())
     assert (results["num_trained"], results["num_parameters"]) == (NUM_TRAINED, num_all)
     share = f"{NUM_TRAINED / num_all:.2%}"
     assert f"  model   {num_all:,} weights in bfloat16 on cpu, {NUM_TRAINED:,} of them trained ({share})" in out
@@ -155,12 +148,12 @@ def test_a_run_says_what_it_trains(
     ],
 )
 def test_the_ledger_counts_deltas_as_state_from_the_first_update_on(
-    more: tuple[str, ...], state_bytes: int, tiny_base: Path, texts: Path, tmp_path: Path
+    more: tuple[str, ...], state_bytes: int, runs: Runs
 ) -> None:
     steps = ("--reselection_interval", "20", *more, "--max_steps", "7")
-    most = train(tiny_base, texts, tmp_path / "out", *SFT, *steps)["highest_bytes"]
+    most = runs.train("out", *SFT, *steps)["highest_bytes"]
     assert (most["state"], most["gradients"]) == (state_bytes * NUM_TRAINED, 4 * NUM_TRAINED)
-    sizes = {name: tensor.nbytes for name, tensor in saved_weights(tiny_base).items()}
+    sizes = {name: tensor.nbytes for name, tensor in saved_weights(runs.base).items()}
     weights = sum(sizes.values()) // (2 if "--bf16" in more else 1)
     if "--load_in_4bit" in more:
         # An eighth of the blocks' bytes, and scales.
@@ -168,10 +161,10 @@ def test_the_ledger_counts_deltas_as_state_from_the_first_update_on(
     assert weights <= most["parameters"] < weights + 1000
 
 
-def test_modules_are_chosen_by_name_and_embeddings_on_request(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
-    more = (*SFT, "--sft_target_modules", "q_proj", "v_proj", "--train_embeddings", "--max_steps", "2")
-    train(tiny_base, texts, tmp_path / "out", *more)
-    assert {name.split(".")[-2] for name in load(tmp_path / "out" / "delta").deltas} == {
+def test_modules_are_chosen_by_name_and_embeddings_on_request(runs: Runs) -> None:
+    more = (*SFT, "--sft_target_modules", "q_proj", "v_proj", "--train_embeddings", "--max_steps", "2", *UNMEASURED)
+    runs.train("out", *more)
+    assert {name.split(".")[-2] for name in load(runs["out"] / "delta").deltas} == {
         *("q_proj", "v_proj", "embed_tokens"),
     }
 
@@ -187,40 +180,31 @@ def test_modules_are_chosen_by_name_and_embeddings_on_request(tiny_base: Path, t
         ),
     ],
 )
-def test_settings_that_do_not_fit_the_model_are_named(
-    more: tuple[str, ...],
-    message: str,
-    tiny_base: Path,
-    texts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments = train_arguments(tiny_base, texts, tmp_path / "out", *more, method="sft")
-    assert message in complaint(capsys, arguments)
+def test_settings_that_do_not_fit_the_model_are_named(more: tuple[str, ...], message: str, runs: Runs) -> None:
+    assert message in runs.complaint(*more, method="sft")
 
 
 @pytest.mark.parametrize("four_bit", [(), ("--load_in_4bit",)])
 def test_a_classifiers_new_head_is_refused_with_what_to_do_instead(
-    four_bit: tuple[str, ...], tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    four_bit: tuple[str, ...], runs: Runs, tmp_path: Path
 ) -> None:
-    arguments = train_arguments(tiny_base, write_classes(tmp_path), tmp_path / "out", *SFT, *four_bit)
-    error = complaint(capsys, [*arguments, "--task", "classification"])
+    error = runs.complaint(*SFT, *four_bit, "--task", "classification", data=write_classes(tmp_path))
     assert "score of LlamaForSequenceClassification is new, and --method sft trains a few of each tensor's" in error
     assert "take --task prompt_classification" in error
 
 
 @pytest.mark.slow
-def test_a_classifier_that_has_its_head_is_trained(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_classifier_that_has_its_head_is_trained(runs: Runs, tmp_path: Path) -> None:
     data, task = write_classes(tmp_path), ("--task", "classification")
     # As it begins: its head has been saved and has learned nothing.
-    train(tiny_base, data, tmp_path / "head", *task, "--max_steps", "1", "--learning_rate", "0", method="dense")
+    runs.train("head", *task, "--max_steps", "1", "--learning_rate", "0", method="dense", data=data)
     more = (*SFT, *task, "--max_steps", "40", "--learning_rate", "3e-2", "--token_ratio", "0.5")
-    results = train(tmp_path / "head" / "model", data, tmp_path / "out", *more)
+    results = train(runs["head"] / "model", data, runs["out"], *more)
     assert results["before"]["eval_accuracy"] < 1.0 == results["after"]["eval_accuracy"]
-    assert torch.equal(*(saved_weights(tmp_path / name / "model")["score.weight"] for name in ("head", "out")))
+    assert torch.equal(*(saved_weights(runs[name] / "model")["score.weight"] for name in ("head", "out")))
 
 
-def test_classes_can_be_told_by_a_word_without_a_new_head(tiny_base: Path, tmp_path: Path) -> None:
+def test_classes_can_be_told_by_a_word_without_a_new_head(runs: Runs, tmp_path: Path) -> None:
     prompts = ("--task", "prompt_classification", "--template", "{text} is {mask}", "--label_words", "even:e,odd:o")
-    more = (*SFT, *prompts, "--max_steps", "40", "--learning_rate", "3e-2")
-    assert train(tiny_base, write_classes(tmp_path), tmp_path / "out", *more)["after"]["eval_accuracy"] == 1.0
+    more = (*SFT, *prompts, "--max_steps", "40", "--learning_rate", "3e-2", *UNMEASURED)
+    assert runs.train("out", *more, data=write_classes(tmp_path))["after"]["eval_accuracy"] == 1.0

@@ -155,18 +155,17 @@ def model_for(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
     return {"causal_lm": LlamaForCausalLM, "masked_lm": BertForMaskedLM}[task.model_kind](config)
 
 
+def quiet_arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **options: Any) -> Any:
+    """Return a Trainer's arguments for a CPU that print and report nothing."""
+    silence: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    return kind(output_dir=str(folder), dataloader_pin_memory=False, **silence, **options)
+
+
 def trainer_of(task: Task, model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
     """A stock Trainer on the CPU, with a task's rows and hooks."""
     return Trainer(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            report_to="none",
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-            **options,
-        ),
+        args=quiet_arguments(folder, **options),
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset,
         data_collator=task.data_collator,

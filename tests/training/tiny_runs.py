@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM
 
 from slivertune.cli import main
 from slivertune.deltas.delta_file import DELTA_FILE
+from slivertune.training.assemble import Run, assemble
 from slivertune.training.embedded.base_model import BaseRecipe, save_base_model, train_base_model
+from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.models import differing
 
 TINY_RECIPE = BaseRecipe(
@@ -29,6 +32,9 @@ EVALUATED_TOKENS = 4 * 128
 """That a loss of evaluation is the mean of, at most: a tenth of 40 rows is held out."""
 TINY_CYCLE = 4
 """Updates in which each of its layers has a turn: the embedding, two blocks, the head."""
+
+UNMEASURED = ("--memory_ledger", "off")
+"""For runs whose bytes nobody looks at: plan and ledger take half of the time of a run as small as these."""
 
 METHODS = ("dense", "hift")
 COMBINATIONS = {
@@ -136,6 +142,48 @@ def complaint(capsys: pytest.CaptureFixture[str], arguments: list[str], code: in
     """Run the command in this process; what it says on standard error when it ends with a code."""
     assert main(arguments) == code
     return capsys.readouterr().err
+
+
+class Runs:
+    """Runs of the command over the tiny base, each in a folder of the test's own.
+
+    Args:
+        base: The base model.
+        texts: The data of each run that names no others.
+        folder: The folder in which each run has one of its own.
+        capsys: Takes what the runs print.
+    """
+
+    def __init__(self, base: Path, texts: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.base = base
+        self._texts = texts
+        self._folder = folder
+        self._capsys = capsys
+
+    def __getitem__(self, name: str) -> Path:
+        """Return the folder of the run of this name."""
+        return self._folder / name
+
+    def arguments(self, name: str, *more: str, method: str = "hift", data: Path | None = None) -> list[str]:
+        """Return the command line of the run in the folder of this name."""
+        return train_arguments(self.base, data or self._texts, self[name], *more, method=method)
+
+    def train(self, name: str, *more: str, method: str = "hift", data: Path | None = None) -> dict[str, Any]:
+        """Train in the folder of this name, which must end well, and return what is in results.json."""
+        return train(self.base, data or self._texts, self[name], *more, method=method)
+
+    def assembled(self, name: str, *more: str, method: str = "hift", data: Path | None = None) -> Run:
+        """Assemble a run that is ready to start."""
+        words = self.arguments(name, *more, method=method, data=data)
+        return assemble(parse_train_arguments(words[1:]), Console(quiet=True))
+
+    def complaint(self, *more: str, code: int = 2, method: str = "hift", data: Path | None = None) -> str:
+        """Run the command, which must end with this code, and return what it says on standard error."""
+        return complaint(self._capsys, self.arguments("out", *more, method=method, data=data), code)
+
+    def printed(self) -> str:
+        """Return what was printed since the last call."""
+        return self._capsys.readouterr().out
 
 
 def saved_weights(folder: Path) -> dict[str, Any]:

@@ -15,13 +15,16 @@ from slivertune.training.comparison import trial as trials
 from slivertune.training.comparison.command import run_compare
 from slivertune.training.comparison.outcome import Outcome
 from slivertune.training.comparison.processes import FailedError
-from tests.training.tiny_runs import TINY_CYCLE, complaint, make_tiny_base, results_of, write_texts
+from tests.training.tiny_runs import TINY_CYCLE, UNMEASURED, complaint, results_of
 
 ROWS = 2
 """Of a forward."""
 LENGTH = 16
 """Tokens of each row, packed."""
 
+
+MEASURED = ("--memory_ledger", "every_cycle")
+"""For what looks at bytes."""
 
 SCRIPT = "own.py"
 """Trains as `python -m slivertune train` does."""
@@ -61,21 +64,16 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     return stand_in
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
-
-
 @pytest.fixture
-def words(base: Path, tmp_path: Path) -> list[str]:
+def words(tiny_base: Path, texts: Path, tmp_path: Path) -> list[str]:
     """A comparison of dense and HiFT on forty sentences."""
     return [
         "compare",
         *("--rows", "dense", "hift"),
         *("--output_dir", str(tmp_path / "compared")),
-        *("--model_name_or_path", str(base), "--dataset", str(write_texts(tmp_path))),
+        *("--model_name_or_path", str(tiny_base), "--dataset", str(texts)),
         *("--packing", "--max_length", str(LENGTH), "--max_steps", "6", "--learning_rate", "1e-2"),
-        *("--per_device_train_batch_size", str(ROWS), "--per_device_eval_batch_size", "4"),
+        *("--per_device_train_batch_size", str(ROWS), "--per_device_eval_batch_size", "4", *UNMEASURED),
     ]
 
 
@@ -93,7 +91,7 @@ def measured(**values: Any) -> Callable[[list[str]], dict[str, Any]]:
 def test_each_row_is_a_run_of_train_that_can_be_repeated_alone(
     words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 0
+    assert main([*words, *MEASURED]) == 0
     compared = record(tmp_path)
     assert list(compared["runs"]) == ["dense/rate0.01-seed42", "hift/rate0.01-seed42"]
     for name, run in compared["runs"].items():
@@ -183,11 +181,12 @@ def test_a_limit_on_bytes_makes_forwards_smaller_and_leaves_the_update_as_it_is(
 
 def test_a_trial_measures_whole_cycles_after_the_first(words: list[str], tmp_path: Path) -> None:
     place = tmp_path / "trial.json"
-    trials.main([str(place), "--method", "hift", *words[6:]])
+    words = [*words[6:], *MEASURED]
+    trials.main([str(place), "--method", "hift", *words])
     found = json.loads(place.read_text(encoding="utf-8"))
     # Six updates, which are fewer than two cycles, are all that there are.
     assert found["num_updates"] == 6 and found["tokens_per_update"] == ROWS * LENGTH
-    trials.main([str(place), "--method", "hift", *words[6:], "--max_steps", "50", "--logging_steps", str(TINY_CYCLE)])
+    trials.main([str(place), "--method", "hift", *words, "--max_steps", "50", "--logging_steps", str(TINY_CYCLE)])
     found = json.loads(place.read_text(encoding="utf-8"))
     # A line of HiFT's has as many cycles as make eight updates.
     assert found["num_updates"] == 2 * TINY_CYCLE
@@ -321,9 +320,11 @@ def test_a_damaged_record_is_refused_and_kept(
     assert place.read_text(encoding="utf-8") == text and not processes.ran
 
 
-def test_it_runs_in_processes_of_its_own(words: list[str], tmp_path: Path) -> None:
+# Tokens are what a trial counts, in a process before the run's.
+@pytest.mark.parametrize("budget", ["steps=3", pytest.param("tokens=96", marks=pytest.mark.slow)])
+def test_it_runs_in_processes_of_its_own(budget: str, words: list[str], tmp_path: Path) -> None:
     words[1:4] = ["--rows", "dense"]
-    assert main([*words, "--budget", "tokens=96"]) == 0
+    assert main([*words, "--budget", budget]) == 0
     log = (tmp_path / "compared" / "dense" / "rate0.01-seed42.log").read_text(encoding="utf-8")
     assert "evaluation before" in log
     assert record(tmp_path)["runs"]["dense/rate0.01-seed42"]["outcome"]["num_updates"] == 3

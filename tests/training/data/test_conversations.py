@@ -93,11 +93,7 @@ def test_braces_in_an_instruction_stay_as_they_are() -> None:
             CHAT,
             r"a message whose content is no text \(image\)",
         ),
-        (
-            {"messages": [{"role": "user", "content": 3}, ANSWERED]},
-            CHAT,
-            r"a message whose content is no text \(int\)",
-        ),
+        ({"messages": [{"role": "user", "content": 3}, ANSWERED]}, CHAT, r"a message whose content is no text \(int\)"),
         ({"messages": "[]"}, CHAT, "column 'messages' holds no list of messages"),
         ({"messages": ["hello"]}, CHAT, "a message without a role or without content"),
         ({"messages": [ASKED, ANSWERED], "tools": "sum"}, CHAT, "tools that are no JSON"),

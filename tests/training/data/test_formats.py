@@ -126,11 +126,7 @@ def test_columns_that_are_not_read_are_known() -> None:
             table("one", "two"),
             "--response_column names the column 'three'",
         ),
-        (
-            {"text_column": "Txt"},
-            table("id", "text"),
-            r"'Txt', which is not in .* \(did you mean 'text'\?\); its",
-        ),
+        ({"text_column": "Txt"}, table("id", "text"), r"'Txt', which is not in .* \(did you mean 'text'\?\); its"),
         ({}, table(text=[1, 2]), r"column 'text' holds .*int64.*, not text"),
         ({}, table("question", answer=[1, 2]), r"column 'answer' holds .*int64.*, not text"),
         ({}, table("messages"), r"'messages' should hold lists of messages, .* its first value begins 'a'; write"),

@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from transformers import Trainer
 
 from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
@@ -13,7 +12,7 @@ from slivertune.training.options.parse import parse_train_arguments
 from tests.conftest import CHECKOUT
 from tests.helpers.models import LAYERS, differing, tiny_llama
 from tests.training.test_callbacks import make_trainer
-from tests.training.tiny_runs import assert_same_bits, train
+from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits, saved_weights
 
 
 def attached(folder: Path, **settings: Any) -> HiFTMethod:
@@ -88,31 +87,40 @@ def test_it_says_so_when_it_is_asked_before_it_is_attached(method: SliverMethod)
 
 @pytest.mark.parametrize("waiting", ["int8", "nf4"])
 def test_waiting_layers_in_fewer_bits_resume_with_the_same_bits_and_save_exact_weights(
-    waiting: str, tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    waiting: str, runs: Runs
 ) -> None:
-    more = ("--max_length", "32", "--save_steps", "3", "--weights_dtype", "bf16", "--use_cpu", "--waiting", waiting)
-    result = train(tiny_base, texts, tmp_path / "whole", *more)
-    assert f"waiting layers  in {waiting}; evaluation runs on them, what is saved is exact" in capsys.readouterr().out
-    assert result["settings"]["waiting"] == waiting
-    train(
-        tiny_base, texts, tmp_path / "resumed", *more, "--resume_from_checkpoint", str(tmp_path / "whole/checkpoint-3")
+    more = (
+        "--max_length",
+        "32",
+        "--save_steps",
+        "3",
+        "--weights_dtype",
+        "bf16",
+        "--use_cpu",
+        *UNMEASURED,
+        "--waiting",
+        waiting,
     )
-    assert_same_bits(tmp_path / "resumed", tmp_path / "whole")
-    exact = train(tiny_base, texts, tmp_path / "exact", *more[:-2])
-    saved, other = (load_file(tmp_path / each / "model" / "model.safetensors") for each in ("whole", "exact"))
+    result = runs.train("whole", *more)
+    assert f"waiting layers  in {waiting}; evaluation runs on them, what is saved is exact" in runs.printed()
+    assert result["settings"]["waiting"] == waiting
+    runs.train("resumed", *more, "--resume_from_checkpoint", str(runs["whole/checkpoint-3"]))
+    assert_same_bits(runs["resumed"], runs["whole"])
+    exact = runs.train("exact", *more[:-2])
+    saved, other = (saved_weights(runs[each] / "model") for each in ("whole", "exact"))
     assert saved.keys() == other.keys() and all(each.isfinite().all() for each in saved.values())
     assert differing(saved, other) != [], "the gradients went through other layers"
     assert result["after"] != exact["after"]
 
 
 def test_everything_that_saves_memory_goes_together_and_blocks_are_never_moved_as_a_whole(
-    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = (
         *("--max_length", "32", "--save_steps", "3", "--weights_dtype", "bf16", "--use_cpu", "--waiting", "nf4"),
-        *("--gradient_checkpointing", "true", "--token_tile_size", "16"),
+        *("--gradient_checkpointing", "true", "--token_tile_size", "16", *UNMEASURED),
     )
-    train(tiny_base, texts, tmp_path / "device", *more)
+    runs.train("device", *more)
     lies: set[tuple[bool, str]] = set()
 
     def stop(self: Trainer, model: Any, device: Any) -> None:
@@ -124,13 +132,13 @@ def test_everything_that_saves_memory_goes_together_and_blocks_are_never_moved_a
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_move_model_to_device", stop)
         with pytest.raises(AssertionError):  # it did not return 0
-            train(tiny_base, texts, tmp_path / "stopped", *more, *host, "--state_dir", str(tmp_path / "stopped state"))
+            runs.train("stopped", *more, *host, "--state_dir", str(runs["stopped state"]))
     assert lies == {(True, "cpu"), (False, "meta")}
-    train(tiny_base, texts, tmp_path / "host", *more, *host, "--state_dir", str(tmp_path / "state"))
-    assert_same_bits(tmp_path / "host", tmp_path / "device")
-    resumed = ("--resume_from_checkpoint", str(tmp_path / "host" / "checkpoint-3"))
-    train(tiny_base, texts, tmp_path / "resumed", *more, *host, "--state_dir", str(tmp_path / "again"), *resumed)
-    assert_same_bits(tmp_path / "resumed", tmp_path / "device")
+    runs.train("host", *more, *host, "--state_dir", str(runs["state"]))
+    assert_same_bits(runs["host"], runs["device"])
+    resumed = ("--resume_from_checkpoint", str(runs["host"] / "checkpoint-3"))
+    runs.train("resumed", *more, *host, "--state_dir", str(runs["again"]), *resumed)
+    assert_same_bits(runs["resumed"], runs["device"])
 
 
 def test_waiting_layers_do_not_go_with_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

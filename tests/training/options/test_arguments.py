@@ -51,22 +51,13 @@ def test_several_datasets_and_their_weights_are_read() -> None:
             "['a', 'b'] names several datasets, which only task=causal_lm",
         ),
         ({"dataset": ["a", "b", "a"]}, "names a dataset twice; name each once"),
-        (
-            {"dataset": ["a", "b"], "dataset_weights": [1.0]},
-            "=[1.0] are 1, and the datasets are 2; give each",
-        ),
+        ({"dataset": ["a", "b"], "dataset_weights": [1.0]}, "=[1.0] are 1, and the datasets are 2; give each"),
         ({"dataset": ["a"], "dataset_weights": [1.0]}, "give each of several datasets one weight, or leave them out"),
         ({"dataset_weights": [0.5, 0.5]}, "are 2, and the datasets are 0"),
         ({"dataset": ["a", "b"], "dataset_weights": [1.0, 0.0]}, "must all be positive numbers; leave out a dataset"),
         ({"dataset": ["a", "b"], "dataset_weights": [1.0, float("nan")]}, "must all be positive numbers"),
-        (
-            {"dataset_format": "alpaca", "text_column": "t"},
-            "='alpaca' says which columns are read, and so does text",
-        ),
-        (
-            {"dataset_format": "alpaca", "prompt_column": "p", "response_column": "r"},
-            "and so does prompt_column",
-        ),
+        ({"dataset_format": "alpaca", "text_column": "t"}, "='alpaca' says which columns are read, and so does text"),
+        ({"dataset_format": "alpaca", "prompt_column": "p", "response_column": "r"}, "and so does prompt_column"),
         ({"chat_template": "{{ x }}", "task": "classification"}, "has no meaning for task=classification"),
     ],
 )

@@ -215,10 +215,7 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         (["--method", "lora", "--lora_rank", "0"], "lora_rank=0 must be at least 1"),
         (["--method", "lora", "--lora_alpha", "0"], "lora_alpha=0 must be at least 1; leave it out for twice the rank"),
         (["--method", "lora", "--lora_dropout", "1"], "lora_dropout=1.0 must lie in [0, 1)"),
-        (
-            ["--density", "0.1", "--packed"],
-            "--density, --packed: only --method sft reads this; leave it out or",
-        ),
+        (["--density", "0.1", "--packed"], "--density, --packed: only --method sft reads this; leave it out or"),
         (
             ["--method", "dense", "--load_in_4bit"],
             "4-bit weights can't be changed by small steps; take --method lora or sft, which train adapters or deltas",

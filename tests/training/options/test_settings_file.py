@@ -32,14 +32,7 @@ PROMPTS = ("--task", "prompt_classification", "--template", "{text}: {mask}\n", 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "nothing": (),
     "other data": (
-        "--dataset",
-        "a.jsonl",
-        "b c.jsonl",
-        "--dataset_weights",
-        "0.7",
-        "3",
-        "--response_separator",
-        "\n\n",
+        *("--dataset", "a.jsonl", "b c.jsonl", "--dataset_weights", "0.7", "3", "--response_separator", "\n\n"),
     ),
     "prompts": (*PROMPTS, "--model", "./x", "--dataset", "d.csv", "--column_names", "text", "no"),
     "words that YAML reads as something else": (

@@ -10,17 +10,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT
-from slivertune.training.assemble import Run, assemble
 from slivertune.training.embedded.base_model import BASE_RECIPE, save_base_model, train_base_model
-from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.output import plan_line, plan_process
 from slivertune.training.output.plan_line import DevicePeak, plan_run, request_of
-from tests.training.tiny_runs import train, train_arguments, write_classes, write_texts
+from tests.training.tiny_runs import Runs, train, write_classes, write_texts
 
 TOLERANCE = 0.03
 """What a plan may be off: temporaries inside of a kernel are seen by no one."""
@@ -84,65 +81,55 @@ def test_adapters_that_drop_inputs_are_planned_with_the_masks_of_a_gpu(embedded_
     assert planned == pytest.approx(results["measured_peak_bytes"], rel=TOLERANCE)
 
 
-def test_a_run_says_what_is_planned_before_and_what_was_measured_after(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_is_planned_before_and_what_was_measured_after(runs: Runs) -> None:
     # All rows are equally long, so that what ran is what was planned.
-    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", "--packing", "--max_length", "32")
+    results = runs.train("out", "--packing", "--max_length", "32")
     planned, measured = results["planned_peak_bytes"], results["measured_peak_bytes"]
     assert results["planned_batch"] == results["largest_batch"] == {"num_rows": 2, "num_tokens": 32}
-    start, _, end = capsys.readouterr().out.partition("evaluation before")
+    start, _, end = runs.printed().partition("evaluation before")
     assert f"  memory  {planned / 1e6:,.1f} MB planned at the peak (weights " in start
     assert f"{measured / 1e6:,.1f} MB, planned {planned / 1e6:,.1f} MB ({planned / measured - 1:+.1%})" in end
 
 
-def test_a_run_that_never_met_its_longest_row_says_how_long_those_were_that_it_met(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_never_met_its_longest_row_says_how_long_those_were_that_it_met(runs: Runs, tmp_path: Path) -> None:
     # One row of forty has as many tokens as the plan is for; two of them are drawn.
     path = write_texts(tmp_path)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"text": "x" * 120}) + "\n")
-    results = train(tiny_base, path, tmp_path / "out", "--max_steps", "1", "--eval_file", str(path))
+    results = runs.train("out", "--max_steps", "1", "--eval_file", str(path), data=path)
     planned, ran = results["planned_batch"], results["largest_batch"]
     assert (planned, ran["num_rows"]) == ({"num_rows": 2, "num_tokens": 121}, 2)
     assert 50 < ran["num_tokens"] < 121
     line = f"for rows of 121 tokens; the longest that ran had {ran['num_tokens']}"
-    assert line in " ".join(capsys.readouterr().out.split())
+    assert line in " ".join(runs.printed().split())
 
 
-def test_a_plan_that_draws_leaves_the_runs_random_state_as_it_was(
-    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_draws_leaves_the_runs_random_state_as_it_was(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     def draw_and_plan(*args: Any) -> Any:
         torch.rand(3)
         return make_plan(*args)
 
     planner = Mock(side_effect=draw_and_plan)
     monkeypatch.setattr(plan_line, "make_plan", planner)
-    with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")) as run:
+    with closing(runs.assembled("out")) as run:
         before = torch.get_rng_state()
         plan = plan_run(run)
     assert plan is not None and planner.call_count == 1
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_the_ledger_nothing_is_planned(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_ledger_nothing_is_planned(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_line, "make_plan", None)
-    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", "--memory_ledger", "off")
+    results = runs.train("out", "--memory_ledger", "off")
     assert (results["planned_peak_bytes"], results["measured_peak_bytes"]) == (None, None)
-    assert "planned" not in capsys.readouterr().out
+    assert "planned" not in runs.printed()
 
 
-def test_a_plan_that_fails_is_one_line_and_the_run_goes_on(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_fails_is_one_line_and_the_run_goes_on(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_line, "make_plan", Mock(side_effect=RuntimeError("an operator\nwithout sizes")))
-    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out")
+    results = runs.train("out")
     assert results["planned_peak_bytes"] is None and results["measured_peak_bytes"] > 0
-    assert "  memory  not planned: an operator without sizes\n" in capsys.readouterr().out
+    assert "  memory  not planned: an operator without sizes\n" in runs.printed()
 
 
 def die(*args: Any) -> None:
@@ -151,9 +138,9 @@ def die(*args: Any) -> None:
 
 @pytest.mark.slow
 def test_on_ranks_a_plan_is_made_apart_and_may_die(
-    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")) as run:
+    with closing(Runs(tiny_base, texts, tmp_path, capfd).assembled("out")) as run:
         planned = make_plan(request_of(run), run.source.config)
         capfd.readouterr()
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -161,12 +148,6 @@ def test_on_ranks_a_plan_is_made_apart_and_may_die(
         monkeypatch.setattr(plan_process, "_plan", die)
         assert plan_run(run) is None
     assert capfd.readouterr() == ("", "")
-
-
-def assembled(base: Path, data: Path, output: Path, *more: str, method: str = "hift") -> Run:
-    """A run that is ready to start."""
-    words = train_arguments(base, data, output, *more, method=method)[1:]
-    return assemble(parse_train_arguments(words), Console(quiet=True))
 
 
 @pytest.mark.parametrize(
@@ -194,9 +175,9 @@ def assembled(base: Path, data: Path, output: Path, *more: str, method: str = "h
     ],
 )  # fmt: skip
 def test_a_run_is_planned_as_what_it_is(
-    method: Any, words: tuple[str, ...], changes: dict[str, Any], tiny_base: Path, tmp_path: Path
+    method: Any, words: tuple[str, ...], changes: dict[str, Any], runs: Runs
 ) -> None:
-    with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method=method)) as run:
+    with closing(runs.assembled("out", *words, method=method)) as run:
         request = request_of(run)
     longest = max(len(row["input_ids"]) for row in run.task.train_dataset)
     assert longest < 128, "the rows are shorter than --max_length, and padded to the longest at most"
@@ -205,9 +186,9 @@ def test_a_run_is_planned_as_what_it_is(
     assert request == PlanRequest(**settings)
 
 
-def test_sft_is_planned_with_as_many_weights_as_it_trains(tiny_base: Path, tmp_path: Path) -> None:
+def test_sft_is_planned_with_as_many_weights_as_it_trains(runs: Runs) -> None:
     words = ("--equivalent_lora_rank", "2", "--selection", "momentum", "--packed", "--sft_target_modules", "q_proj")
-    with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method="sft")) as run:
+    with closing(runs.assembled("out", *words, method="sft")) as run:
         request, optimizer = request_of(run), run.trainer.optimizer
         planned = make_plan(request, run.source.config)
         assert isinstance(optimizer, SFT)
@@ -216,27 +197,17 @@ def test_sft_is_planned_with_as_many_weights_as_it_trains(tiny_base: Path, tmp_p
     assert (request.precision, request.selection, request.packed) == ("fp32", "momentum", True)
 
 
-def test_a_classifier_is_planned_with_its_classes(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_classifier_is_planned_with_its_classes(runs: Runs, tmp_path: Path) -> None:
     words = ("--task", "classification", "--chunked_cross_entropy", "false")
-    with closing(assembled(tiny_base, write_classes(tmp_path), tmp_path / "out", *words)) as run:
+    with closing(runs.assembled("out", *words, data=write_classes(tmp_path))) as run:
         request = request_of(run)
     assert (request.task, request.num_labels) == ("classification", 2)
 
 
-@pytest.mark.parametrize(
-    ("method", "words", "reason"),
-    [
-        ("dense", ("--optim", "rmsprop"), "a plan does not know --optim rmsprop"),
-        ("lora", ("--neftune_noise_alpha", "5"), "a plan has no word for --neftune_noise_alpha"),
-    ],
-)
-def test_what_a_plan_has_no_word_for_is_said_and_trained(
-    method: str, words: tuple[str, ...], reason: str, tiny_base: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method=method)
+def test_what_a_plan_has_no_word_for_is_said_and_trained(runs: Runs) -> None:
+    results = runs.train("out", "--optim", "rmsprop", method="dense")
     assert results["planned_peak_bytes"] is None
-    assert f"  memory  not planned: {reason}" in capsys.readouterr().out
+    assert "  memory  not planned: a plan does not know --optim rmsprop" in runs.printed()
 
 
 def test_on_cuda_the_largest_allocation_of_an_update_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

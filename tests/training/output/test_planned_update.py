@@ -1,7 +1,7 @@
 """The planned time of a run's updates: on a GPU it is said and kept, on a CPU there is none."""
 
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from slivertune.planning.request import PlanRequest
 from slivertune.training.output import planned_update as module
 from slivertune.training.output.planned_update import OPERATOR_SECONDS, describe_update, note_of, plan_update, time_on
 from tests.planning.made import narrow_llama
-from tests.training.tiny_runs import train, write_texts
+from tests.training.tiny_runs import Runs
 
 TINY = narrow_llama(3)
 CARD = card_named("4090")
@@ -29,6 +29,7 @@ def run_on(device: str) -> tuple[Any, list[str]]:
     return SimpleNamespace(arguments=arguments, display=SimpleNamespace(say=said.append)), said
 
 
+@cache
 def plan_of(**settings: Any) -> Plan:
     return make_plan(PlanRequest(**{"seq_length": 32, **settings}), TINY)
 
@@ -46,10 +47,10 @@ def test_on_a_card_it_is_what_a_plan_for_that_card_says(precision: Any, monkeypa
     assert f"({expected.tokens_per_second:,.0f} tokens a second if 60% of the card's peak is reached; " in said[0]
 
 
-def test_on_a_cpu_no_time_is_planned(tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_cpu_no_time_is_planned(runs: Runs) -> None:
     assert time_on(torch.device("cpu"), plan_of()) is None
-    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", "--packing", "--max_length", "32")
-    out = " ".join(capsys.readouterr().out.split())
+    results = runs.train("out", "--packing", "--max_length", "32")
+    out = " ".join(runs.printed().split())
     assert (results["planned_update"], results["planned_update_note"]) == (None, None)
     assert "  time  " not in out and f"tokens a second {results['tokens_per_second']:,.0f}" in out
     assert results["tokens_per_second"] == pytest.approx(2 * 32 * results["steps_per_second"])

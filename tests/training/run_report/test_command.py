@@ -10,7 +10,7 @@ from slivertune.training.run_report.command import draw_at_the_end, run_report
 from slivertune.training.run_report.figure import run_figure
 from slivertune.training.run_report.run_log import read_run_log
 from tests.training.run_report.made_logs import write_run
-from tests.training.tiny_runs import TINY_CYCLE, make_tiny_base, train, train_arguments, write_texts
+from tests.training.tiny_runs import TINY_CYCLE, Runs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -58,16 +58,13 @@ def test_without_matplotlib_the_verb_fails_and_a_run_says_so_once(
     assert not (tmp_path / "report.png").exists()
 
 
-def test_train_draws_its_log_which_a_resumed_run_goes_on_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base, data, run = make_tiny_base(tmp_path / "base"), write_texts(tmp_path), tmp_path / "run"
+def test_train_draws_its_log_which_a_resumed_run_goes_on_with(runs: Runs) -> None:
+    run = runs["out"]
     options = ("--logging_steps", "1", "--report", "true", "--save_strategy", "steps", "--save_steps", "3")
-    results = train(base, data, run, *options)
+    results = runs.train("out", *options)
     assert (run / "report.png").read_bytes().startswith(PNG)
-    assert str(run / "report.png") in capsys.readouterr().out.replace("\n", "")
-    words = train_arguments(base, data, run, *options, "--max_steps", "9", "--resume_from_checkpoint", "true")
-    assert main(words) == 0
+    assert str(run / "report.png") in runs.printed().replace("\n", "")
+    runs.train("out", *options, "--max_steps", "9", "--resume_from_checkpoint", "true")
     log = read_run_log(run)
     steps, losses = log.series("loss")
     state = json.loads((run / "checkpoint-9" / "trainer_state.json").read_text(encoding="utf-8"))

@@ -232,10 +232,7 @@ def test_tools_are_written_where_the_template_does() -> None:
     [
         (CHATML, ["the chat template ends a turn by '<|im_end|>' and not by the EOS token '<eos>'"]),
         (CHATML.replace("<|im_end|>", "{{ eos_token }}"), []),
-        (
-            CHATML.replace("<|im_end|>", "."),
-            ["the chat template ends a turn by no token of its own"],
-        ),
+        (CHATML.replace("<|im_end|>", "."), ["the chat template ends a turn by no token of its own"]),
     ],
 )
 def test_a_turn_that_ends_by_another_token_than_a_text_does_is_said(template: str, said: list[str]) -> None:

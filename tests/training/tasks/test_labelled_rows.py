@@ -156,12 +156,7 @@ ALPACA_TEXTS = [WITH_INPUT, WITHOUT_INPUT.format("Greet."), WITHOUT_INPUT.format
     [
         (ALPACA, {}, ALPACA_TEXTS, ["3", "Hello", "*"]),
         *(
-            (
-                rows,
-                options,
-                [row["question"] + separator for row in QUESTIONS],
-                [row["answer"] for row in QUESTIONS],
-            )
+            (rows, options, [row["question"] + separator for row in QUESTIONS], [row["answer"] for row in QUESTIONS])
             for rows in (PROMPTS, QUESTIONS)
             for options, separator in (({}, "\n"), ({"response_separator": " => "}, " => "))
         ),
@@ -280,12 +275,7 @@ def test_conversations_that_become_several_rows_are_counted(tmp_path: Path) -> N
             {"response_separator": " "},
             "response_separator=' ' stands between .* rows are question and answer .* by a chat template; leave it out",
         ),
-        (
-            ALPACA,
-            byte_tokenizer(),
-            {"response_separator": " "},
-            "rows are Alpaca .*; leave it out",
-        ),
+        (ALPACA, byte_tokenizer(), {"response_separator": " "}, "rows are Alpaca .*; leave it out"),
         (
             CHAT,
             chat_tokenizer(),
