@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from slivertune.cli import main
 from tests.training.tiny import CHATML, MARKED, chat_tokenizer, llama_config
-from tests.training.tiny_runs import COMBINATIONS, complaint, train, train_arguments
+from tests.training.tiny_runs import COMBINATIONS, UNMEASURED, Runs, complaint, train, train_arguments
 
 WORDS = ("red", "blue", "green", "black")
 CHATS = [
@@ -50,12 +50,14 @@ def plain_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base(tmp_path_factory.mktemp("plain") / "base", None)
 
 
+@pytest.fixture
+def chats(chat_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+    """Runs over chats, of a base whose tokenizer has a chat template."""
+    return Runs(chat_base, write_rows(tmp_path / "chats.jsonl", CHATS), tmp_path, capsys)
+
+
 def test_every_command_of_the_page_on_data_runs_as_shown(
-    chat_base: Path,
-    checkout: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    chats: Runs, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (checkout / "docs" / "data.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -64,9 +66,9 @@ def test_every_command_of_the_page_on_data_runs_as_shown(
     commands = re.findall(r"^slivertune (train .*)$", page, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
-        words = command.replace("PATH_OR_HUB_ID", str(chat_base)).split()
+        words = command.replace("PATH_OR_HUB_ID", str(chats.base)).split()
         assert main([*words, "--max_steps", "1", "--sample_tokens", "0", "--memory_ledger", "off"]) == 0
-    lines = first_lines(capsys.readouterr().out)
+    lines = first_lines(chats.printed())
     (shown,) = re.findall(r"^  data    (read as .*)$", page, re.MULTILINE)
     assert lines.count(shown) == 2 and f"chat.jsonl (weight 0.7): {shown}" in lines
 
@@ -88,14 +90,11 @@ def loss_of_answers(folder: Path, tokenizer: PreTrainedTokenizerFast) -> float:
 
 
 @pytest.mark.parametrize("method", ["hift", pytest.param("dense", marks=pytest.mark.slow)])
-def test_a_chat_trains_and_the_saved_model_answers_in_plain_transformers(
-    method: str, chat_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chat_trains_and_the_saved_model_answers_in_plain_transformers(method: str, chats: Runs) -> None:
     rows = [*CHATS, {"messages": [{"role": "user", "content": "Nobody answers."}]}]
-    data = write_rows(tmp_path / "chats.jsonl", rows)
-    results = train(chat_base, data, tmp_path / "out", "--max_steps", "60", "--sample_tokens", "8", method=method)
-    printed = capsys.readouterr().out
-    named, *notes = first_lines(printed)
+    data = write_rows(chats["chats.jsonl"], rows)
+    results = chats.train("out", "--max_steps", "60", "--sample_tokens", "8", *UNMEASURED, method=method)
+    named, *notes = first_lines(chats.printed())
     assert named.startswith(f"{data}: 22 rows to train on, 2 to evaluate on")
     assert notes == [
         "read as chat (messages); loss on the assistant's turns",
@@ -106,7 +105,7 @@ def test_a_chat_trains_and_the_saved_model_answers_in_plain_transformers(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template == CHATML
     # Only what is said was trained: four words and their ends, which 60 updates learn nearly by heart.
-    assert loss_of_answers(folder, tokenizer) < 0.7 * loss_of_answers(chat_base, tokenizer)
+    assert loss_of_answers(folder, tokenizer) < 0.7 * loss_of_answers(chats.base, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(CHATS[0]["messages"][:1], add_generation_prompt=True, return_tensors="pt")
     out = model.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -126,15 +125,13 @@ def test_a_named_template_is_used_and_saved_with_the_model(
     assert "read as chat (messages)" in first_lines(capsys.readouterr().out)[1]
 
 
-def test_datasets_of_two_formats_train_together_by_weight(
-    chat_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chats, questions = write_rows(tmp_path / "a.jsonl", CHATS), write_rows(tmp_path / "b.jsonl", QUESTIONS)
-    more = ("--dataset", str(chats), str(questions), "--dataset_weights", "0.7", "0.3")
-    results = train(chat_base, chats, tmp_path / "out", *more)
-    assert results["dataset"] == f"{chats} + {questions}"
-    _, first, second, last = first_lines(capsys.readouterr().out)
-    assert first == f"{chats} (weight 0.7): read as chat (messages); loss on the assistant's turns"
+def test_datasets_of_two_formats_train_together_by_weight(chats: Runs) -> None:
+    answers, questions = chats["chats.jsonl"], write_rows(chats["b.jsonl"], QUESTIONS)
+    more = ("--dataset", str(answers), str(questions), "--dataset_weights", "0.7", "0.3", *UNMEASURED)
+    results = chats.train("out", *more)
+    assert results["dataset"] == f"{answers} + {questions}"
+    _, first, second, last = first_lines(chats.printed())
+    assert first == f"{answers} (weight 0.7): read as chat (messages); loss on the assistant's turns"
     assert second.startswith(
         f"{questions} (weight 0.3): read as question and answer (question, answer), written by the"
     )
@@ -149,20 +146,17 @@ def test_datasets_of_two_formats_train_together_by_weight(
         pytest.param("lora with tokens", True, marks=pytest.mark.slow),
     ],
 )
-def test_every_method_and_token_selection_take_chats(name: str, packed: bool, chat_base: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "chats.jsonl", CHATS)
-    more = (*COMBINATIONS[name], "--packing", str(packed), "--max_length", "64")
-    results = train(chat_base, data, tmp_path / "out", *more)
+def test_every_method_and_token_selection_take_chats(name: str, packed: bool, chats: Runs) -> None:
+    results = chats.train("out", *COMBINATIONS[name], "--packing", str(packed), "--max_length", "64")
     assert results["num_steps"] == 6
     assert results["after"]["eval_loss"] != results["before"]["eval_loss"]
 
 
 @pytest.mark.slow
-def test_a_resumed_chat_run_ends_with_the_same_loss(chat_base: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "chats.jsonl", CHATS)
-    whole = train(chat_base, data, tmp_path / "whole", "--save_steps", "3")
-    resume = ("--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-3"))
-    again = train(chat_base, data, tmp_path / "again", "--save_steps", "3", *resume)
+def test_a_resumed_chat_run_ends_with_the_same_loss(chats: Runs) -> None:
+    whole = chats.train("whole", "--save_steps", "3")
+    resume = ("--resume_from_checkpoint", str(chats["whole"] / "checkpoint-3"))
+    again = chats.train("again", "--save_steps", "3", *resume)
     assert again["after"] == whole["after"]
 
 

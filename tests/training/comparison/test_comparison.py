@@ -14,7 +14,7 @@ from slivertune.training.comparison import comparison as comparing
 from slivertune.training.comparison import trial as trials
 from slivertune.training.comparison.command import run_compare
 from slivertune.training.comparison.outcome import Outcome
-from slivertune.training.comparison.processes import FailedError
+from slivertune.training.comparison.processes import FailedError, run_process
 from tests.training.tiny_runs import TINY_CYCLE, UNMEASURED, complaint, results_of
 
 ROWS = 2
@@ -30,17 +30,42 @@ SCRIPT = "own.py"
 """Trains as `python -m slivertune train` does."""
 
 
-class Processes:
-    """Stands in for processes: runs what they would in this one, and keeps the words."""
+class Comparison:
+    """A comparison in a test's own folder; it runs in this process what it would start, and keeps the words.
 
-    def __init__(self) -> None:
+    Args:
+        folder: What it writes to lies there.
+        common: Words for every row.
+        capsys: Takes what is printed.
+    """
+
+    def __init__(self, folder: Path, common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder / "compared"
+        self.common = common
+        self._capsys = capsys
         self.ran: list[list[str]] = []
         self.trial: Callable[[list[str]], dict[str, Any]] | None = None
         """What a trial measures; None measures."""
         self.is_dry = False
         """Whether runs are left out."""
 
-    def __call__(self, words: Sequence[str], log: Path, title: str, console: Any) -> None:
+    def words(self, *more: str, rows: Sequence[str] = ("dense", "hift")) -> list[str]:
+        """Return the command line; `more` has the last word."""
+        return ["compare", "--rows", *rows, "--output_dir", str(self.folder), *self.common, *more]
+
+    def make(self, *more: str, rows: Sequence[str] = ("dense", "hift")) -> int:
+        """Compare, and return the exit code."""
+        return main(self.words(*more, rows=rows))
+
+    def complaint(self, *more: str, rows: Sequence[str] = ("dense", "hift")) -> str:
+        return complaint(self._capsys, self.words(*more, rows=rows))
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "compare.json").read_text(encoding="utf-8"))
+        return found
+
+    def run(self, words: Sequence[str], log: Path, title: str, console: Any) -> None:
+        """Run in this process, in place of `run_process`."""
         words = list(words)
         self.ran.append(words)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -58,28 +83,22 @@ class Processes:
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
-    stand_in = Processes()
-    monkeypatch.setattr(comparing, "run_process", stand_in)
-    return stand_in
-
-
-@pytest.fixture
-def words(tiny_base: Path, texts: Path, tmp_path: Path) -> list[str]:
-    """A comparison of dense and HiFT on forty sentences."""
-    return [
-        "compare",
-        *("--rows", "dense", "hift"),
-        *("--output_dir", str(tmp_path / "compared")),
+def comparison(
+    tiny_base: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Comparison:
+    """A comparison on forty sentences, of dense and HiFT unless a test names other rows."""
+    common = [
         *("--model_name_or_path", str(tiny_base), "--dataset", str(texts)),
         *("--packing", "--max_length", str(LENGTH), "--max_steps", "6", "--learning_rate", "1e-2"),
         *("--per_device_train_batch_size", str(ROWS), "--per_device_eval_batch_size", "4", *UNMEASURED),
     ]
-
-
-def record(tmp_path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((tmp_path / "compared" / "compare.json").read_text(encoding="utf-8"))
-    return found
+    made = Comparison(tmp_path, common, capsys)
+    monkeypatch.setattr(comparing, "run_process", made.run)
+    return made
 
 
 def measured(**values: Any) -> Callable[[list[str]], dict[str, Any]]:
@@ -89,10 +108,10 @@ def measured(**values: Any) -> Callable[[list[str]], dict[str, Any]]:
 
 
 def test_each_row_is_a_run_of_train_that_can_be_repeated_alone(
-    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+    comparison: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*words, *MEASURED]) == 0
-    compared = record(tmp_path)
+    assert comparison.make(*MEASURED) == 0
+    compared = comparison.record()
     assert list(compared["runs"]) == ["dense/rate0.01-seed42", "hift/rate0.01-seed42"]
     for name, run in compared["runs"].items():
         alone = tmp_path / "alone" / name
@@ -106,82 +125,73 @@ def test_each_row_is_a_run_of_train_that_can_be_repeated_alone(
         assert updates == [0, 1, 2, 3, 4, 5, 6] and losses[-1] == results["after"]["eval_loss"]
     text = capsys.readouterr().out
     assert "equal steps: 6\n" in re.sub(r" +\n", "\n", text) and "were not searched" in text and "one seed" in text
-    assert (tmp_path / "compared" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    assert (comparison.folder / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_another_program_runs_every_row(words: list[str], tmp_path: Path, processes: Processes) -> None:
-    run_compare(words[1:], program=(SCRIPT,))
-    assert [each[0] for each in processes.ran] == [SCRIPT, SCRIPT]
-    assert [len(row["runs"]) for row in record(tmp_path)["rows"]] == [1, 1]
+def test_another_program_runs_every_row(comparison: Comparison) -> None:
+    run_compare(comparison.words()[1:], program=(SCRIPT,))
+    assert [each[0] for each in comparison.ran] == [SCRIPT, SCRIPT]
+    assert [len(row["runs"]) for row in comparison.record()["rows"]] == [1, 1]
 
 
-def test_what_was_run_is_not_run_again_and_other_settings_are_refused(
-    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dense, sft = [list(words), list(words)]
-    dense[1:4] = ["--rows", "dense"]
-    sft[1:4] = ["--rows", "dense", "sft:--method sft --density 0.1"]
-    assert main(dense) == 0 and processes.num_runs() == 1
-    assert main(sft) == 0 and processes.num_runs() == 2
-    assert main([*sft, "--seeds", "42", "43"]) == 0 and processes.num_runs() == 4
-    assert [len(row["runs"]) for row in record(tmp_path)["rows"]] == [2, 2]
-    before = record(tmp_path)
-    text = complaint(capsys, [*dense, "--max_steps", "7"])
+def test_what_was_run_is_not_run_again_and_other_settings_are_refused(comparison: Comparison) -> None:
+    both = ("dense", "sft:--method sft --density 0.1")
+    assert comparison.make(rows=["dense"]) == 0 and comparison.num_runs() == 1
+    assert comparison.make(rows=both) == 0 and comparison.num_runs() == 2
+    assert comparison.make("--seeds", "42", "43", rows=both) == 0 and comparison.num_runs() == 4
+    before = comparison.record()
+    assert [len(row["runs"]) for row in before["rows"]] == [2, 2]
+    text = comparison.complaint("--max_steps", "7", rows=["dense"])
     assert "'dense/rate0.01-seed42' by another command" in text and "name another --output_dir" in text
-    assert record(tmp_path) == before
+    assert comparison.record() == before
 
 
-def test_equal_tokens_are_as_many_updates_as_read_them(words: list[str], tmp_path: Path, processes: Processes) -> None:
-    words[1:4] = ["--rows", "dense", "half:--method dense --per_device_train_batch_size 1"]
-    assert main([*words, "--budget", "tokens"]) == 0
-    runs = record(tmp_path)["runs"].values()
+def test_equal_tokens_are_as_many_updates_as_read_them(comparison: Comparison) -> None:
+    rows = ("dense", "half:--method dense --per_device_train_batch_size 1")
+    assert comparison.make("--budget", "tokens", rows=rows) == 0
+    runs = comparison.record()["runs"].values()
     assert [run["outcome"]["num_updates"] for run in runs] == [6, 12]
     assert [run["outcome"]["num_tokens"] for run in runs] == pytest.approx([6 * ROWS * LENGTH] * 2)
 
 
-def test_equal_seconds_are_shared_out_by_what_a_trial_measured(
-    words: list[str], tmp_path: Path, processes: Processes
-) -> None:
-    processes.trial = measured(seconds_per_update=0.5)
-    assert main([*words, "--budget", "seconds=4"]) == 0
-    assert [run["outcome"]["num_updates"] for run in record(tmp_path)["runs"].values()] == [8, 8]
-    assert all(trial["measured"]["seconds_per_update"] == 0.5 for trial in record(tmp_path)["trials"].values())
+def test_equal_seconds_are_shared_out_by_what_a_trial_measured(comparison: Comparison) -> None:
+    comparison.trial = measured(seconds_per_update=0.5)
+    assert comparison.make("--budget", "seconds=4") == 0
+    record = comparison.record()
+    assert [run["outcome"]["num_updates"] for run in record["runs"].values()] == [8, 8]
+    assert all(trial["measured"]["seconds_per_update"] == 0.5 for trial in record["trials"].values())
 
 
 @pytest.mark.slow
-def test_without_a_number_all_get_the_seconds_of_the_first(
-    words: list[str], tmp_path: Path, processes: Processes
-) -> None:
-    processes.trial = measured(seconds_per_update=0.001)
-    assert main([*words, "--budget", "seconds"]) == 0
-    dense, hift = (run["outcome"] for run in record(tmp_path)["runs"].values())
+def test_without_a_number_all_get_the_seconds_of_the_first(comparison: Comparison) -> None:
+    comparison.trial = measured(seconds_per_update=0.001)
+    assert comparison.make("--budget", "seconds") == 0
+    dense, hift = (run["outcome"] for run in comparison.record()["runs"].values())
     assert dense["num_updates"] == 6
     assert hift["num_updates"] == max(1, round(dense["seconds"] / 0.001))
 
 
 def test_a_limit_on_bytes_makes_forwards_smaller_and_leaves_the_update_as_it_is(
-    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+    comparison: Comparison, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def peak(options: list[str]) -> dict[str, Any]:
         rows = int(options[len(options) - 1 - options[::-1].index("--per_device_train_batch_size") + 1])
         return measured(peak_bytes=2**20 * (100 if "dense" in options else 1000) * rows)(options)
 
-    processes.trial = peak
-    words += ["--per_device_train_batch_size", "6", "--budget", "bytes=350MiB"]
-    assert main(words) == 1
-    dense, hift = record(tmp_path)["rows"]
-    command = record(tmp_path)["runs"][dense["runs"][0]]["command"]
+    comparison.trial = peak
+    assert comparison.make("--per_device_train_batch_size", "6", "--budget", "bytes=350MiB") == 1
+    dense, hift = comparison.record()["rows"]
+    command = comparison.record()["runs"][dense["runs"][0]]["command"]
     assert command.index("--gradient_accumulation_steps") > 0
-    results = results_of(tmp_path / "compared" / dense["runs"][0])
+    results = results_of(comparison.folder / dense["runs"][0])
     assert results["settings"]["per_device_train_batch_size"] == 3
     assert results["settings"]["gradient_accumulation_steps"] == 2
     assert not hift["runs"] and "does not fit" in hift["failure"]
     assert "1 of 2 rows failed: hift" in capsys.readouterr().err
 
 
-def test_a_trial_measures_whole_cycles_after_the_first(words: list[str], tmp_path: Path) -> None:
-    place = tmp_path / "trial.json"
-    words = [*words[6:], *MEASURED]
+def test_a_trial_measures_whole_cycles_after_the_first(comparison: Comparison, tmp_path: Path) -> None:
+    place, words = tmp_path / "trial.json", [*comparison.common, *MEASURED]
     trials.main([str(place), "--method", "hift", *words])
     found = json.loads(place.read_text(encoding="utf-8"))
     # Six updates, which are fewer than two cycles, are all that there are.
@@ -195,16 +205,12 @@ def test_a_trial_measures_whole_cycles_after_the_first(words: list[str], tmp_pat
 
 
 def test_rates_are_searched_with_the_first_seed_and_the_best_trains_the_others(
-    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+    comparison: Comparison, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words[1:4] = ["--rows", "dense"]
-    assert main([*words, "--search_rates", "1e-5", "1e-2", "--seeds", "1", "2"]) == 0
-    assert list(record(tmp_path)["runs"]) == [
-        "dense/rate1e-05-seed1",
-        "dense/rate0.01-seed1",
-        "dense/rate0.01-seed2",
-    ]
-    assert record(tmp_path)["rows"][0]["is_at_edge"]
+    assert comparison.make("--search_rates", "1e-5", "1e-2", "--seeds", "1", "2", rows=["dense"]) == 0
+    names = ("rate1e-05-seed1", "rate0.01-seed1", "rate0.01-seed2")
+    assert list(comparison.record()["runs"]) == [f"dense/{name}" for name in names]
+    assert comparison.record()["rows"][0]["is_at_edge"]
     assert "the largest or the smallest tried: dense" in capsys.readouterr().out
 
 
@@ -239,19 +245,16 @@ def test_the_best_rate_has_the_best_mean_over_the_seeds(
     losses: dict[float, tuple[float, ...]],
     rate: float,
     num_runs: int,
-    words: list[str],
-    tmp_path: Path,
-    processes: Processes,
+    comparison: Comparison,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words[1:4] = ["--rows", "dense"]
-    processes.is_dry = True
+    comparison.is_dry = True
     monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(*found(folder, losses)))
     rates = [f"{each:g}" for each in losses]
-    assert main([*words, "--search_rates", *rates, "--seeds", "0", "1", "2"]) == 0
-    (row,) = record(tmp_path)["rows"]
+    assert comparison.make("--search_rates", *rates, "--seeds", "0", "1", "2", rows=["dense"]) == 0
+    (row,) = comparison.record()["rows"]
     assert [name.partition("/")[2] for name in row["runs"]] == [f"rate{rate:g}-seed{seed}" for seed in range(3)]
-    assert processes.num_runs() == num_runs
+    assert comparison.num_runs() == num_runs
 
 
 def found(folder: Path, losses: dict[float, tuple[float, ...]]) -> tuple[float, int, float]:
@@ -261,29 +264,24 @@ def found(folder: Path, losses: dict[float, tuple[float, ...]]) -> tuple[float, 
 
 
 @pytest.mark.slow
-def test_a_search_without_rates_tries_those_around_the_rows_own(
-    words: list[str], tmp_path: Path, processes: Processes
-) -> None:
-    words[1:4] = ["--rows", "dense"]
-    assert main([*words, "--search_rates"]) == 0
-    losses = {run["outcome"]["rate"]: run["outcome"]["after"] for run in record(tmp_path)["runs"].values()}
+def test_a_search_without_rates_tries_those_around_the_rows_own(comparison: Comparison) -> None:
+    assert comparison.make("--search_rates", rows=["dense"]) == 0
+    losses = {run["outcome"]["rate"]: run["outcome"]["after"] for run in comparison.record()["runs"].values()}
     best = min(losses, key=lambda rate: losses[rate]["eval_loss"])
     assert list(losses)[:3] == [0.005, 0.01, 0.02]
     # The best lies between others, unless seven were not enough.
     assert min(losses) < best < max(losses) or len(losses) == 7
-    assert record(tmp_path)["rows"][0]["is_at_edge"] == (best in (min(losses), max(losses)))
+    assert comparison.record()["rows"][0]["is_at_edge"] == (best in (min(losses), max(losses)))
 
 
-def test_a_row_that_fails_leaves_the_others_whole(
-    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words[1:4] = ["--rows", "bad:--method sft --density 0.1 --sft_target_modules nowhere", "dense"]
-    assert main(words) == 1
-    bad, dense = record(tmp_path)["rows"]
+def test_a_row_that_fails_leaves_the_others_whole(comparison: Comparison, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ("bad:--method sft --density 0.1 --sft_target_modules nowhere", "dense")
+    assert comparison.make(rows=rows) == 1
+    bad, dense = comparison.record()["rows"]
     assert bad["failure"] and not bad["runs"] and dense["runs"] and dense["failure"] is None
     captured = capsys.readouterr()
     assert "note: bad failed" in captured.out and "1 of 2 rows failed: bad" in captured.err
-    assert processes.num_runs() == 2
+    assert comparison.num_runs() == 2
 
 
 @pytest.mark.parametrize(
@@ -294,37 +292,31 @@ def test_a_row_that_fails_leaves_the_others_whole(
         (("--budget", "second"), "did you mean seconds"),
     ],
 )
-def test_bad_input_is_refused_before_anything_runs(
-    more: tuple[str, ...], message: str, words: list[str], processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert re.search(message, complaint(capsys, [*words, *more]))
-    assert not processes.ran
+def test_bad_input_is_refused_before_anything_runs(more: tuple[str, ...], message: str, comparison: Comparison) -> None:
+    assert re.search(message, comparison.complaint(*more))
+    assert not comparison.ran
 
 
-def test_ranks_are_refused(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_are_refused(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "start it without a launcher" in complaint(capsys, words)
-    assert not processes.ran
+    assert "start it without a launcher" in comparison.complaint()
+    assert not comparison.ran
 
 
 @pytest.mark.parametrize("text", ["no json", "[]", '{"trials": {}}'])
-def test_a_damaged_record_is_refused_and_kept(
-    text: str, words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tmp_path / "compared" / "compare.json"
+def test_a_damaged_record_is_refused_and_kept(text: str, comparison: Comparison) -> None:
+    place = comparison.folder / "compare.json"
     place.parent.mkdir()
     place.write_text(text, encoding="utf-8")
-    assert str(place) in complaint(capsys, words)
-    assert place.read_text(encoding="utf-8") == text and not processes.ran
+    assert str(place) in comparison.complaint()
+    assert place.read_text(encoding="utf-8") == text and not comparison.ran
 
 
 # Tokens are what a trial counts, in a process before the run's.
 @pytest.mark.parametrize("budget", ["steps=3", pytest.param("tokens=96", marks=pytest.mark.slow)])
-def test_it_runs_in_processes_of_its_own(budget: str, words: list[str], tmp_path: Path) -> None:
-    words[1:4] = ["--rows", "dense"]
-    assert main([*words, "--budget", budget]) == 0
-    log = (tmp_path / "compared" / "dense" / "rate0.01-seed42.log").read_text(encoding="utf-8")
+def test_it_runs_in_processes_of_its_own(budget: str, comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "run_process", run_process)
+    assert comparison.make("--budget", budget, rows=["dense"]) == 0
+    log = (comparison.folder / "dense" / "rate0.01-seed42.log").read_text(encoding="utf-8")
     assert "evaluation before" in log
-    assert record(tmp_path)["runs"]["dense/rate0.01-seed42"]["outcome"]["num_updates"] == 3
+    assert comparison.record()["runs"]["dense/rate0.01-seed42"]["outcome"]["num_updates"] == 3
