@@ -30,6 +30,7 @@ class Baseline:
         self._lengths: dict[tuple[str, str], int] = {}
         self._loggers: dict[str, tuple[Any, ...]] = {}
         self._settings = settings()
+        self.add_modules()
 
     def add_modules(self) -> None:
         """Note the attributes and loggers of modules that were not imported before."""

@@ -139,7 +139,11 @@ def describe_beginning(rank: int, num_ranks: int) -> dict[str, object]:
         "folder": Path.cwd(),
         "environment": {key: value for key, value in os.environ.items() if key != "MASTER_PORT"},
         "filters": list(map(repr, warnings.filters)),
-        "logging": (logging.getLogger("slivertune").level, len(logging.getLogger().handlers)),
+        "logging": (
+            logging.getLogger("slivertune").level,
+            len(logging.getLogger().handlers),
+            logging.getLogger("torch.autograd.graph").getEffectiveLevel(),
+        ),
         "attributes": (gradient_sync.BUCKET_BYTES, hasattr(gradient_sync.BucketedAllReduce, "another")),
         "linear": torch.nn.functional.linear.__name__,
         "torch": (
@@ -170,6 +174,8 @@ def end_the_group(rank: int, num_ranks: int) -> list[int]:
 def test_a_case_begins_as_if_its_processes_had_just_started(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     expected = run_ranks(describe_beginning, 2, is_first=True)
+    # At DEBUG torch hooks every node of every graph to log it.
+    assert [each["logging"] for each in expected] == [(logging.NOTSET, 0, logging.WARNING)] * 2
     for function, args in ((leave_everything_changed, (tmp_path,)), (end_the_group, ())):
         processes = run_ranks(function, 2, *args)
         assert run_ranks(describe_beginning, 2) == expected

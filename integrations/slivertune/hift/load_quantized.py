@@ -7,14 +7,13 @@ loaded exactly.
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from slivertune.core.layers import find_blocks
@@ -23,6 +22,9 @@ from slivertune.hift.block_codes import WaitingForm, check_available
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.waiting_layers import hold, linear_modules
 from slivertune.hift.waiting_weight import waiting_weight_on
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_quantized(
@@ -33,7 +35,7 @@ def load_quantized(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     **config_options: Any,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """Load a model whose blocks wait in fewer bits from the beginning, as `quantize_layers` leaves it.
 
     At no time are more than its embeddings, norms, heads, codes and one more weight on the device, and one more
@@ -55,6 +57,8 @@ def load_quantized(
         FileNotFoundError: If there are no safetensors.
         ValueError: If a weight can't wait so, or the names in the files are not the model's, naming some.
     """
+    from transformers import AutoConfig, GenerationConfig  # two seconds, which `import slivertune.hift` need not take
+
     check_choice("waiting", waiting, get_args(WaitingForm))
     check_available(waiting)
     folder = _folder_of(name_or_path)
