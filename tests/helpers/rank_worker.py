@@ -42,7 +42,7 @@ def serve(connection: Connection, rank: int, num_ranks: int, folder: Path, colle
     importlib.import_module("tests.helpers.rank_imports")
     # The Trainer before transformers 5.18 reads its state onto "cpu:0" there, which torch knows as "cpu" alone.
     torch.serialization.register_package(0, lambda _: None, lambda obj, place: obj if place == "cpu:0" else None)
-    working_folder, num_modules, baseline = Path.cwd(), 0, Baseline()
+    working_folder, num_modules, baseline = Path.cwd(), freeze_modules(0), Baseline()
     for number in itertools.count():
         try:
             environment = pickle.loads(connection.recv_bytes())
