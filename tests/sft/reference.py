@@ -162,29 +162,28 @@ class NaiveSFT:
 
     def adam(self, state: dict[str, np.ndarray], gradient: np.ndarray) -> None:
         b1, b2 = self.options["betas"]
-        for at in np.flatnonzero(state["mask"]):
-            state["age"][at] += 1
-            age = state["age"][at]
-            state["m"][at] = b1 * state["m"][at] + (1 - b1) * gradient[at]
-            state["v"][at] = b2 * state["v"][at] + (1 - b2) * gradient[at] ** 2
-            step = (state["m"][at] / (1 - b1**age)) / (math.sqrt(state["v"][at] / (1 - b2**age)) + self.options["eps"])
-            state["delta"][at] *= 1 - self.options["lr"] * self.options["weight_decay"]
-            state["delta"][at] -= self.options["lr"] * step
+        at = np.flatnonzero(state["mask"])
+        state["age"][at] += 1
+        age = state["age"][at]
+        state["m"][at] = b1 * state["m"][at] + (1 - b1) * gradient[at]
+        state["v"][at] = b2 * state["v"][at] + (1 - b2) * gradient[at] ** 2
+        step = (state["m"][at] / (1 - b1**age)) / (np.sqrt(state["v"][at] / (1 - b2**age)) + self.options["eps"])
+        self.apply(state, at, step)
+
+    def apply(self, state: dict[str, np.ndarray], at: np.ndarray, step: np.ndarray) -> None:
+        state["delta"][at] *= 1 - self.options["lr"] * self.options["weight_decay"]
+        state["delta"][at] -= self.options["lr"] * step
 
     def sm3(self, state: dict[str, np.ndarray], gradient: np.ndarray) -> None:
-        columns = state["columns"].size
-        before_rows, before_columns = state["rows"].copy(), state["columns"].copy()
-        for at in np.flatnonzero(state["mask"]):
-            i, j = divmod(int(at), columns)
-            nu = min(before_rows[i], before_columns[j]) + gradient[at] ** 2
-            state["rows"][i] = max(state["rows"][i], nu)
-            state["columns"][j] = max(state["columns"][j], nu)
-            step = gradient[at] / (math.sqrt(nu) + self.options["eps"])
-            if self.options["momentum"]:
-                step = self.options["momentum"] * state["m"][at] + (1 - self.options["momentum"]) * step
-                state["m"][at] = step
-            state["delta"][at] *= 1 - self.options["lr"] * self.options["weight_decay"]
-            state["delta"][at] -= self.options["lr"] * step
+        at = np.flatnonzero(state["mask"])
+        i, j = np.divmod(at, state["columns"].size)
+        nu = np.minimum(state["rows"][i], state["columns"][j]) + gradient[at] ** 2
+        np.maximum.at(state["rows"], i, nu)
+        np.maximum.at(state["columns"], j, nu)
+        step = gradient[at] / (np.sqrt(nu) + self.options["eps"])
+        if self.options["momentum"]:
+            step = state["m"][at] = self.options["momentum"] * state["m"][at] + (1 - self.options["momentum"]) * step
+        self.apply(state, at, step)
 
     def reselect(self, name: str) -> None:
         state = self.state[name]
@@ -205,17 +204,16 @@ class NaiveSFT:
             grown = self.best(name, was_active, count)
         state["mask"][grown] = True
 
-    def best(self, name: str, was_active: np.ndarray, count: int) -> list[int]:
+    def best(self, name: str, was_active: np.ndarray, count: int) -> np.ndarray:
         state, candidates = self.state[name], self.candidates[self.t][name]
         b1, b2 = self.options["betas"]
         free = [position for position in sorted(candidates) if not was_active[position]]
-        means = np.array([np.mean(candidates[position]) for position in free]).astype(np.float32)
-        grown = [free[at] for at in ranked(means)[:count]]
-        for position in grown:
-            values = np.array(candidates[position])
-            state["m"][position] = values.mean() * (1 - b1**values.size)
-            state["v"][position] = (values**2).mean() * (1 - b2**values.size)
-            state["age"][position] = values.size
+        values = np.array([candidates[position] for position in free])
+        order = ranked(values.mean(1).astype(np.float32))[:count]
+        grown, values = np.array(free)[order], values[order]
+        state["m"][grown] = values.mean(1) * (1 - b1 ** values.shape[1])
+        state["v"][grown] = (values**2).mean(1) * (1 - b2 ** values.shape[1])
+        state["age"][grown] = values.shape[1]
         return grown
 
     def best_of_rows(self, state: dict[str, np.ndarray], was_active: np.ndarray, count: int) -> np.ndarray:
