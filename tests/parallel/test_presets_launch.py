@@ -293,6 +293,7 @@ def test_a_preset_that_fell_to_another_engine_is_seen(
         check(reports, EXPECTED[name])
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_on_one_rank_is_seen_with_what_it_printed(tmp_path: Path) -> None:
     failing = tmp_path / "failing.py"
     failing.write_text('import os\nassert os.environ["RANK"] == "0", "no good on this rank"\n', encoding="utf-8")

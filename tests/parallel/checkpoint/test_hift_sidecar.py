@@ -74,10 +74,8 @@ def test_a_run_goes_on_under_the_other_layout_with_the_same_bits(way: str, gone_
 
 
 def test_a_rank_that_cannot_write_fails_all_and_leaves_the_older_state(tmp_path: Path) -> None:
-    ranks = run_ranks(failing, 2, tmp_path)
-    assert "rank 1: OSError: the disk is full" in ranks[0]["message"]
-    assert ranks[1]["message"] == "the disk is full"
-    for found in ranks:
+    for found in run_ranks(failing, 2, tmp_path):
+        assert "rank 1: OSError: the disk is full" in found["message"]
         assert found["updates"] == 1
         assert found["left"] == ["failing"]
 

@@ -81,12 +81,34 @@ HIFT: dict[Layout, dict[str, HiFTCase]] = {
     },
     **{layout: _hift_of_zero(layout) for layout in ZERO},
 }
-QUICK_OF_HIFT = (
-    "fp32",
-    "accumulated, clipped, three steps a group, checkpointed",
-    "bf16, checkpointed by re-entering",
-)
-"""What `make test` runs under ZeRO; elsewhere it runs all."""
+QUICK_OF_HIFT: dict[Layout, tuple[str, ...]] = {
+    "ddp": (
+        "fp32",
+        "three steps a group",
+        "reentrant checkpointing",
+        "tied embeddings",
+        "small pieces",
+        "bf16, accumulated, clipped",
+        "weights on the host",
+    ),
+    "fsdp2": (
+        "fp32",
+        "reentrant checkpointing",
+        "tied embeddings",
+        "whole groups",
+        "accumulated, clipped",
+        "bf16 mixed precision, accumulated",
+        "accelerate's checkpointing",
+        "state on the device",
+        "evaluation in between",
+        "weights on the host",
+        "rank 0 alone loads",
+    ),
+    "zero1": ("fp32", "accumulated, clipped, three steps a group, checkpointed"),
+    "zero2": ("fp32", "bf16, checkpointed by re-entering"),
+    "zero3": ("accumulated, clipped, three steps a group, checkpointed", "bf16, checkpointed by re-entering"),
+}
+"""What `make test` runs: each setting, alone or among others, under some layout, and what only one layout has."""
 
 MA = "momentum"
 EXACT: dict[str, SFTCase] = {
@@ -151,5 +173,24 @@ SFT: dict[Layout, dict[str, SFTCase]] = {
     },
     **{layout: {**EXACT, **_TIED_OR_CLIPPED, **_BF16} for layout in ZERO},
 }
-QUICK_OF_SFT = ("AG, clipped, accumulated", "MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated")
-"""What `make test` runs where layouts share the model out; under DDP it runs all."""
+QUICK_OF_SFT: dict[Layout, tuple[str, ...]] = {
+    "ddp": (
+        "AG, clipped, accumulated",
+        "AG in bf16, accumulated",
+        "AG, phases that overlap",
+        "MA, clipped, accumulated",
+        "AG in layers",
+        "AG, gradients that one rank lacks",
+        "MA in layers, bf16",
+        "Llama: AG, checkpoints, clipped, accumulated",
+        "Llama: MA, reentrant checkpoints",
+        "Llama: MA, tied, checkpoints, clipped, accumulated",
+        "Llama in bf16: AG",
+        "Llama in bf16: MA",
+    ),
+    "fsdp2": ("MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated"),
+    "zero1": ("AG, clipped, accumulated",),
+    "zero2": ("MA, clipped, accumulated",),
+    "zero3": ("Llama: AG, checkpoints, clipped, accumulated",),
+}
+"""What `make test` runs, likewise."""

@@ -28,10 +28,9 @@ CASES: dict[tuple[str, Layout, str], Case] = {
 }
 QUICK = [
     (method, layout, name)
-    for method, layout, name in CASES
-    if layout == "ddp"
-    or (method == "hift" and (layout == "fsdp2" or name in QUICK_OF_HIFT))
-    or (method == "sft" and name in QUICK_OF_SFT)
+    for method, names in (("hift", QUICK_OF_HIFT), ("sft", QUICK_OF_SFT))
+    for layout in LAYOUTS
+    for name in names[layout]
 ]
 EVALUATED = [("sft", "fsdp2", "Llama: AG"), ("sft", "fsdp2", "Llama: AG, evaluated in between")]
 Trained = Callable[[str, Layout, str], list[dict[str, Any]]]
@@ -157,7 +156,7 @@ def test_switches_take_a_small_part_of_a_run_beyond_the_copies(layout: Layout, t
     # does: a hundredth or two, in steps of a tiny model that are short themselves.
     shares = {
         name: min(result["overhead"] / result["seconds"] for result in trained("hift", layout, name))
-        for name in QUICK_OF_HIFT
+        for name in QUICK_OF_HIFT[layout]
     }
     print(f"{layout}:", {name: f"{share:.3f}" for name, share in shares.items()})
     assert min(shares.values()) < 0.1
@@ -207,6 +206,7 @@ def train_on_three(rank: int, num_ranks: int, method: str, layout: Layout, name:
         return {**case.result(run), "weights": case.merged(run)}
 
 
-@pytest.mark.parametrize(("method", "layout", "name"), quick(THREE, list(THREE)[:1]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "layout", "name"), THREE)
 def test_three_ranks_equal_one_process_as_well(method: str, layout: Layout, name: str) -> None:
     THREE[method, layout, name].assert_equals_one_process(run_ranks(train_on_three, 3, method, layout, name), layout)

@@ -27,7 +27,7 @@ from tests.parallel.contract.sft import SFTCase
 
 Key = tuple[str, Layout, str]
 
-HIFT = HiFTCase(updates=15)
+HIFT = HiFTCase(updates=HiFTCase.cut + CYCLE)
 IN_BF16 = replace(HIFT, dtype=torch.bfloat16)
 AG = SFTCase(accumulation=2, clip=2.0)
 MA = SFTCase(selection="momentum", accumulation=2, clip=2.0, updates=16)
@@ -46,7 +46,6 @@ CASES: dict[Key, Case] = {
             bare=True,
             split_decay=True,
             config_schedule=True,
-            updates=13,
             eps=1e-4 if layout == "zero3" else 1e-8,
         )
         for layout in ZERO
@@ -56,9 +55,7 @@ CASES: dict[Key, Case] = {
         for layout in ZERO
     },
     **{
-        ("hift", layout, "accumulated, clipped"): replace(
-            HIFT, split_decay=True, accumulation=2, clip=0.05, updates=13, eps=1e-4
-        )
+        ("hift", layout, "accumulated, clipped"): replace(HIFT, split_decay=True, accumulation=2, clip=0.05, eps=1e-4)
         for layout in ZERO
     },
     **{("sft", layout, name): case for layout in ("ddp", *ZERO) for name, case in (("AG", AG), ("MA", MA))},
@@ -100,7 +97,13 @@ def resume_trainer(
     return deltas
 
 
-QUICK = [key for key in CASES if key[1] == "ddp" or (key[0] == "hift" and key[2] != "bare")]
+QUICK: list[Key] = [
+    *(key for key in CASES if key[1] == "ddp"),
+    *(("hift", "fsdp2", name) for name in ("fp32", "bf16", "bf16, in one file")),
+    ("hift", "zero1", "bare, bf16, DeepSpeed's schedule"),
+    *(("hift", "zero2", name) for name in ("bare", "accumulated, clipped")),
+    ("hift", "zero3", "bare"),
+]
 Saved = Callable[[str, Layout, str], list[dict[str, Any]]]
 """Gives what each rank has of a method's case under a layout, by its name."""
 
@@ -273,6 +276,11 @@ ELSEWHERE: list[tuple[int, str, Layout, Layout, str]] = [
     ),
 ]
 """Number of ranks, method, layout of the two that have saved, that of these, and case."""
+QUICK_ELSEWHERE = [
+    *((3, "hift", layout, layout, "fp32") for layout in ("ddp", "fsdp2")),
+    *((1, "hift", layout, "single", "bf16") for layout in ("ddp", "fsdp2")),
+    *((num_ranks, "hift", layout, layout, "bare") for num_ranks, layout in ((1, "zero2"), (3, "zero2"), (3, "zero3"))),
+]
 
 
 def go_on(
@@ -293,7 +301,7 @@ def go_on(
 
 @pytest.mark.parametrize(
     ("num_ranks", "method", "layout", "target", "name"),
-    quick(ELSEWHERE, [key for key in ELSEWHERE if key[1] == "hift"]),
+    quick(ELSEWHERE, QUICK_ELSEWHERE),
 )
 def test_another_number_of_ranks_goes_on(
     num_ranks: int, method: str, layout: Layout, target: Layout, name: str, saved: Saved, folder: Path
