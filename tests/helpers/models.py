@@ -52,7 +52,7 @@ def tiny_llama(
     blocks: int = BLOCKS,
     seed: int = 0,
 ) -> nn.Module:
-    """A Llama of three blocks; `vocab=401` gives the embedding more than 4,096 elements (8-bit state)."""
+    """A Llama of three blocks; `vocab=259` gives the embedding two pieces of at least 4,096 elements (8-bit state)."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=HIDDEN,

@@ -17,16 +17,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from slivertune.core.copy_streams import CopyStreams, Direction
 
-Clock = Counter[str]
+Clock = dict[str, int]
 """How far a stream has seen each stream: number of its operators by stream."""
 Span = tuple[int, int]
 
@@ -36,12 +35,14 @@ COMPUTING = "computing"
 _FORM_ALONE = frozenset({"empty_like", "new_empty", "new_zeros", "zeros_like", "ones_like", "full_like"})
 
 
-@dataclass
 class _Memory:
-    """What happened to one storage: the last read and the last write, by stream and bytes."""
+    """What happened to one storage: when each stream last read or wrote which bytes, and when it last did anything."""
 
-    owner: str
-    touched: dict[tuple[str, Span, bool], int] = field(default_factory=dict)
+    def __init__(self, owner: str, death: weakref.ref[torch.UntypedStorage]) -> None:
+        self.owner = owner
+        self.death = death
+        self.touched: dict[str, dict[tuple[Span, bool], int]] = {}
+        self.last: Clock = {}
 
 
 class Streams(TorchDispatchMode):
@@ -56,9 +57,14 @@ class Streams(TorchDispatchMode):
         self.num_by_stream: Counter[str] = Counter()
         self.copied_bytes: Counter[str] = Counter()
         """Between host and device, by the stream that copies."""
-        self._clocks: dict[str, Clock] = {HOST: Counter(), COMPUTING: Counter()}
+        self._clocks: dict[str, Clock] = {HOST: {}, COMPUTING: {}}
         self._memory: dict[int, _Memory] = {}
         self._watching = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Save the wrapper that torch puts around each operator's call for the sake of compiled code."""
+        return False
 
     def __enter__(self) -> Streams:
         self._watching = True
@@ -72,7 +78,7 @@ class Streams(TorchDispatchMode):
     def add(self, name: str) -> str:
         """Make another stream."""
         name = f"{name} {len(self._clocks)}"
-        self._clocks[name] = Counter()
+        self._clocks[name] = {}
         return name
 
     def record(self, stream: str) -> Clock:
@@ -81,11 +87,11 @@ class Streams(TorchDispatchMode):
 
     def wait(self, stream: str, record: Clock) -> None:
         """Let what comes next on a stream come after an event."""
-        self._clocks[stream] |= record
+        _advance(self._clocks[stream], record)
 
     def touch(self, tensor: torch.Tensor, *, writes: bool, what: str) -> None:
         """Note that the running thread reads or writes host memory by other means than an operator."""
-        self._note(self.host, [(tensor, writes)], what)
+        self._note(self.host, [(self._of(tensor, self.host), tensor, writes)], what)
 
     def call_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say that a tensor lies in (pinned) host memory."""
@@ -99,79 +105,101 @@ class Streams(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.is_view:
             return out
-        inputs: list[tuple[torch.Tensor, bool]] = []
-        for position, argument in enumerate(func._schema.arguments):
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            inputs += [(leaf, written) for leaf in tree_leaves(value) if _has_memory(leaf)]
-        known = {tensor.untyped_storage()._cdata for tensor, _ in inputs}
-        fresh = [
-            tensor
-            for tensor in [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
-            if tensor.untyped_storage()._cdata not in known
-        ]
-        places = {self._of(tensor, self.current).owner == HOST for tensor, _ in inputs}
-        stream = HOST if places == {True} else self.current
-        self._note(
-            stream,
-            [*([] if func.overloadpacket.__name__ in _FORM_ALONE else inputs), *((tensor, True) for tensor in fresh)],
-            str(func),
-        )
-        if len(places) == 2:
-            self.copied_bytes[stream.partition(" ")[0]] += inputs[-1][0].nbytes
-        if len(places) == 2 and not _is_non_blocking(func, args, kwargs):
-            self.wait(HOST, self.record(stream))  # such a copy makes the host wait for its stream
+        touched: list[tuple[_Memory, torch.Tensor, bool]] = []
+        for position, (name, written) in enumerate(_tensor_arguments(func)):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            touched += [(self._of(tensor, self.current), tensor, written) for tensor in _tensors(value)]
+        inputs = [tensor for _, tensor, _ in touched]
+        owners = {memory.owner for memory, _, _ in touched}
+        stream = HOST if owners == {HOST} else self.current
+        known = {memory for memory, _, _ in touched}
+        if func.overloadpacket.__name__ in _FORM_ALONE:
+            touched.clear()
+        for tensor in _tensors(out):
+            memory = self._of(tensor, stream)
+            if memory not in known:
+                touched.append((memory, tensor, True))
+        self._note(stream, touched, func)
+        if HOST in owners and len(owners) > 1:
+            self.copied_bytes[stream.partition(" ")[0]] += inputs[-1].nbytes
+            if not _is_non_blocking(func, args, kwargs):
+                self.wait(HOST, self.record(stream))  # such a copy makes the host wait for its stream
         return out
 
     def _of(self, tensor: torch.Tensor, owner: str) -> _Memory:
         """The memory of a tensor, which belongs to `owner` if nobody has known it."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._memory:
-            self._memory[storage._cdata] = _Memory(owner)
-            weakref.finalize(storage, self._release, storage._cdata).atexit = False
-        return self._memory[storage._cdata]
+        key = storage._cdata
+        memory = self._memory.get(key)
+        if memory is None:
+            memory = self._memory[key] = _Memory(owner, weakref.ref(storage, lambda _: self._release(key)))
+        return memory
 
-    def _note(self, stream: str, touched: list[tuple[torch.Tensor, bool]], what: str) -> None:
+    def _note(self, stream: str, touched: list[tuple[_Memory, torch.Tensor, bool]], what: Any) -> None:
         clock = self._clocks[stream]
-        clock |= self._clocks[HOST]  # what the host queues comes after what the host has done
-        clock[stream] += 1
+        _advance(clock, self._clocks[HOST])  # what the host queues comes after what the host has done
+        clock[stream] = now = clock.get(stream, 0) + 1
         self.num_by_stream[stream.partition(" ")[0]] += 1
-        for tensor, written in touched:
-            memory, span = self._of(tensor, stream), _span(tensor)
-            for (other, its_span, wrote), when in memory.touched.items():
-                overlap = span[0] < its_span[1] and its_span[0] < span[1]
-                if overlap and (written or wrote) and clock[other] < when:
-                    verb, verb_before = ("writes", "reads")[not written], ("wrote", "read")[not wrote]
-                    self.violations.append(
-                        f"{what} on {stream} {verb} what {other} {verb_before}, with no wait between"
-                    )
-            memory.touched[stream, span, written] = clock[stream]
+        for memory, tensor, written in touched:
+            span = _span(tensor)
+            for other, last in memory.last.items():
+                if clock.get(other, 0) < last:
+                    self._compare(memory, span, written, stream, other, what)
+            memory.touched.setdefault(stream, {})[span, written] = memory.last[stream] = now
+
+    def _compare(self, memory: _Memory, span: Span, written: bool, stream: str, other: str, what: Any) -> None:
+        """Note what a stream touches of the same bytes that another touched, for which it has not waited."""
+        for (its_span, wrote), when in memory.touched[other].items():
+            overlap = span[0] < its_span[1] and its_span[0] < span[1]
+            if overlap and (written or wrote) and self._clocks[stream].get(other, 0) < when:
+                verb, verb_before = ("writes", "reads")[not written], ("wrote", "read")[not wrote]
+                self.violations.append(f"{what} on {stream} {verb} what {other} {verb_before}, with no wait between")
 
     def _release(self, key: int) -> None:
-        memory = self._memory.pop(key, None)
-        if memory is None or not self._watching:
+        memory = self._memory.pop(key)
+        if not self._watching:
             return
-        clock = self._clocks[memory.owner] | self._clocks[HOST]
-        for (other, span, _), when in memory.touched.items():
-            if clock[other] < when:
+        clock = self.record(memory.owner)
+        _advance(clock, self._clocks[HOST])
+        for other, last in memory.last.items():
+            if clock.get(other, 0) < last:
                 kind = "host memory" if memory.owner == HOST else "memory"
-                self.violations.append(f"{kind} {span} of {memory.owner} is released while {other} uses it")
+                self.violations.append(f"{kind} of {memory.owner} is released while {other} uses it")
 
 
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "meta"
+def _advance(clock: Clock, record: Clock) -> None:
+    """Let a clock have seen what another has."""
+    for stream, number in record.items():
+        if clock.get(stream, 0) < number:
+            clock[stream] = number
+
+
+@cache
+def _tensor_arguments(func: Any) -> list[tuple[str, bool]]:
+    """The names of an operator's arguments, and whether it writes them."""
+    return [
+        (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in func._schema.arguments
+    ]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that an operator's argument or result is, but those without memory."""
+    if isinstance(value, torch.Tensor):
+        return [] if value.is_meta else [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def _is_non_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
+    names = [name for name, _ in _tensor_arguments(func)]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking"))
 
 
 def _span(tensor: torch.Tensor) -> Span:
     """The bytes of the storage from the tensor's first element to its last."""
     start = tensor.storage_offset() * tensor.itemsize
-    if tensor.numel() == 0:
-        return (start, start)
+    if tensor.is_contiguous():
+        return (start, start + tensor.nbytes)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (start, start + (last + 1) * tensor.itemsize)
 
@@ -259,7 +287,7 @@ class PretendedFuture:
         self._is_known = False
         self.value: Any = None
         self.error: Exception | None = None
-        self.end: Clock = Counter()
+        self.end: Clock = {}
 
     def done(self) -> bool:
         return self._is_known

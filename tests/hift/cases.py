@@ -71,8 +71,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 }
 WITH_LR = [name for name, (_, options) in OPTIMIZERS.items() if options["lr"] is not None]
 
-BIG_VOCAB = 401
-"""401 x 32 elements: the embedding and the head hold 8-bit state, in pieces with a remainder."""
+BIG_VOCAB = 259
+"""259 x 32 elements: the embedding and the head hold 8-bit state, in pieces with a remainder."""
 
 
 def cosine(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:

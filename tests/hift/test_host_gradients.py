@@ -20,10 +20,8 @@ from slivertune.core.copy_streams import CopyStreams, Direction, Event
 from slivertune.hift import host_room
 from slivertune.hift.host_gradients import HostGradients, OffloadedGradient
 from tests.helpers.accelerator import one_device
-from tests.helpers.delayed_streams import delayed
 from tests.helpers.models import (
     LAYERS,
-    assert_all_moved,
     assert_same_bits,
     differing,
     tiny_gpt2,
@@ -43,21 +41,10 @@ PLACES = ("host", "stepped")
 
 def trained(model: nn.Module, name: str, *, accumulation: int = 1, clip: float | None = None, **config: Any) -> Any:
     other, hift = hift_over(twin(model), name, **{"stream_bytes": STREAM_BYTES, **config})
-    run(other, hift, accumulation=accumulation, clip=clip, hift=hift)
-    assert hift.updates == UPDATES
+    updates = 2 * hift.num_groups + 2
+    run(other, hift, updates, accumulation=accumulation, clip=clip, hift=hift)
+    assert hift.updates == updates
     return other
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gradients", ["host", "stepped"])
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("layers_per_group", [1, LAYERS])
-def test_no_bit_differs_from_gradients_that_stay(gradients: str, accumulation: int, layers_per_group: int) -> None:
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
-    common = {"accumulation": accumulation, "layers_per_group": layers_per_group}
-    expected = trained(model, "AdamW", **common)
-    assert_all_moved(expected, weights(model))
-    assert_same_bits(trained(model, "AdamW", gradients=gradients, **common), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -191,23 +178,6 @@ def test_a_run_resumes_after_every_step(gradients: str, accumulation: int) -> No
     assert_same_bits(model, whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 1, 2])
-@pytest.mark.parametrize("gradients", ["host", "stepped"])
-@pytest.mark.parametrize("prefetch_bytes", [0, 60_000, 10**9])
-def test_every_legal_order_of_the_copies_gives_the_same_bits(
-    gradients: str, prefetch_bytes: int, seed: int | None
-) -> None:
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
-    clip = 0.5 if gradients == "host" else None
-    common = {"accumulation": 2, "layers_per_group": 2, "clip": clip}
-    expected = trained(model, "AdamW", **common)
-    with delayed(seed) as made:
-        found = trained(model, "AdamW", gradients=gradients, prefetch_bytes=prefetch_bytes, **common)
-        assert_same_bits(found, expected)
-    assert sum(streams.num_late for streams in made) > 100
-
-
 @pytest.mark.parametrize("gradients", ["host", "stepped"])
 @pytest.mark.parametrize("prefetch_bytes", [pytest.param(0, marks=pytest.mark.slow), 60_000])
 def test_all_copies_come_after_what_they_depend_on(gradients: str, prefetch_bytes: int) -> None:
@@ -260,7 +230,7 @@ def test_the_device_holds_as_much_for_all_layers_as_for_one(checkpointing: bool 
             model.enable_input_require_grads()
         model, hift = hift_over(model, "AdamW", gradients="host", stream_bytes=2**18, layers_per_group=layers_per_group)
         with Ledger(model) as ledger:
-            run(model, hift, 2 * hift.num_groups, accumulation=2)
+            run(model, hift, hift.num_groups, accumulation=2)
             hift.step()
             ledger.reset_peak()
             run(model, hift, hift.num_groups, accumulation=2, start=20)

@@ -15,7 +15,6 @@ from slivertune.hift.resident_blocks import choose_resident
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
 from tests.helpers.pairwise import pairwise
-from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.hift.cases import OPTIMIZERS, hift_over
 from tests.hift.test_ordering import pretended
@@ -54,7 +53,7 @@ def trained(
 
 
 @pairwise(dtype=[torch.float32, torch.bfloat16], layers_per_group=[1, 4], checkpointing=[None, "plain"])
-def test_three_cycles_are_those_of_the_naive_reference(
+def test_two_cycles_and_a_turn_are_those_of_the_naive_reference(
     dtype: torch.dtype, layers_per_group: int, checkpointing: str | None
 ) -> None:
     model = model_of(dtype, checkpointing)
@@ -62,7 +61,7 @@ def test_three_cycles_are_those_of_the_naive_reference(
     reference = NaiveHiFT(
         plain, torch.optim.AdamW, groups=naive_groups(plain, layers_per_group), **OPTIMIZERS["AdamW"][1]
     )
-    steps = 3 * -(-LAYERS // layers_per_group)
+    steps = 2 * -(-LAYERS // layers_per_group) + 1
     train(plain, reference, BATCHES, steps)
     assert_all_moved(plain, weights(model))
     for resident_bytes in (0, 3 * 2 * BLOCK_ELEMENTS):
@@ -70,61 +69,21 @@ def test_three_cycles_are_those_of_the_naive_reference(
         assert_same_bits(found, plain)
 
 
-ELSEWHERE: list[dict[str, Any]] = [
-    {"accumulation": 2},
-    {"checkpointing": "reentrant"},
-    {"gradients": "host", "max_grad_norm": 0.5, "layers_per_group": 3, "checkpointing": "plain"},
-    {"gradients": "stepped", "layers_per_group": 4, "checkpointing": "plain"},
-    {"gradients": "stepped", "checkpointing": "reentrant"},
-    {"prefetch_bytes": 60_000},
-    {"master": "none", "steps_per_group": 2},
-    {"state": "discard", "steps_per_group": 2, "order": "random"},
-    {"layers_per_group": LAYERS},
-    {"name": "AdamW8bit", "order": "top2down"},
-]
-"""Settings that test_pairwise.py has, each with each."""
-HERE: list[dict[str, Any]] = [
+SETTINGS: list[dict[str, Any]] = [
     {"selects": True},
     {"selects": True, "checkpointing": "plain", "layers_per_group": 4},
     {"name": "transformers Adafactor"},
 ]
+"""Those that test_pairwise.py does not have."""
 
 
-@pytest.mark.parametrize("settings", quick(HERE + ELSEWHERE, HERE), ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_have_the_bits_of_resident_weights(settings: dict[str, Any]) -> None:
     settings = {**settings}
     model = model_of(torch.bfloat16, settings.pop("checkpointing", None))
     expected = trained(model, **settings)
     assert_all_moved(expected, weights(model))
     assert_same_bits(trained(model, weights="host", resident_bytes=4 * BLOCK_ELEMENTS, **settings), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("checkpointing", [None, "plain", "reentrant"])
-@pytest.mark.parametrize("config", [{"prefetch_bytes": 60_000}, {"layers_per_group": 4, "gradients": "stepped"}])
-def test_every_legal_order_gives_the_same_bits(
-    config: dict[str, Any], checkpointing: str | None, seed: int | None
-) -> None:
-    model = model_of(torch.bfloat16, checkpointing)
-    expected = trained(model, **config)
-    with delayed(seed) as made:
-        found = trained(model, weights="host", resident_bytes=4 * BLOCK_ELEMENTS, **config)
-        assert_same_bits(found, expected)
-    own = next(each for each in made if each.num_late)
-    assert own.num_late > 2 * STEPS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [None, "plain"])
-@pytest.mark.parametrize(
-    "config", [{}, {"layers_per_group": 4, "resident_bytes": 4 * BLOCK_ELEMENTS}, {"gradients": "stepped"}]
-)
-def test_all_copies_are_in_order(config: dict[str, Any], checkpointing: str | None) -> None:
-    with pretended() as streams:
-        trained(model_of(torch.bfloat16, checkpointing), **{"weights": "host", "resident_bytes": 0, **config})
-    assert streams.violations == []
-    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > STEPS
 
 
 def test_a_missing_wait_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +139,7 @@ def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -
 def test_the_device_holds_the_exact_rest_the_resident_blocks_and_the_slots(
     layers_per_group: int, num_blocks_trained: int, num_resident: int
 ) -> None:
-    block_bytes, config = 2 * BLOCK_ELEMENTS, {"layers_per_group": layers_per_group, "stream_bytes": 8192}
+    block_bytes, config = 2 * BLOCK_ELEMENTS, {"layers_per_group": layers_per_group, "stream_bytes": 65_536}
     place = {"weights": "host", "resident_bytes": num_resident * (block_bytes + 1024)}
     highest, host = {}, {}
     for name, more in (("host", place), ("device", {})):

@@ -66,13 +66,13 @@ def assert_in_order(name: str, dtype: torch.dtype, **config: Any) -> None:
     ],
 )
 def test_every_copy_comes_after_what_it_depends_on(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, master: str, stream_bytes: int
+    name: str, dtype: torch.dtype, master: str, stream_bytes: int
 ) -> None:
     assert_in_order(name, dtype, master=master, stream_bytes=stream_bytes)
 
 
 @pytest.mark.parametrize("state", ["host", "discard"])
-def test_turns_of_several_steps_and_several_layers_are_in_order(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+def test_turns_of_several_steps_and_several_layers_are_in_order(state: str) -> None:
     config = {"state": state, "stream_bytes": 20_000, "steps_per_group": 2, "layers_per_group": 2}
     assert_in_order("AdamW", torch.bfloat16, **config)
 
@@ -81,9 +81,7 @@ def test_turns_of_several_steps_and_several_layers_are_in_order(monkeypatch: pyt
 @pytest.mark.parametrize("layers_per_group", [1, 2])
 @pytest.mark.parametrize("stream_bytes", [4096, 20_000, 0])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
-def test_steps_in_the_backward_are_in_order(
-    monkeypatch: pytest.MonkeyPatch, name: str, stream_bytes: int, layers_per_group: int
-) -> None:
+def test_steps_in_the_backward_are_in_order(name: str, stream_bytes: int, layers_per_group: int) -> None:
     config = {"stream_bytes": stream_bytes, "layers_per_group": layers_per_group}
     assert_in_order(name, torch.bfloat16, gradients="stepped", **config)
 
@@ -108,7 +106,7 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
         assert loads == list(range(len(group._pieces)))  # type: ignore[attr-defined]
 
 
-def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole() -> None:
     batches = token_batches(5)
     with pretended() as streams:
         model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, stream_bytes=8192, lr=1e-2)
@@ -183,7 +181,7 @@ def assert_disk_is_in_order(
         monkeypatch.setattr(disk, "ThreadPoolExecutor", lambda *_: PretendedThread(streams))
         for name in ("read", "write"):
             monkeypatch.setattr(GroupFile, name, noted(streams, name, getattr(GroupFile, name)))
-        hift = run("AdamW", torch.bfloat16, state="disk", state_dir=folder, stream_bytes=8192, **config)
+        hift = run("AdamW", torch.bfloat16, state="disk", state_dir=folder, stream_bytes=16_384, **config)
         hift.state_dict()
     assert hift.updates == 15
     assert streams.num_by_stream["thread"] > 20
@@ -266,7 +264,7 @@ class _NoSynchronize(PretendedStreams):
 @pytest.mark.parametrize(
     "streams_class", [_NoComputeAfter, _NoWaitOnCopyStreams, _NoWaitForSlot, _NoWaitForStore, _NoSynchronize]
 )
-def test_the_check_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, streams_class: type[PretendedStreams]) -> None:
+def test_the_check_sees_a_missing_wait(streams_class: type[PretendedStreams]) -> None:
     with pretended(streams_class) as streams:
         # Two steps a turn, and room for all pieces: a piece is loaded again while its store may be on its way.
         hift = run("AdamW", torch.float32, stream_bytes=4096, steps_per_group=2, prefetch_bytes=10**6)

@@ -57,19 +57,6 @@ def test_all_copies_are_in_order_with_room(config: dict[str, Any], prefetch_byte
     assert_in_order("AdamW", torch.bfloat16, stream_bytes=STREAM_BYTES, prefetch_bytes=prefetch_bytes, **config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 1, 2])
-@pytest.mark.parametrize("prefetch_bytes", [0, 60_000, 10**9])
-@pytest.mark.parametrize("config", [{}, {"steps_per_group": 2}, {"gradients": "stepped", "layers_per_group": 2}])
-def test_every_legal_order_gives_the_same_bits(config: dict[str, Any], prefetch_bytes: int, seed: int | None) -> None:
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
-    expected = trained(model, "AdamW", prefetch_bytes=0, **config)
-    with delayed(seed) as made:
-        late = trained(model, "AdamW", prefetch_bytes=prefetch_bytes, **config)
-        assert_same_bits(late, expected)
-    assert sum(streams.num_late for streams in made) > 100
-
-
 @pytest.mark.parametrize("missing", ["compute_after", "slot", "compute"])
 def test_a_missing_wait_changes_bits(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)

@@ -32,13 +32,16 @@ PIECE = 20_000
 SOME, ALL = 90_000, 10**9
 """Room for a few of the largest groups' pieces, and for all."""
 ROOMS = pytest.mark.parametrize("room", [SOME, ALL], ids=["some stay", "all stay"])
-UPDATES = 2 * 5 * TURN + TURN + 2
-"""Two cycles of five groups, a turn and a half."""
 BATCHES = token_batches(11, vocab=BIG_VOCAB)
 
 
 def staying(model: Any, optimizer: Any, **config: Any) -> tuple[Any, HiFT]:
     return hift_over(model, optimizer, **{"steps_per_group": TURN, "stream_bytes": PIECE, **config})
+
+
+def updates_of(hift: HiFT) -> int:
+    """Two cycles, a turn and a half."""
+    return 2 * hift.cycle_length + TURN + 2
 
 
 def kept(hift: HiFT) -> dict[int, LoadedPiece]:
@@ -66,13 +69,13 @@ def test_weights_and_losses_are_those_of_masters_that_never_leave(
     )
     before = weights(model)
     model, hift = staying(model, name, layers_per_group=layers_per_group, prefetch_bytes=room)
-    most = 0
+    most, num_updates = 0, updates_of(hift)
 
     def count(update: int) -> None:
         nonlocal most
         most = max(most, len(kept(hift)))
 
-    assert train(model, hift, BATCHES, UPDATES, after_step=count) == train(dense, naive, BATCHES, UPDATES)
+    assert train(model, hift, BATCHES, num_updates, after_step=count) == train(dense, naive, BATCHES, num_updates)
     assert_all_moved(model, before)
     assert_same_bits(model, dense)
     assert most > 0
@@ -97,10 +100,10 @@ def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
 ) -> None:
     start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
     model, hift = staying(twin(start), "AdamW", **config)
-    losses = train(model, hift, BATCHES, UPDATES)
+    losses = train(model, hift, BATCHES, updates_of(hift))
     with delayed(seed) as streams:
         late, other = staying(twin(start), "AdamW", prefetch_bytes=room, **config)
-        assert train(late, other, BATCHES, UPDATES) == losses
+        assert train(late, other, BATCHES, updates_of(hift)) == losses
         assert_same_bits(late, model)
         assert_same_tree(other.state_dict()["state"], hift.state_dict()["state"])
     assert sum(each.num_late for each in streams) > 100
@@ -171,14 +174,18 @@ def test_no_more_stays_than_there_is_room_for() -> None:
         assert sum(each.slot.memory.numel() for each in pieces.values()) <= held <= SOME
         seen.add(len(pieces))
 
-    train(model, hift, BATCHES, UPDATES, after_step=check)
+    train(model, hift, BATCHES, updates_of(hift), after_step=check)
     owner = hift._residencies[0]
     assert 0 in seen and 0 < max(seen) < max(len(each._pieces) for each in hift._residencies) and owner.is_offloaded
 
 
 def test_what_passes_is_spread_evenly_among_what_stays() -> None:
     model, hift = staying(
-        tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=2 * SOME, layers_per_group=2
+        tiny_llama(torch.bfloat16, vocab=BIG_VOCAB),
+        "AdamW",
+        stream_bytes=PIECE // 4,
+        prefetch_bytes=SOME,
+        layers_per_group=2,
     )
     train(model, hift, BATCHES, hift.cycle_length + 2)
     num_pieces = len(hift._residencies[hift.active_group]._pieces)

@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +72,18 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_bits_of_resident_weights(family: str, checkpointing: bool) -> None:
     build, batches = FAMILIES[family]
-    models = [build() for _ in range(3)]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
+    models = [build() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
     for model in models if checkpointing else ():
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         enable_checkpointing(inner, {"use_reentrant": False})
     before = weights(models[0])
     first, resident = hift_over(models[0], "AdamW")
     train(first, resident, batches(), 2 * resident.num_groups)
-    for context in (nullcontext(), delayed(None)):
-        with context:
-            second, streamed = hift_over(models.pop(), "AdamW", **HOST)
-            train(second, streamed, batches(), 2 * resident.num_groups)
-            assert_same_bits(second, first)
+    with delayed(None):
+        second, streamed = hift_over(models[1], "AdamW", **HOST)
+        train(second, streamed, batches(), 2 * resident.num_groups)
+        assert_same_bits(second, first)
     if family not in ("lora", "mixtral", "gpt-oss"):  # experts that no token chose
         assert_all_moved(first, before)
 

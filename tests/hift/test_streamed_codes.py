@@ -44,11 +44,11 @@ def both(
     layers_per_group=[1, 4],
     checkpointing=[False, True],
 )
-def test_three_cycles_are_those_of_weights_quantised_by_hand(
+def test_two_cycles_and_a_turn_are_those_of_weights_quantised_by_hand(
     form: str, dtype: torch.dtype, layers_per_group: int, checkpointing: bool
 ) -> None:
     made = both(dtype, form=form, layers_per_group=layers_per_group, checkpointing=checkpointing)
-    compare(made, BATCHES, 3 * made[1].num_groups, accumulation=2)
+    compare(made, BATCHES, 2 * made[1].num_groups + 1, accumulation=2)
 
 
 ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
@@ -96,7 +96,7 @@ def test_all_copies_are_in_order(config: dict[str, Any]) -> None:
 def everything(model: Any) -> ExitStack:
     """Inputs of checkpointed blocks on the host, and tiles of tokens."""
     stack = ExitStack()
-    stack.enter_context(slivertune.tile_tokens(model, 5))
+    stack.enter_context(slivertune.tile_tokens(model, 9))
     stack.enter_context(slivertune.offload_activations(model))
     return stack
 
@@ -108,7 +108,7 @@ def test_all_together_goes_on_from_the_midst_of_a_cycle_with_the_same_bits(dtype
         "layers_per_group": 2, "max_grad_norm": 0.5,
     }  # fmt: skip
     model, hift, naive = both(dtype, state_dir=tmp_path / "first", **config)
-    with everything(model), slivertune.tile_tokens(naive.model, 5):
+    with everything(model), slivertune.tile_tokens(naive.model, 9):
         for step in range(2 * hift.num_groups + 1):
             losses = []
             for each in (model, naive.model):
@@ -270,7 +270,7 @@ def test_the_device_holds_the_slots_the_exact_rest_and_the_active_group(
     form: str, layers_per_group: int, num_resident: int
 ) -> None:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
     model = seeded(lambda: LlamaForCausalLM(config), 0).to(torch.bfloat16)
@@ -285,7 +285,7 @@ def test_the_device_holds_the_slots_the_exact_rest_and_the_active_group(
         return [name for name in sizes if f".layers.{index}." in name]
 
     coded = sum(sizes[name] / 16 * bits_of + around if name in linear else sizes[name] for name in of_block(0))
-    piece, prefetch = 2**20, 2**20
+    piece, prefetch = 2**18, 2**18
     settings: Any = {
         "waiting": form, "weights": "host", "layers_per_group": layers_per_group, "stream_bytes": piece,
         "prefetch_bytes": prefetch, "resident_bytes": round(num_resident * coded),

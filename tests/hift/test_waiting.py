@@ -22,7 +22,6 @@ from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.ledger import Ledger
 from slivertune.hift.exact_tensor import ExactTensor
 from tests.helpers.accelerator import one_device
-from tests.helpers.delayed_streams import delayed
 from tests.helpers.models import (
     Batch,
     bits,
@@ -37,7 +36,6 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.pairwise import pairwise, rotated
-from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.hift.cases import OPTIMIZERS
 
@@ -64,6 +62,7 @@ class NaiveWaiting(NaiveHiFT):
         super().__init__(model, optimizer_class, **options)
         self.form = form
         self.exact = {name: each.detach().clone() for name, each in self.parameters.items()}
+        self.shown: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.show()
 
     @torch.no_grad()
@@ -71,7 +70,10 @@ class NaiveWaiting(NaiveHiFT):
         for name, parameter in self.parameters.items():
             is_linear = parameter.ndim == 2 and (".layers." in name or ".h." in name)
             waits = is_linear and name not in self.active
-            parameter.copy_(by_hand(self.exact[name], self.form) if waits else self.exact[name])
+            exact = self.exact[name]
+            if waits and (name not in self.shown or self.shown[name][0] is not exact):
+                self.shown[name] = exact, by_hand(exact, self.form)
+            parameter.copy_(self.shown[name][1] if waits else exact)
             # torch multiplies what is not contiguous, as a tile of several sequences, by a weight that trains in one
             # product, by a frozen one in a product a sequence: where kernels round by shape, these differ.
             parameter.requires_grad_(name in self.active)
@@ -127,32 +129,22 @@ def compare(pair_: Any, batches: list[Batch], steps: int, **options: Any) -> Non
 
 
 @pairwise(form=["int8", "nf4"], dtype=[torch.float32, torch.bfloat16], layers_per_group=[1, 2, 4])
-def test_three_cycles_are_those_of_weights_quantised_by_hand(
+def test_two_cycles_and_a_turn_are_those_of_weights_quantised_by_hand(
     form: str, dtype: torch.dtype, layers_per_group: int
 ) -> None:
     both = pair(tiny_llama(dtype), layers_per_group=layers_per_group, form=form, stream_bytes=4096)
-    compare(both, token_batches(8), 3 * both[1].num_groups)
+    compare(both, token_batches(8), 2 * both[1].num_groups + 1)
 
 
-ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
-    ("AdamW", {"master": "none"}),
-    ("AdamW", {"steps_per_group": 2}),
-    ("AdamW", {"gradients": "host"}),
-    ("AdamW", {"gradients": "stepped"}),
-    ("AdamW", {"stream_bytes": 0}),
-    ("AdamW", {"prefetch_bytes": 10**6}),
-    ("SGD momentum", {}),
-    ("AdamW8bit", {}),
-]
-"""Settings that test_pairwise.py has, each with each."""
-HERE: list[tuple[str, dict[str, Any]]] = [("transformers Adafactor", {})]
+SETTINGS: list[tuple[str, dict[str, Any]]] = [("transformers Adafactor", {})]
+"""Those that test_pairwise.py does not have."""
 
 
 @FORMS
-@pytest.mark.parametrize(("name", "config"), quick(HERE + ELSEWHERE, HERE), ids=str)
+@pytest.mark.parametrize(("name", "config"), SETTINGS, ids=str)
 def test_settings_go_together(form: str, name: str, config: dict[str, Any]) -> None:
     both = pair(tiny_llama(torch.bfloat16), name, layers_per_group=2, form=form, **config)
-    compare(both, token_batches(8), 3 * both[1].cycle_length, accumulation=1 if "stepped" in str(config) else 2)
+    compare(both, token_batches(8), 2 * both[1].cycle_length, accumulation=1 if "stepped" in str(config) else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -174,17 +166,6 @@ def test_exact_weights_and_state_may_wait_on_disk(dtype: torch.dtype, state_ram_
     resumed.load_state_dict(model.state_dict())
     again.load_state_dict(saved)
     assert train(resumed, again, token_batches(8), 6) == train(model, hift, token_batches(8), 6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
-@pytest.mark.parametrize("master", ["fp32", "none"])
-@pytest.mark.parametrize("prefetch_bytes", [0, 10**6])
-def test_late_copies_change_no_bit(seed: int | None, master: str, prefetch_bytes: int) -> None:
-    with delayed(seed) as made:
-        both = pair(tiny_llama(torch.bfloat16), master=master, prefetch_bytes=prefetch_bytes, stream_bytes=4096)
-        compare(both, token_batches(8), 12)
-    assert sum(streams.num_late for streams in made) > 0
 
 
 # ---- saving, loading, going on
@@ -431,13 +412,13 @@ def test_the_base_of_adapters_waits_for_good() -> None:
 @rotated(form=["int8", "nf4"], layers_per_group=[1, 2])
 def test_the_device_holds_codes_the_rest_and_the_active_group(form: str, layers_per_group: int) -> None:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
     model = seeded(lambda: LlamaForCausalLM(config), 0).to(torch.bfloat16)
     sizes = {name: each.nbytes for name, each in model.named_parameters()}
     linear = {name for name, each in model.named_parameters() if each.ndim == 2 and ".layers." in name}
-    piece, prefetch = 2**20, 2**20
+    piece, prefetch = 2**18, 2**18
     settings: Any = {
         "waiting": form,
         "layers_per_group": layers_per_group,
@@ -565,19 +546,19 @@ def test_a_handle_gives_the_exact_weights_back() -> None:
 
 def test_a_model_that_fits_in_no_other_way_is_loaded_trained_and_saved(tmp_path: Path) -> None:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=10, num_attention_heads=4,
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=10, num_attention_heads=4,
         num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
     dense = seeded(lambda: LlamaForCausalLM(config), 0).to(torch.bfloat16)
-    dense.save_pretrained(tmp_path / "base", max_shard_size=500_000)
+    dense.save_pretrained(tmp_path / "base", max_shard_size=150_000)
     exact_bytes = sum(each.nbytes for each in dense.parameters())
     batches = token_batches(4, vocab=64, batch_size=1)
     gc.collect()
     with Ledger() as ledger:
         model = slivertune.load_quantized(AutoModelForCausalLM, tmp_path / "base", "int8").train()
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", stream_bytes=2**20), lr=1e-3)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", stream_bytes=2**17), lr=1e-3)
         train(model, hift, batches, hift.num_groups + 2)
-        model.save_pretrained(tmp_path / "tuned", max_shard_size=500_000)
+        model.save_pretrained(tmp_path / "tuned", max_shard_size=150_000)
     assert ledger.highest.device < exact_bytes, "activations, gradients and state included"
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.bfloat16)
     dense = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).train()
