@@ -91,7 +91,7 @@ def test_a_device_without_room_keeps_none(device: Device) -> None:
 @pytest.mark.parametrize("method", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "hift"))])
 def test_no_limit_is_passed_and_room_that_is_there_is_used(method: str, device: Device) -> None:
     """Against fixed numbers of blocks: what fits by its own peaks, beside the margin, in all later updates."""
-    num_steps = 3 * CYCLE if method == "hift" else 8
+    num_steps = 3 * CYCLE if method == "hift" else 5
     fixed = [Training(device, method, num_blocks).steps(num_steps) for num_blocks in range(BLOCKS + 1)]
     worst = [max(each.peaks) for each in fixed]
     # Here the peak is where the uppermost block is computed again, so that to keep it takes no more.

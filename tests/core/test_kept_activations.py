@@ -94,16 +94,20 @@ def blocks_of(model: nn.Module) -> list[Any]:
     return list(next(each for each in model.modules() if isinstance(each, nn.ModuleList)))
 
 
+def num_steps_of(method: str) -> int:
+    """Over a cycle of HiFT, as many as SFT needs to choose twice, and three of what repeats itself."""
+    return {"hift": CYCLE + 1, "sft": 5}.get(method.partition(" ")[0], 3)
+
+
 def train(model: nn.Module, method: str) -> list[Step]:
-    """Losses and gradients of over a cycle, or of as many updates as SFT needs to choose twice; last the weights."""
-    num_steps = CYCLE + 2 if method.startswith("hift") else 5
+    """Losses and gradients of as many updates as a method needs; last the weights."""
     optimizer = optimizer_of(method, model)
     torch.manual_seed(7)
     steps: list[Step] = []
     with ExitStack() as stack:
         if "tokens" in method:
             stack.enter_context(st.TokenTune(ratio=0.5).attach(model))
-        for step in range(num_steps):
+        for step in range(num_steps_of(method)):
             loss = model(**batch(model, step)).loss
             loss.backward()
             named = model.named_parameters()
@@ -214,7 +218,7 @@ def test_other_methods_recompute_all_but_the_uppermost(method: str, num_blocks: 
 def peak_of(model: nn.Module, method: str) -> int:
     """The largest total of forward and backward; what an update takes is another matter."""
     optimizer, peaks = optimizer_of(method, model), []
-    num_steps, length = 2 * CYCLE if method == "hift" else 3, 64
+    num_steps, length = CYCLE + 2 if method == "hift" else 2, 64
     with Ledger(model) as ledger:
         for step in range(num_steps):
             ledger.reset_peak()

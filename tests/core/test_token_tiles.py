@@ -20,7 +20,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import slivertune as st
 from slivertune.core.ledger import Ledger
 from slivertune.core.token_tiles import runs_in_tiles
-from tests.core.test_kept_activations import batch, bert, blocks_of, checkpoint, llama, optimizer_of, with_lora
+from tests.core.test_kept_activations import (
+    batch,
+    bert,
+    blocks_of,
+    checkpoint,
+    llama,
+    num_steps_of,
+    optimizer_of,
+    with_lora,
+)
 from tests.helpers.models import tiny_gpt2, tiny_llama, tiny_mixtral, token_batches
 from tests.helpers.pairwise import pairwise
 from tests.helpers.tolerance import sum_limit
@@ -40,12 +49,9 @@ def made(method: str, dtype: torch.dtype = torch.float64, *, checkpointed: bool 
 
 
 def gradients_of(model: nn.Module, method: str, *, num_steps: int | None = None) -> list[Gradients]:
-    """The gradients of some steps, and the losses under the name of none.
-
-    By default there are as many as HiFT needs for a cycle and more, and SFT to choose twice.
-    """
+    """The gradients of some steps, by default as many as the method needs, and the losses under the name of none."""
     optimizer, steps = optimizer_of(method, model), list[Gradients]()
-    for step in range(num_steps or (8 if method.startswith("hift") else 5)):
+    for step in range(num_steps or num_steps_of(method)):
         loss = model(**batch(model, step)).loss
         loss.backward()
         named = model.named_parameters()
@@ -81,7 +87,7 @@ def test_losses_and_gradients_are_those_of_whole_batches(method: str, checkpoint
                 stack.enter_context(st.TokenTune(ratio=0.5).attach(model))
             return gradients_of(model, method)
 
-    # Sums over 42 tokens in another order, in each of up to eight steps that follow from one another.
+    # Sums over 42 tokens in another order, in each of up to seven steps that follow from one another.
     assert_close(run(tile_size), run(None), limit=1e-3 if method == "sft" else 1e-11)
 
 

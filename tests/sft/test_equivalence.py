@@ -25,11 +25,11 @@ from tests.sft.reference import NAMES, SHAPES, FixedAdamW, Prescribed, prescribe
 from tests.sft.runs import sft_over, train
 
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4}
-STEPS = 30
+STEPS = 15
 
 
 CAP = 2e-3
-"""Of a tensor's largest weight; one update of 30 that is missing or doubled moves weights of some 0.1 by up to 1e-2."""
+"""Of a tensor's largest weight; one update of 15 that is missing or doubled moves weights of some 0.1 by up to 1e-2."""
 
 
 def chosen(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor | None]:
