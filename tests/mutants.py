@@ -1,7 +1,7 @@
 """Change one thing in the package at a time, and print whether the tests of `make test` notice.
 
     python -m tests.mutants                          # 40 mutants of HEAD
-    python -m tests.mutants --base 3e617b7           # the same mutants in another commit, by its tests, too
+    python -m tests.mutants --base 3e617b7           # those that survive in another commit, by its tests, too
     python -m tests.mutants --seed 7 --num 6 --folders hift sft
 
 Lines are drawn by the seed among those that both commits have, and one comparison, operator, constant or call of each
@@ -169,22 +169,24 @@ def _run(checkout: Path, paths: list[str], num_workers: int) -> str | None:
 def main() -> int:
     """Run the mutants that the command line asks for; return 1 if one survives that the base kills."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--base", help="hash of a commit to compare with")
+    parser.add_argument("--base", help="hash of a commit in which those that survive are tried, too")
     parser.add_argument("--seed", type=int, default=31, help="decides which lines are drawn")
     parser.add_argument("--num", type=int, default=40, help="mutants")
     parser.add_argument("--folders", nargs="*", default=[], help="folders of the package to draw from; all without")
     parser.add_argument("--workers", type=int, default=2, help="test processes")
     arguments = parser.parse_args()
-    commits, worse = [*([arguments.base] if arguments.base else []), "HEAD"], 0
+    commits, worse = ["HEAD", *([arguments.base] if arguments.base else [])], 0
     with tempfile.TemporaryDirectory(prefix="slivertune-mutants-") as folder:
         checkouts = [_cloned(commit, Path(folder) / str(index)) for index, commit in enumerate(commits)]
         for line, mutants in drawn(checkouts, arguments.seed, arguments.num, arguments.folders):
-            print(f"{line.path}:{mutants[-1].row} {mutants[-1].old} -> {mutants[-1].new}", flush=True)
-            killers = []
+            print(f"{line.path}:{mutants[0].row} {mutants[0].old} -> {mutants[0].new}", flush=True)
+            killer = None
             for commit, checkout, mutant in zip(commits, checkouts, mutants, strict=True):
-                killers.append(killer_of(checkout, Path(line.path), mutant, arguments.workers))
-                print(f"    {commit}: {f'killed by {killers[-1]}' if killers[-1] else 'SURVIVED'}", flush=True)
-            worse += bool(killers[0] and not killers[-1])
+                killer = killer_of(checkout, Path(line.path), mutant, arguments.workers)
+                print(f"    {commit}: {f'killed by {killer}' if killer else 'SURVIVED'}", flush=True)
+                if killer is not None:
+                    worse += commit != "HEAD"
+                    break
     print(f"{worse} of them are killed in the base alone")
     return int(worse > 0)
 
