@@ -30,15 +30,13 @@ def run(script: str, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(output.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one kill of all ranks, and one of a single rank, came to under each layout."""
-    options = ("--methods", "hift", "--kills", "1", "--seed", "1")
-    return run("faults.py", tmp_path_factory.mktemp("faults") / "faults.json", *options)[1]["cells"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_killed_run_resumes_with_the_bits_of_an_undisturbed_one(layout: str, cells: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "layout", [each if each in ("single", "ddp") else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS]
+)
+def test_a_killed_run_resumes_with_the_bits_of_an_undisturbed_one(layout: str, tmp_path: Path) -> None:
+    """One kill of all ranks, and one of a single rank."""
+    options = ("--layouts", layout, "--methods", "hift", "--kills", "1", "--seed", "1")
+    cells = run("faults.py", tmp_path / "faults.json", *options)[1]["cells"]
     check(cells[f"{layout}/hift"]["kills"], layout, num_kills=1)
 
 

@@ -70,14 +70,15 @@ def test_each_way_has_the_precision_of_train_with_bf16_and_what_was_given() -> N
         assert (request.optimizer, request.gradient_checkpointing) == ("adamw8bit", False)
 
 
-@pytest.mark.parametrize("title", ["HiFT, 4 of 5 layers", "LoRA"])
+@pytest.mark.parametrize("title", ["HiFT, 4 of 5 layers", pytest.param("LoRA", marks=pytest.mark.slow)])
 def test_a_row_is_what_trying_all_batches_one_at_a_time_finds(title: str) -> None:
-    (way,) = (way for way in ways_of(tiny_model(), GIVEN) if way.title == title)
-    limits = Limits(device_bytes=need(replace(way.request(GIVEN), batch_size=2)).device_bytes + 1000)
-    rows = rows_of(way, question(limits.device_bytes))
+    given = {"seq_length": 512}  # so that a sequence is most of what is needed
+    (way,) = (way for way in ways_of(tiny_model(), given) if way.title == title)
+    limits = Limits(device_bytes=need(replace(way.request(given), batch_size=2)).device_bytes + 1000)
+    rows = rows_of(way, replace(question(limits.device_bytes), given=given))
     assert [row.title for row in rows] == [title, f"{title} + TokenTune"]
     for row, token_ratio in zip(rows, (None, 0.3), strict=True):
-        expected = largest_by_trying_all(replace(way.request(GIVEN), token_ratio=token_ratio), limits)
+        expected = largest_by_trying_all(replace(way.request(given), token_ratio=token_ratio), limits)
         assert expected.plan.request.batch_size >= 2
         assert row.requirement is not None and row.time is not None
         assert row.requirement.plan.request == expected.plan.request
@@ -88,21 +89,27 @@ def test_a_row_is_what_trying_all_batches_one_at_a_time_finds(title: str) -> Non
 
 
 MANY: dict[str, dict[str, Any]] = {
-    "hift": {"method": "hift", "precision": "mixed_hi", "stream_bytes": 16 * 1024, "gradient_checkpointing": True},
+    "hift": {
+        "method": "hift",
+        "precision": "mixed_hi",
+        "layers_per_group": 3,
+        "stream_bytes": 16 * 1024,
+        "gradient_checkpointing": True,
+    },
     "hift, gradients on the host": {"method": "hift", "layers_per_group": 2, "gradients": "host"},
     "hift, stepped": {"method": "hift", "layers_per_group": 5, "gradients": "stepped"},
     "hift, on the device": {"method": "hift", "state": "device"},
     "hift, discarded": {"method": "hift", "state": "discard"},
     "dense": {"method": "dense", "precision": "mixed"},
     "lora": {"method": "lora", "precision": "bf16"},
-    "sft": {"method": "sft", "precision": "bf16"},
+    "sft": {"method": "sft", "precision": "bf16", "estimation_steps": 1, "reselection_interval": 2},
 }
 
 
 @pytest.mark.parametrize("settings", MANY.values(), ids=MANY.keys())
 def test_plans_of_one_run_after_the_other_are_those_of_each_alone(settings: dict[str, Any]) -> None:
     first = PlanRequest(**GIVEN, **settings)
-    runs = [replace(first, batch_size=size, token_ratio=share) for size, share in ((1, None), (3, None), (2, 0.3))]
+    runs = [replace(first, batch_size=size, token_ratio=share) for size, share in ((3, None), (2, 0.3))]
     with plans_of_batches(first, tiny_model().config) as plan:
         found = [plan(run) for run in runs]
     for run, one in zip(runs, found, strict=True):
@@ -241,9 +248,10 @@ def test_it_is_drawn_as_memory_and_speed_of_each_row(tmp_path: Path) -> None:
 
 
 def test_in_two_processes_the_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = [way for way in ways_of(tiny_model(), GIVEN) if way.title in ("LoRA", "HiFT, 4 of 5 layers")]
+    ways = [way for way in ways_of(tiny_model(), GIVEN) if way.title in ("LoRA", "dense")]
     monkeypatch.setattr("slivertune.planning.compare.ways_of", lambda *_: ways)
-    asked = question(need(replace(ways[0].request(GIVEN), batch_size=4)).device_bytes + 1000)
+    (lora,) = (way for way in ways if way.title == "LoRA")
+    asked = question(need(lora.request(GIVEN)).device_bytes + 1000)
 
     def rows(num_processes: int) -> list[dict[str, Any]]:
         return [row.to_json() for row in in_order(list(compare(asked, num_processes=num_processes)))]

@@ -28,8 +28,7 @@ from tests.planning.made import (
     weights_of_narrow_llama,
 )
 
-NUM_BLOCKS, TOKENS = 5, 32
-TINY = narrow_llama(NUM_BLOCKS)
+NUM_BLOCKS, TOKENS = 3, 32
 IN_PRODUCTS = NUM_BLOCKS * IN_BLOCK + HIDDEN * VOCABULARY
 NUM_PARAMETERS = weights_of_narrow_llama(NUM_BLOCKS)
 ROTARY = rotary_operations(TOKENS, head_size=HIDDEN // 4)
@@ -125,8 +124,9 @@ def test_work_adds_up_and_others_can_be_taken_out() -> None:
 
 
 @cache
-def plan_of(**settings: Any) -> Plan:
-    return make_plan(PlanRequest(**{"method": "dense", "seq_length": TOKENS, "stream_bytes": 2**17, **settings}), TINY)
+def plan_of(*, num_blocks: int = NUM_BLOCKS, **settings: Any) -> Plan:
+    request = PlanRequest(**{"method": "dense", "seq_length": TOKENS, "stream_bytes": 2**17, **settings})
+    return make_plan(request, narrow_llama(num_blocks))
 
 
 def flops(plan: Plan, phase: str) -> float:
@@ -171,9 +171,18 @@ def test_tokens_that_carry_no_gradient_save_most_of_the_backward() -> None:
     assert flops(plan_of(token_ratio=0.25), "backward") < 0.4 * flops(plan_of(), "backward")
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "lora": {},
+    "sft": {"density": 0.05, "selection": "momentum", "reselection_interval": 2},
+    "hift": {},
+}
+"""What a plan of each method is asked for; SFT's has two kinds of updates."""
+
+
 @pytest.mark.parametrize("method", ["dense", "lora", "sft"])
 def test_all_micro_batches_count_though_two_are_run(method: str) -> None:
-    settings = {"method": method, "density": 0.05 if method == "sft" else None}
+    settings = {"method": method, **SETTINGS[method]}
     one, two, five = (plan_of(**settings, gradient_accumulation_steps=number) for number in (1, 2, 5))
     assert all(len(update.forwards) == 2 for update in five.updates)
     for first, second, all_five in zip(one.updates, two.updates, five.updates, strict=True):
@@ -211,7 +220,6 @@ def test_hifts_backward_reaches_from_the_head_down_to_the_group(layers: int, kee
     ("settings", "shares"),
     [
         ({"estimation_steps": 5, "reselection_interval": 20}, [1, 1, 3, 15]),
-        ({"estimation_steps": 2, "reselection_interval": 4}, [1, 1, 2]),
         ({"estimation_steps": 1, "reselection_interval": 2}, [1, 1]),
         ({"estimation_steps": 3, "reselection_interval": 4}, [1, 1, 1, 1]),
         ({"reselection_interval": 0}, [1]),
@@ -237,9 +245,9 @@ def test_sfts_updates_that_estimate_or_reselect_take_longer() -> None:
     assert touched(reselects.step) > touched(usual.step) > 0
 
 
-@pytest.mark.parametrize("method", ["dense", "lora", "sft", "hift"])
+@pytest.mark.parametrize("method", SETTINGS)
 def test_inputs_of_blocks_cross_the_bus_once_each_way(method: str) -> None:
-    settings = {"method": method, "gradient_checkpointing": True, "density": 0.05 if method == "sft" else None}
+    settings = {"method": method, "gradient_checkpointing": True, **SETTINGS[method]}
     update = plan_of(**settings, offload_activations=True).updates[0]
     inputs = NUM_BLOCKS * TOKENS * HIDDEN * 4
     assert update.forward(1).copied("outbound", "activations") == inputs
@@ -271,11 +279,12 @@ def test_gradients_on_the_host_pass_the_bus_with_two_bytes_each(
 
 
 def test_weights_on_the_host_come_for_each_forward_and_again_from_the_group_upward() -> None:
-    plan = plan_of(method="hift", precision="mixed_hi", weights="host", resident_bytes=0)
+    num_blocks = 5  # of which not all lie in slots at once
+    plan = plan_of(num_blocks=num_blocks, method="hift", precision="mixed_hi", weights="host", resident_bytes=0)
     of_block = 2 * (IN_BLOCK + 2 * HIDDEN)
     for update in plan.updates:
         # A block that trained before lies in its slot.
-        assert update.forward(1).copied("inbound", "parameters") == (NUM_BLOCKS - update.num_blocks) * of_block
+        assert update.forward(1).copied("inbound", "parameters") == (num_blocks - update.num_blocks) * of_block
     # At the end of a forward the uppermost two are there, and one more that trains or, for the embedding, another.
     embedding, *blocks, head = (each.backward(1).copied("inbound", "parameters") / of_block for each in plan.updates)
     assert (embedding, blocks[0], head) == (2, 2, 0)

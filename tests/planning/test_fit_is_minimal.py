@@ -74,16 +74,24 @@ MADE_UP = [
     Asked(given={"method": "lora", "batch_size": 8, "seq_length": 2048}, fixed=("load_in_4bit",), min_seq_length=1024),
 ]
 
+QUICK = [
+    Asked(
+        model="llama",
+        given={"method": "hift"},
+        fixed=("gradients", "gradient_checkpointing", "layout", "stream_bytes", *_FOR_LONG, *_WEIGHTS),
+    ),
+    Asked(
+        model="gpt2",
+        given={"method": "dense", "batch_size": 2},
+        fixed=("layout", "gradient_checkpointing", *_FOR_LONG),
+        min_seq_length=400,
+    ),
+]
 REAL = [
     Asked(
         model="llama",
         given={"method": "hift", "batch_size": 4, "seq_length": 1024},
         fixed=("state", "precision", "optimizer", "gradients", "gradient_checkpointing", *_FOR_LONG, *_WEIGHTS),
-    ),
-    Asked(
-        model="llama",
-        given={"method": "hift"},
-        fixed=("gradients", "gradient_checkpointing", "layout", "stream_bytes", *_FOR_LONG, *_WEIGHTS),
     ),
     Asked(
         model="gpt2",
@@ -105,12 +113,6 @@ REAL = [
         ),
     ),
     Asked(model="llama", given={"method": "dense", "batch_size": 4, "seq_length": 1024}, fixed=("layout", "optimizer")),
-    Asked(
-        model="gpt2",
-        given={"method": "dense", "batch_size": 2},
-        fixed=("layout", "gradient_checkpointing", *_FOR_LONG),
-        min_seq_length=400,
-    ),
     Asked(
         model="bert",
         given={"method": "sft", "batch_size": 4, "seq_length": 1024, "task": "classification"},
@@ -263,7 +265,7 @@ def test_nothing_cheaper_fits_a_made_up_model_of_memory(asked: Asked) -> None:
     assert_minimal(asked, cache(memory_of), num_limits=40)
 
 
-@pytest.mark.parametrize("asked", REAL, ids=str)
+@pytest.mark.parametrize("asked", [*QUICK, *(pytest.param(asked, marks=pytest.mark.slow) for asked in REAL)], ids=str)
 def test_nothing_cheaper_fits_by_real_plans(asked: Asked) -> None:
     @cache
     def estimate(request: PlanRequest) -> MemoryRequirement:

@@ -75,7 +75,7 @@ def test_what_does_not_fit_at_all_is_an_error_with_a_way_out() -> None:
 
 
 def test_the_command_finds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_config(tmp_path / "model")
+    folder = write_config(tmp_path / "model", num_hidden_layers=1)
     words = ["--model", str(folder), "--max", "batch_size", "--seq_length", "256", "--fit"]
     run_plan(["--model", str(folder), "--seq_length", "256", "--batch_size", "8", "--json"])
     limit = json.loads(capsys.readouterr().out)["need_bytes"]

@@ -18,7 +18,7 @@ from slivertune.planning import fake
 from slivertune.planning.make import make_plan
 from slivertune.planning.operator_cache import CachedFakeTensorMode
 from slivertune.planning.request import PlanRequest
-from tests.planning.made import tiny_model
+from tests.planning.made import narrow_llama
 
 
 class Checked(CachedFakeTensorMode):
@@ -58,7 +58,7 @@ def forms(result: Any, args: Sequence[Any]) -> Any:
 
 SETTINGS: list[dict[str, Any]] = [
     {"method": "hift"},
-    {"method": "hift", "layers_per_group": 3, "gradients": "host", "precision": "mixed_hi"},
+    {"method": "hift", "layers_per_group": 2, "gradients": "host", "precision": "mixed_hi"},
     {"method": "hift", "precision": "mixed_hi", "prefetch_bytes": 1 << 20},
     {"method": "sft", "density": 0.05},
     {"method": "sft", "density": 0.05, "selection": "momentum", "load_in_4bit": True, "precision": "bf16"},
@@ -91,7 +91,7 @@ def test_each_operator_of_a_plan_returns_what_torch_returns(
 ) -> None:
     monkeypatch.setattr(fake, "CachedFakeTensorMode", Checked)
     request = request_of(settings, token_ratio)
-    make_plan(request, tiny_model().config)
+    make_plan(request, narrow_llama(1))
 
 
 @cases(2)
@@ -99,9 +99,9 @@ def test_plans_are_those_of_torchs_own_mode(
     settings: dict[str, Any], token_ratio: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = request_of(settings, token_ratio)
-    found = make_plan(request, tiny_model().config)
+    found = make_plan(request, narrow_llama(1))
     monkeypatch.setattr(fake, "CachedFakeTensorMode", FakeTensorMode)
-    assert found == make_plan(request, tiny_model().config)
+    assert found == make_plan(request, narrow_llama(1))
 
 
 def matrix() -> torch.Tensor:

@@ -14,7 +14,7 @@ from slivertune.planning.planned_time import plan_time, with_room_ahead
 from slivertune.planning.request import PlanRequest
 from tests.planning.made import narrow_llama, weights_of_narrow_llama
 
-NUM_BLOCKS, TOKENS = 9, 32
+NUM_BLOCKS, TOKENS = 2, 32
 TINY = narrow_llama(NUM_BLOCKS)
 NUM_PARAMETERS = weights_of_narrow_llama(NUM_BLOCKS)
 SLOW_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e8)

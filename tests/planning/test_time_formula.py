@@ -194,7 +194,7 @@ def test_the_disk_reads_and_writes_under_the_updates_meanwhile() -> None:
     assert disk_bytes_per_update(in_memory) == 0
 
 
-TINY = narrow_llama(5)
+TINY = narrow_llama(2)
 SLOW_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e8)
 
 

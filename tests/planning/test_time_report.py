@@ -14,7 +14,7 @@ RUN = ["--precision", "mixed_hi", "--seq_length", "64"]
 
 
 def said(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    run_plan(["--model", str(write_config(tmp_path / "model")), *RUN, *words])
+    run_plan(["--model", str(write_config(tmp_path / "model", num_hidden_layers=1)), *RUN, *words])
     return capsys.readouterr().out
 
 
@@ -70,10 +70,21 @@ def test_fit_without_a_size_is_the_cards(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_what_does_not_fit_the_limit_has_no_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpu", "4090", "--sweep", "seq_length=64,128", "--fit", "500MiB"]
-    run_plan(["--model", str(write_config(tmp_path / "model")), "--precision", "mixed_hi", *words, "--json"])
+    run_plan(
+        [
+            "--model",
+            str(write_config(tmp_path / "model", num_hidden_layers=1)),
+            "--precision",
+            "mixed_hi",
+            *words,
+            "--json",
+        ]
+    )
     points = json.loads(capsys.readouterr().out)["sweep"]
     assert [(point["fits"], "time" in point) for point in points] == [(False, False)] * 2
-    run_plan(["--model", str(write_config(tmp_path / "model")), "--precision", "mixed_hi", *words[:-2]])
+    run_plan(
+        ["--model", str(write_config(tmp_path / "model", num_hidden_layers=1)), "--precision", "mixed_hi", *words[:-2]]
+    )
     text = capsys.readouterr().out
     assert "seconds" in text and "tokens/s" in text and "…" not in text
 
