@@ -1,6 +1,7 @@
 """All ways of training a model, against planning each by itself."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,15 @@ MANY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", MANY.values(), ids=MANY.keys())
-def test_plans_of_one_run_after_the_other_are_those_of_each_alone(settings: dict[str, Any]) -> None:
-    first = PlanRequest(**GIVEN, **settings)
+SELDOM = ("hift, on the device", "hift, discarded")
+"""What differs from the others in where state waits alone."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SELDOM else name for name in MANY]
+)
+def test_plans_of_one_run_after_the_other_are_those_of_each_alone(name: str) -> None:
+    first = PlanRequest(**GIVEN, **MANY[name])
     runs = [replace(first, batch_size=size, token_ratio=share) for size, share in ((3, None), (2, 0.3))]
     with plans_of_batches(first, tiny_model().config) as plan:
         found = [plan(run) for run in runs]
@@ -247,7 +254,12 @@ def test_it_is_drawn_as_memory_and_speed_of_each_row(tmp_path: Path) -> None:
     assert (tmp_path / "ways.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_in_two_processes_the_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["a thread", pytest.param("processes", marks=pytest.mark.slow)])
+def test_side_by_side_the_rows_are_the_same(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own import all anew, so that most runs take a thread in their place."""
+    if where == "a thread":
+        pool = ThreadPoolExecutor(1)
+        monkeypatch.setattr("slivertune.planning.compare.ProcessPoolExecutor", lambda *_, **__: pool)
     ways = [way for way in ways_of(tiny_model(), GIVEN) if way.title in ("LoRA", "dense")]
     monkeypatch.setattr("slivertune.planning.compare.ways_of", lambda *_: ways)
     (lora,) = (way for way in ways if way.title == "LoRA")
