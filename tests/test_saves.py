@@ -181,11 +181,12 @@ def check_error(error: BaseException | None, fault: Fault, target: Path, where: 
     elif error is not None:
         text = str(error)
         assert str(target) in text, f"{where}: {text}"
-        assert "could not be written" in text, f"{where}: {text}"
+        assert text.count("could not be written") == 1, f"{where}: {text}"
         wanted = (
             ("No space left on device", "it needs", "were free in") if fault is full_disk else ("Permission denied",)
         )
         assert all(each in text for each in wanted), f"{where}: {text}"
+        assert isinstance(error, OSError) and error.errno == fault(where).errno, f"{where}: {text}"
 
 
 def test_what_was_saved_is_what_is_read(tmp_path: Path) -> None:

@@ -192,3 +192,14 @@ def test_an_error_is_explained_once_and_for_what_the_user_asked_for(tmp_path: Pa
     with pytest.raises(OSError, match=f"^.Errno 28. {tmp_path}/model could not be written: No space left on device; "):
         write()
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_what_was_explained_passes_through_the_blocks_around_it(number: int, tmp_path: Path) -> None:
+    def write() -> None:
+        with explain_write_errors(tmp_path / "state"):
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OSError, match="state could not be written") as caught, atomic_folder(tmp_path / "model"):
+        write()
+    assert str(caught.value).count("could not be written") == 1 and caught.value.errno == number

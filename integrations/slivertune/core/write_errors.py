@@ -25,7 +25,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_WRITING = (*_NO_ROOM, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 # torch's writer of archives tells that fewer bytes were written than it gave, and no reason.
 _TORCH_WRITER = re.compile(r"inline_container\.cc|PytorchStreamWriter")
+_STRERROR = re.compile(r"strerror: (.+)")
+_NUMBER_OF = {os.strerror(number): number for number in errno.errorcode}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_SAID = " could not be written: "
 _LITTLE_BYTES = 2**20
 """With less than this free, a short write of unknown cause is taken for a full disk."""
 
@@ -39,8 +42,8 @@ def is_partial(path: Path) -> bool:
 def explain_write_errors(target: Path, needs_bytes: int | None = None) -> Iterator[None]:
     """Turn errors of a write into an OSError that names the target, the bytes needed and the bytes free.
 
-    Errors that come from elsewhere (another file, another kind) pass unchanged, and so does all that happens inside of
-    another such block, which explains it.
+    Errors that come from elsewhere (another file, another kind) pass unchanged, and so do those that were explained
+    already, and all that happens inside of another such block, which explains it.
 
     Args:
         target: The file or folder that is written.
@@ -64,22 +67,23 @@ def _explain(number: int, reason: str, target: Path, folder: Path, needs_bytes: 
     if number in _NO_ROOM:
         needed = f"more than {free_bytes:,}" if needs_bytes is None else f"{needs_bytes:,}"
         return (
-            f"{target} could not be written: {reason}; it needs {needed} bytes, {free_bytes:,} were free in {folder}; "
+            f"{target}{_SAID}{reason}; it needs {needed} bytes, {free_bytes:,} were free in {folder}; "
             "free space there (quotas and limits of file sizes count, too), or name another folder"
         )
-    return cannot_write(target, reason)
+    return cannot_write(target, reason, target.parent)
 
 
-def cannot_write(target: Path, reason: str) -> str:
-    """What to say of a place where nothing can be written.
+def cannot_write(target: Path, reason: str, folder: Path) -> str:
+    """What to say where nothing can be written.
 
     Args:
         target: The file or folder that was to be written.
-        reason: Why not, in the system's words.
+        reason: Why not.
+        folder: In which folder something has to be made for it.
     """
     return (
-        f"{target} could not be written: {reason}; it needs a folder {target.parent} in which files can be made, "
-        "written and renamed"
+        f"{target}{_SAID}{reason}; it needs a folder {folder} in which files can be made, written and renamed: change "
+        "the rights, or name another folder"
     )
 
 
@@ -87,6 +91,7 @@ def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, st
     """The error's number, if it is one of writing this target, and its text."""
     if isinstance(error, OSError):
         is_ours = error.errno in _OF_WRITING if error.filename is None else _is_near(error.filename, target)
+        is_ours = is_ours and _SAID not in str(error)
         where = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
         return (error.errno if is_ours else None), f"{error.strerror}{where}"
     text = str(error)
@@ -94,12 +99,13 @@ def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, st
     if isinstance(error, SafetensorError) and text.startswith("Error while serializing") and hidden is not None:
         return int(hidden[1]), os.strerror(int(hidden[1]))
     if isinstance(error, RuntimeError) and _TORCH_WRITER.search(text):
-        number = _number_of_short_write(folder)
         # torch's writer has the file open, and its bytes on the disk, for as long as a frame of the errors holds it.
         each: BaseException | None = error
         while each is not None:
             traceback.clear_frames(each.__traceback__)
             each = each.__context__
+        match = _STRERROR.search(text)
+        number = _number_of_short_write(folder) if match is None else _NUMBER_OF.get(match[1].strip(), errno.EIO)
         return number, f"{os.strerror(number)} (torch.save: {text.splitlines()[0]})"
     return None, text
 

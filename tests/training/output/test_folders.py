@@ -64,9 +64,13 @@ def test_a_file_in_the_place_of_all_runs_is_called_a_file() -> None:
 def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = Mock(return_value=False)
     monkeypatch.setattr("os.access", refuse)
-    with pytest.raises(ValueError, match=r"output_dir there/too could not be written: Permission denied .* needs"):
-        choose_run_folder("hift", "there/too", None)
-    assert [call.args[0] for call in refuse.call_args_list] == [Path.cwd()], "the nearest folder that is there"
+    Path("mine").mkdir()
+    # The folder, and the nearest one that is there.
+    for folder, nearest in (("there/too", Path.cwd()), ("mine", Path("mine"))):
+        reason = f"{nearest} is not writable for this user; it needs a folder {nearest} in which"
+        with pytest.raises(ValueError, match=f"output_dir {folder} could not be written: {reason}"):
+            choose_run_folder("hift", folder, None)
+    assert [call.args[0] for call in refuse.call_args_list] == [Path.cwd(), Path("mine")]
 
 
 def test_the_newest_checkpoint_of_the_newest_default_folder_is_continued() -> None:

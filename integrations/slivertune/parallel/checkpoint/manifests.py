@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slivertune.core.atomic import atomic_file, recover
+from slivertune.core.atomic import atomic_file, explain_write_errors, recover
 from slivertune.core.manifest import (
     MANIFEST_NAME,
     DamagedCheckpointError,
@@ -68,7 +68,7 @@ def sealed(folder: str | Path) -> Iterator[None]:
         folder: Where the block writes.
 
     Raises:
-        OSError: On every rank, if one failed, or rank 0 could not write the manifest.
+        OSError: On every rank, if one failed, or rank 0 could not write the manifest; see `failing_together`.
     """
     folder = Path(folder)
     before: dict[Path, tuple[int, int, int]] = {}
@@ -79,7 +79,7 @@ def sealed(folder: str | Path) -> Iterator[None]:
         before.update(_stamps(folder))
 
     _do_on_first(begin, OSError)
-    with failing_together(folder):
+    with failing_together(folder), explain_write_errors(folder):
         try:
             yield
         except CheckpointException as error:  # of torch's distributed checkpoints; no Exception
@@ -100,7 +100,7 @@ def failing_together(target: Path) -> Iterator[None]:
 
     Raises:
         OSError: Naming the target and the ranks whose block failed. An error of this rank's own that names the target,
-            or is of another kind, is raised as it is.
+            or is of another kind, is raised as it is; so is any on one process.
     """
     failure: Exception | None = None
     try:
@@ -109,7 +109,7 @@ def failing_together(target: Path) -> Iterator[None]:
         failure = error
     own = "" if failure is None else f"{type(failure).__name__}: {failure}"
     messages = gather_objects(own, "saving a checkpoint")
-    if failure is not None and (not isinstance(failure, OSError) or str(target) in str(failure)):
+    if failure is not None and (world_size() == 1 or not isinstance(failure, OSError) or str(target) in str(failure)):
         raise failure
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
     if failed:

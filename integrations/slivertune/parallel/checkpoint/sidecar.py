@@ -145,6 +145,7 @@ def save_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         FileExistsError: If the folder holds other things, which would be lost (SFT).
         OSError: On every rank, if one could not write.
+        ValueError: If the state holds objects that could not be loaded again.
         TypeError: If it is another optimizer.
     """
     sidecar = sidecar_of(optimizer)
@@ -238,7 +239,7 @@ def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
         write: Called by every rank with the folder to write into.
 
     Raises:
-        OSError: On every rank, if one failed; what was at `target` is as before.
+        OSError: On every rank, if one failed; what was at `target` is as before. See `failing_together`.
     """
     is_first = world_size() == 1 or dist.get_rank() == 0
     partial: Path | None = None

@@ -3,7 +3,6 @@
 Which of its checkpoints are whole, which is the newest of them, and which may go.
 """
 
-import errno
 import itertools
 import json
 import os
@@ -189,7 +188,7 @@ def _check_place(folder: Path) -> None:
         where = "is a file" if there == folder else f"lies under {there}, which is a file"
         raise FileExistsError(f"output_dir {folder} {where}; name a folder, which need not exist yet")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"output_dir {cannot_write(folder, f'{os.strerror(errno.EACCES)} ({there})')}")
+        raise ValueError(f"output_dir {cannot_write(folder, f'{there} is not writable for this user', there)}")
 
 
 def _is_occupied(folder: Path) -> bool:
