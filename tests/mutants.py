@@ -1,7 +1,7 @@
 """Change one thing in the package at a time, and print whether the tests of `make test` notice.
 
     python -m tests.mutants                          # 40 mutants of HEAD
-    python -m tests.mutants --base 3e617b7           # those that survive in another commit, by its tests, too
+    python -m tests.mutants --base 3e617b7           # survivors are tried in that commit, by its tests
     python -m tests.mutants --seed 7 --num 6 --folders hift sft
 
 Lines are drawn by the seed among those that both commits have, and one comparison, operator, constant or call of each

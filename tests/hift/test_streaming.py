@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -127,6 +128,21 @@ def test_elementwise_false_gives_a_known_class_whole_tensors() -> None:
     model = tiny_llama()
     shapes = stepped_shapes(torch.optim.AdamW, model, "AdamW", steps=5, stream_bytes=4096, elementwise=False)
     assert sorted(map(tuple, shapes)) == sorted(tuple(parameter.shape) for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@DTYPES
+@pytest.mark.parametrize("stream_bytes", [4096, 0])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "torch Adafactor", "transformers Adafactor", "AdamW8bit"])
+def test_place_of_the_state_does_not_change_one_bit(
+    name: str, stream_bytes: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = tiny_llama(dtype, vocab=BIG_VOCAB)
+    common = {"stream_bytes": stream_bytes, "layers_per_group": 2, "steps_per_group": 2, "steps": 18}
+    expected = trained(model, name, state="device", **common)
+    assert_all_moved(expected, weights(model))
+    assert_same_bits(trained(model, name, state="host", **common), expected)
+    assert_same_bits(trained(model, name, state="disk", state_dir=str(tmp_path), **common), expected)
 
 
 def awkward_masters(count: int) -> torch.Tensor:

@@ -215,7 +215,7 @@ def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(runs:
     (line,) = said
     assert line.startswith("slivertune train: error: the processes were given different arguments: rank 0")
     assert "'--seed', '0'" in line and "'--seed', '1'" in line
-    assert not (runs["out"]).exists()
+    assert not runs["out"].exists()
 
 
 @pytest.mark.slow

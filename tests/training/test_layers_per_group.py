@@ -67,7 +67,7 @@ def test_what_can_not_be_chosen_is_said_before_anything_is_loaded(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     error = runs.complaint(*words)
     assert part in error and error.count("\n") == 1
-    assert not (runs["out"]).exists()
+    assert not runs["out"].exists()
 
 
 @pytest.mark.parametrize(

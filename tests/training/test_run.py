@@ -81,7 +81,7 @@ def test_tensorboard_finds_the_whole_run_in_its_folder(
     groups = [(event.step, event.value) for event in events.Scalars("train/hift/group")]
     assert groups == [(step + 1, step % TINY_CYCLE) for step in range(6)]
     assert {event.value for event in events.Scalars("train/skipped_updates")} == {0}
-    assert not (runs["runs"]).exists()
+    assert not runs["runs"].exists()
 
 
 def test_the_ledger_can_stop_after_two_lines_or_never_begin(runs: Runs) -> None:
@@ -173,7 +173,7 @@ def test_one_command_starts_continues_and_finishes_a_run(
     (output / "results.json").unlink()  # as if it had ended between the model and the results
     assert main(command) == 0
     assert_same_bits(runs["whole"], output)
-    assert [path.name for path in (runs["runs"]).iterdir()] == [method]
+    assert [path.name for path in runs["runs"].iterdir()] == [method]
 
 
 def _ends_at(folder: Path) -> Any:

@@ -108,7 +108,7 @@ QUICK_OF_HIFT: dict[Layout, tuple[str, ...]] = {
     "zero2": ("fp32", "bf16, checkpointed by re-entering"),
     "zero3": ("accumulated, clipped, three steps a group, checkpointed", "bf16, checkpointed by re-entering"),
 }
-"""What `make test` runs: each setting, alone or among others, under some layout, and what only one layout has."""
+"""What `make test` runs: most settings, alone or among others, under some layout."""
 
 MA = "momentum"
 EXACT: dict[str, SFTCase] = {
