@@ -18,10 +18,8 @@ from evidence_tables import ASKED, TITLES, read_results
 from markdown_table import markdown_table
 from result_files import GIB, RESULTS, kept, write_json
 
-SOURCE = "curve"
+RESULT = "planned_map"
 """The result that has the points."""
-PLANNED = "planned_map"
-"""The result into which `plan_points` writes them."""
 CARDS = ("4090", "3090", "H100")
 TOKENS = (512, 4096, 32768)
 """Per update."""
@@ -33,21 +31,19 @@ Points = dict[tuple[str, int], dict[str, Any]]
 
 def plan_points() -> None:
     """Plan the map's points anew by `slivertune plan --json`, each with the settings it has; written after each."""
-    known = kept(SOURCE)
-    ways = {WHOLE, SMALLEST, *(each["way"] for each in ASKED["equal_time"].values())}
-    points: list[dict[str, Any]] = []
-    for point in known["points"]:
-        if point["setting"] in ways and point["tokens"] in TOKENS:
-            options = [f"--{name}={value}" for name, value in point["settings"].items()]
-            words = ["plan", "--model", known["model"], "--gpu", point["card"], "--json", *options]
-            done = subprocess.run([sys.executable, "-m", "slivertune", *words], check=True, stdout=subprocess.PIPE)
-            answer = json.loads(done.stdout)
-            about = {name: point[name] for name in ("card", "setting", "tokens", "settings")}
-            answered = {name: answer[name] for name in ("need_bytes", "time") if name in answer}
-            points.append({**about, "fits": "time" in answer, **answered})
-            content = {"environment": record_environment(), "model": known["model"], "points": points}
-            write_json(RESULTS / f"{PLANNED}.json", content)
-            print(point["card"], point["setting"], point["tokens"], "planned", flush=True)
+    known = kept(RESULT)
+    points: list[dict[str, Any]] = known["points"]
+    for index, point in enumerate(points):
+        options = [f"--{name}={value}" for name, value in point["settings"].items()]
+        words = ["plan", "--model", known["model"], "--gpu", point["card"], "--json", *options]
+        done = subprocess.run([sys.executable, "-m", "slivertune", *words], check=True, stdout=subprocess.PIPE)
+        answer = json.loads(done.stdout)
+        about = {name: point[name] for name in ("card", "setting", "tokens", "settings")}
+        answered = {name: answer[name] for name in ("need_bytes", "time") if name in answer}
+        points[index] = {**about, "fits": "time" in answer, **answered}
+        content = {"environment": record_environment(), "model": known["model"], "points": points}
+        write_json(RESULTS / f"{RESULT}.json", content)
+        print(f"{index + 1} of {len(points)}: {point['card']} {point['setting']} {point['tokens']}", flush=True)
 
 
 def map_table() -> str:
@@ -85,7 +81,7 @@ def time_table() -> str:
 
 def _points(card: str) -> Points:
     """Return those of a card that fit."""
-    points = kept(SOURCE)["points"]
+    points = kept(RESULT)["points"]
     return {(each["setting"], each["tokens"]): each for each in points if each["card"] == card and each["fits"]}
 
 

@@ -129,6 +129,11 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
         lambda: tuple(seconds_beyond_plan(way) for way in ("m1", "lora", "sft")),
     ),
     (
+        "docs/evidence.md",
+        "a group that stays is copied once in 20 updates, and waits for {:.0f} % of the time with 4,096 tokens",
+        lambda: (100 * planned_waiting("H100", "m9-stays", 4096),),
+    ),
+    (
         "README.md",
         "On {} shared CPU cores, {} thread; every figure is in",
         lambda: tuple(
@@ -273,11 +278,6 @@ CLAIMS: list[tuple[str, str, Callable[[], bool]]] = [
             [round(1 / lora_share(embedded_config(), rank)) for rank in (64, 16)] == [2, 8]
             and round(1 / lora_share(find_model("llama-3.1-8b").config, 64), -1) == 50
         ),
-    ),
-    (
-        "docs/evidence.md",
-        "a group that stays is copied once in 20 updates, and waits for hardly anything with 4,096 tokens",
-        lambda: planned_waiting("H100", "m9-stays", 4096) < 0.02,
     ),
     (
         "docs/evidence.md",

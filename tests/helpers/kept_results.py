@@ -15,7 +15,7 @@ from tests.conftest import CHECKOUT
 
 sys.path.append(str(CHECKOUT / "benchmarks"))
 from evidence_rows import read_rows_file, times_as_many_updates
-from planned_map import SOURCE
+from planned_map import RESULT
 
 
 @cache
@@ -174,7 +174,7 @@ def learned_rate(name: str) -> float:
 
 def planned_time(card: str, setting: str, tokens: int) -> dict[str, Any]:
     """Of an update of an 8B, as `slivertune plan --json` answers."""
-    points: list[dict[str, Any]] = result(SOURCE)["points"]
+    points: list[dict[str, Any]] = result(RESULT)["points"]
     (found,) = [each for each in points if (each["card"], each["setting"], each["tokens"]) == (card, setting, tokens)]
     return dict(found["time"])
 
