@@ -156,9 +156,9 @@ def model_for(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def quiet_arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **options: Any) -> Any:
-    """Return a Trainer's arguments for a CPU that print and report nothing."""
-    silence: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
-    return kind(output_dir=str(folder), dataloader_pin_memory=False, **silence, **options)
+    """Return a Trainer's arguments for a CPU that print and report nothing; options may say otherwise."""
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
+    return kind(output_dir=str(folder), **{**quiet, **options})
 
 
 def trainer_of(task: Task, model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
