@@ -70,15 +70,18 @@ def test_the_planned_peak_of_the_embedded_default_is_the_measured_one(
 
 
 @pytest.mark.slow
-def test_adapters_that_drop_inputs_are_planned_with_the_masks_of_a_gpu(embedded_base: Path, tmp_path: Path) -> None:
+def test_adapters_that_drop_inputs_are_planned_with_the_masks_of_the_device(
+    embedded_base: Path, tmp_path: Path
+) -> None:
     words = ("--max_steps", "2", "--max_length", "256", "--packing", "--sample_tokens", "0", "--lora_dropout", "0.1")
     data = write_texts(tmp_path, count=400)
     results = train(embedded_base, data, tmp_path / "out", *words, method="lora")
     # Each block's seven linear layers drop inputs of their own; a CPU's masks are fp32, those of a GPU take a byte.
     recipe = BASE_RECIPE
     num_dropped = 2 * 256 * recipe.num_layers * (6 * recipe.hidden_size + recipe.intermediate_size)
-    planned = results["planned_peak_bytes"] + 3 * num_dropped
+    planned = results["planned_peak_bytes"]
     assert planned == pytest.approx(results["measured_peak_bytes"], rel=TOLERANCE)
+    assert 3 * num_dropped > 2 * TOLERANCE * planned, "masks of a byte would not be seen"
 
 
 def test_a_run_says_what_is_planned_before_and_what_was_measured_after(runs: Runs) -> None:
