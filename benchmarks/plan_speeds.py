@@ -29,8 +29,6 @@ from slivertune.planning.request import PlanRequest
 
 TARGET = 0.2
 _MOST = 1.15
-
-
 PUBLISHED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 GROUPS: dict[str, dict[str, Any]] = {group["name"]: group for group in PUBLISHED["groups"]}
 _OF_GROUP = {"name", "source", "card", "assumed", "is_compiled", "rows"}
@@ -76,7 +74,7 @@ class PlannedRow:
         """The tokens a second that the row's source gives, or that its seconds an update come to."""
         if "seconds" not in row:
             return float(row["tokens_per_second"])
-        return float(self.at(1.0).tokens_per_update / row["seconds"])
+        return float(self.at(1.0).num_tokens / row["seconds"])
 
 
 def fitted(planned: PlannedRow, tokens_per_second: float) -> float | None:
