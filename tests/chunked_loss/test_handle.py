@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,7 @@ from slivertune import (
     attach_chunked_cross_entropy,
     why_not_chunked,
 )
-from slivertune.chunked_loss.handle import ChunkedLossError
+from slivertune.chunked_loss.absent_logits import READ, ChunkedLossError
 from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.architectures import (
     BART,
@@ -51,6 +52,14 @@ def mamba() -> nn.Module:
     return hf.MambaForCausalLM(config)  # type: ignore[no-any-return]
 
 
+BAMBA = {**DECODER, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
+
+
+def bamba(**settings: Any) -> nn.Module:
+    config = hf.BambaConfig(**BAMBA, mamba_n_groups=1, mamba_chunk_size=8, **settings)
+    return hf.BambaForCausalLM(config)  # type: ignore[no-any-return]
+
+
 SERVED: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama, tied": lambda: llama(tie_word_embeddings=True),
@@ -65,18 +74,59 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
     "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(**BLOOM)),
     "neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**ENCODER)),
     "mamba, which widens its logits": mamba,
+    "bamba without its own term": bamba,
     "mamba, bf16": lambda: mamba().to(torch.bfloat16),
 }
+
+
+class LlamaWithTermForCausalLM(hf.LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama that adds to its loss what a function makes of the logits."""
+
+    term: Callable[[torch.Tensor], Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + self.term(output.logits)
+        return output
+
+
+def with_term(term: Callable[[torch.Tensor], Any]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = LlamaWithTermForCausalLM(hf.LlamaConfig(**DECODER))
+        model.term = term
+        return model
+
+    return build
+
+
 NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "gemma2": (lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**DECODER)), "changes its head's output"),
-    "cohere": (lambda: hf.CohereForCausalLM(hf.CohereConfig(**SCALED, eos_token_id=1)), "changes its head's output"),
+    "gemma2": (
+        lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**DECODER)),
+        READ,
+    ),
+    "cohere": (
+        lambda: hf.CohereForCausalLM(hf.CohereConfig(**SCALED, eos_token_id=1)),
+        READ,
+    ),
     "granite": (
         lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SCALED, logits_scaling=3.0)),
-        "changes its head's output",
+        READ,
     ),
+    "bamba": (lambda: bamba(z_loss_coefficient=1e-3), READ),
+    **{
+        f"a term by {name}": (with_term(term), reason)
+        for name, term, reason in (
+            ("sum", lambda logits: logits.sum(), "outside of the loss function (sum)"),
+            ("slice", lambda logits: 0.0 * logits[..., :1].mean(), "outside of the loss function (getitem)"),
+            ("writing", lambda logits: 0.0 * bool(logits.mul_(2) is logits), "outside of the loss function (mul)"),
+            ("its maximum", lambda logits: logits.max(), "outside of the loss function (max)"),
+            ("its size alone", lambda logits: 0.5 * logits.numel(), "its loss of two tokens is "),
+        )
+    },
     "bart": (
         lambda: hf.BartForCausalLM(hf.BartConfig(**{**BART, "decoder_layers": 2})),
-        "does not compute its loss by model.loss_function",
+        READ,
     ),
     "bert": (lambda: hf.BertForMaskedLM(hf.BertConfig(**ENCODER)), "its loss function is 'ForMaskedLMLoss'"),
     "a classifier": (
@@ -178,12 +228,12 @@ def test_a_model_that_cant_be_served_is_told_apart_beforehand(name: str) -> None
     assert state_of(model) == before and torch.equal(torch.random.get_rng_state(), rng)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "bamba"])
 def test_a_loss_that_would_be_wrong_is_an_error(name: str) -> None:
     model = made(NOT_SERVED[name][0])
     expected = step(model)
     handle = attach_chunked_cross_entropy(model)
-    with pytest.raises(ChunkedLossError, match=r"changes its head's output .*remove\(\) the handle"):
+    with pytest.raises(ChunkedLossError, match=r"reads its head's output outside .*remove\(\) the handle"):
         model(**batch())
     handle.remove()
     assert_same_tree(step(model)[:2], expected[:2])
@@ -233,6 +283,32 @@ def test_evaluation_is_chunked_where_that_is_asked_for() -> None:
         assert torch.equal(model(batch()["input_ids"]).logits, expected.logits)
     assert_sums_close(found.loss, expected.loss, TERMS)
     assert found.logits.shape == (2, 12, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba, which widens its logits"])
+def test_a_model_in_inference_mode_is_served(name: str) -> None:
+    model = made(SERVED[name]).eval()
+    if why_not_chunked(model) is not None:
+        pytest.skip("Mamba before transformers 5.23 computes its loss by itself")
+    expected = model(**batch()).loss
+    with attach_chunked_cross_entropy(model, evaluation=True, chunk_bytes=SMALL), torch.inference_mode():
+        assert_sums_close(model(**batch()).loss, expected, TERMS)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo, of its own
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
+    expected = model(**batch()).loss
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+        assert_sums_close(compiled(**batch()).loss, expected, TERMS)
+
+
+def test_logits_that_are_absent_are_a_plain_tensor_once_the_forward_is_over(model: Any) -> None:
+    with attach_chunked_cross_entropy(model):
+        logits = model(**batch()).logits
+    assert (logits + 1).shape == (2, 12, 0)
+    assert type(copy.deepcopy(logits)) is type(pickle.loads(pickle.dumps(logits))) is torch.Tensor
 
 
 def test_labels_that_are_shifted_already_are_taken_as_they_are(model: Any) -> None:
@@ -447,6 +523,9 @@ def test_tokentune_scores_its_selected_rows_in_chunks(
         "chunks": lambda: attach_chunked_cross_entropy(model, chunk_bytes=SMALL),
     }
     order = ("chunks", "tokens") if chunked_first else ("tokens", "chunks")
+    if not chunked_first:
+        with attaches["tokens"]():
+            assert why_not_chunked(model) is None
     handles = {name: attaches[name]() for name in order}
     found = step(model, num_items_in_batch=num_items)
     assert found[2].logits.shape == (2, 5, 0)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from slivertune.chunked_loss.absent_logits import READ, AbsentLogits, ChunkedLossError
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
@@ -57,9 +58,10 @@ def why_not_chunked(model: nn.Module) -> str | None:
     if reason is not None:
         return reason
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=inner.get_input_embeddings().weight.device)
-    with torch.no_grad(), torch.random.fork_rng(), ChunkedCrossEntropyHandle(inner, evaluation=True) as handle:
+    with torch.no_grad(), ChunkedCrossEntropyHandle(inner, evaluation=True) as handle:
         try:
-            inner(input_ids=tokens, labels=tokens)
+            with torch.random.fork_rng():
+                chunked = _outputs(inner(input_ids=tokens, labels=tokens))[0] - handle.last_loss
         except ChunkedLossError as error:
             return error.reason
         except MixedDtypesError:
@@ -71,19 +73,21 @@ def why_not_chunked(model: nn.Module) -> str | None:
             return f"{type(inner).__name__} does not compute its loss by model.loss_function ({error})"
         finally:
             handle.remove()
-    return None
+        if type(chunked) is not torch.Tensor:
+            return None  # without data, as in a memory plan, there is no value to compare
+        with torch.random.fork_rng():
+            loss, logits = _outputs(inner(input_ids=tokens, labels=tokens))
+        plain = loss - ForCausalLMLoss(logits, tokens, logits.shape[-1])
+    # What the model adds to the loss of its logits, as a router's loss, is the same but for the sum's rounding.
+    limit = 4 * torch.finfo(loss.dtype).eps * (1 + loss.abs())
+    if torch.isclose(chunked, plain, rtol=0.0, atol=float(limit), equal_nan=True):
+        return None
+    return f"its loss of two tokens is {float(plain - chunked):.6g} off in chunks"
 
 
-class ChunkedLossError(RuntimeError):
-    """The model does not hand its head's output to its loss function as it is, or its head can't be read there.
-
-    Args:
-        reason: A clause.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the loss can't be chunked: {reason}; remove() the handle")
-        self.reason = reason
+def _outputs(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a model's loss and logits."""
+    return (output["loss"], output["logits"]) if isinstance(output, dict) else (output[0], output[1])
 
 
 class ChunkedCrossEntropyHandle(ModelHandle):
@@ -125,10 +129,18 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         _swap_loss(inner, ForCausalLMLoss, loss)
         self._undo.append(lambda: _swap_loss(inner, loss, ForCausalLMLoss))
         self._undo.append(inner.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True).remove)
-        self._undo.append(inner.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
+        # First of all: others' hooks may read the output.
+        self._undo.append(inner.register_forward_hook(ModuleHook(self._end), prepend=True, always_call=True).remove)
+        self._loss = loss
         self._in_forward = False
         if may_be_called_directly(model):
             self._undo.append(call_through_hooks(inner, lambda: self._in_forward))
+
+    @property
+    def last_loss(self) -> torch.Tensor:
+        """The last loss that was computed in chunks, without dimensions."""
+        assert self._loss.last is not None
+        return self._loss.last
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._in_forward = True
@@ -143,6 +155,8 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         self._head.stand_ins = [] if is_chunked else None
 
     def _has_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if kwargs.get("labels") is not None:
+            return True  # a forward of a subclass may not name it
         try:
             bound = self._signature.bind_partial(model, *args, **kwargs)
         except TypeError:
@@ -152,6 +166,8 @@ class ChunkedCrossEntropyHandle(ModelHandle):
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         stand_ins, self._head.stand_ins = self._head.stand_ins, None
         self._in_forward = False
+        AbsentLogits.release([*self._head.scored, *(stand_in for stand_in, _ in stand_ins or ())])
+        self._head.scored = []
         if output is not None and stand_ins:
             raise ChunkedLossError(f"{type(model).__name__} does not compute its loss by model.loss_function")
 
@@ -170,6 +186,8 @@ class _Head(StandIn):
         self._chunk_bytes = chunk_bytes
         self.stand_ins: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """In a forward that is chunked: what was given for logits and not scored yet, and its hidden states."""
+        self.scored: list[torch.Tensor] = []
+        """What was given for logits in this forward, and is scored."""
         self._request: dict[str, Any] | None = None
 
     def put(self) -> None:
@@ -191,8 +209,7 @@ class _Head(StandIn):
             )
         if self.stand_ins is None:
             return nn.Linear.forward(self.module, hidden)
-        # Wide, so that a model that widens its logits hands on the same tensor.
-        stand_in = hidden.new_empty((*hidden.shape[:-1], 0), dtype=torch.float32, requires_grad=False)
+        stand_in = AbsentLogits.like(hidden)
         self.stand_ins.append((stand_in, hidden))
         return stand_in
 
@@ -207,6 +224,7 @@ class _Head(StandIn):
         if not known:
             return None
         self.stand_ins = [pair for pair in self.stand_ins or () if pair[0] is not stand_in]
+        self.scored.append(stand_in)
         self._request = request
         try:
             loss: torch.Tensor = self.module(known[0])
@@ -225,6 +243,8 @@ class _Loss(StandIn):
     def __init__(self, head: _Head) -> None:
         super().__init__(ForCausalLMLoss)
         self._head = head
+        self.last: torch.Tensor | None = None
+        """The last one that was computed in chunks."""
 
     def __call__(
         self,
@@ -248,10 +268,8 @@ class _Loss(StandIn):
             logits, targets=shift_labels, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index
         )
         if chunked is None:
-            raise ChunkedLossError(
-                "the model changes its head's output before the loss (as by soft-capping or scaling), or the head's "
-                "forward was replaced after the handle was attached"
-            )
+            raise ChunkedLossError(f"{READ}, or the head's forward was replaced after the handle was attached")
+        self.last = chunked.detach().clone()  # the model may add to it in place
         return chunked
 
 
