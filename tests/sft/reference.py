@@ -217,10 +217,7 @@ class NaiveSFT:
         return grown
 
     def best_of_rows(self, state: dict[str, np.ndarray], was_active: np.ndarray, count: int) -> np.ndarray:
-        def filled(accumulator: np.ndarray) -> np.ndarray:
-            return np.where(accumulator > 0, accumulator, accumulator[accumulator > 0].min())
-
-        rows, columns = (filled(state[key].astype(np.float32).astype(np.float64)) for key in ("rows", "columns"))
+        rows, columns = (state[key].astype(np.float32).astype(np.float64) for key in ("rows", "columns"))
         score = np.outer(rows, columns).reshape(-1)
         score[was_active] = -1
         return np.lexsort((np.arange(score.size), -score))[:count]

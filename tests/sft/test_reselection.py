@@ -5,6 +5,7 @@ import torch
 
 from slivertune import SFTConfig
 from slivertune.sft.reselection import Schedule, share_out
+from tests.helpers.models import SEQUENCE, tiny_gpt2, tiny_llama, token_batches
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients, reselection_times
 from tests.sft.runs import sft_over, train
 
@@ -59,6 +60,27 @@ def test_weights_move_to_the_tensor_with_the_larger_gradients(selection: str) ->
     counts = {name: delta.num_weights for name, delta in deltas.items()}
     assert counts["first.weight"] > 1.5 * shares["first.weight"]
     assert counts["second.weight"] < shares["second.weight"]
+
+
+@pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
+@pytest.mark.parametrize("redistribute", [False, True])
+@pytest.mark.parametrize("table", ["tokens", "positions"])
+def test_nothing_grows_in_a_row_of_an_embedding_that_no_batch_has(
+    table: str, redistribute: bool, selection: str
+) -> None:
+    name = {"tokens": "model.embed_tokens.weight", "positions": "transformer.wpe.weight"}[table]
+    seen, density = {"tokens": (40, 0.2), "positions": (SEQUENCE, 0.1)}[table]
+    model = tiny_llama() if table == "tokens" else tiny_gpt2()
+    num_rows, width = model.get_parameter(name).shape
+    options = {"targets": [name.removesuffix(".weight")], "embeddings": True, "redistribute": redistribute}
+    optimizer = sft_over(model, selection=selection, density=density, **options)
+
+    def last_row() -> int:
+        return int(optimizer.deltas()[name].indices.max()) // width
+
+    assert last_row() == num_rows - 1 > seen, "the first, random choice knows of no gradient"
+    train(model, optimizer, token_batches(13, vocab=40))  # two reselections
+    assert last_row() < seen
 
 
 def test_redistribution_catches_more_of_the_gradient() -> None:

@@ -145,6 +145,9 @@ KINDS = {
     "all equal": lambda n: torch.full((n,), 0.3),
     "tiny": lambda n: torch.rand(n) * 1e-30,
     "nearly equal": lambda n: 1 + torch.rand(n) * 1e-6,
+    "of all magnitudes": lambda n: 10.0 ** (70 * torch.rand(n) - 35),
+    "half of them zero": lambda n: torch.rand(n) * (torch.arange(n) % 2 == 0),
+    "one of them positive": lambda n: 2.0 * (torch.arange(n) == n // 2),
 }
 
 
@@ -203,13 +206,11 @@ def test_scores_are_the_fourth_root_of_the_product() -> None:
     assert set(positions.tolist()) == set(scores.topk(20).indices.tolist())
 
 
-def test_a_row_that_was_never_met_counts_as_the_weakest_one() -> None:
+def test_products_of_zero_come_after_all_positive_ones_by_position() -> None:
     rows, columns = torch.tensor([0.0, 4.0, 1.0]), torch.tensor([0.0, 9.0])
-    positions, products = largest_products(rows, columns, 6)
-    assert positions.tolist() == list(range(6))
-    assert products.tolist() == [9.0, 9.0, 36.0, 36.0, 9.0, 9.0]
-    positions, products = largest_products(torch.zeros(3), torch.zeros(2), 2)
-    assert positions.tolist() == [0, 1]
+    for count, expected in ((2, [3, 5]), (3, [0, 3, 5]), (5, [0, 1, 2, 3, 5])):
+        assert largest_products(rows, columns, count)[0].tolist() == expected
+    assert largest_products(torch.zeros(3), torch.zeros(2), 2)[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("kind", ["skewed", "all equal"])

@@ -238,8 +238,7 @@ def largest_products(rows: torch.Tensor, columns: torch.Tensor, count: int) -> t
     it; then compares the columns with each row's, some rows at a time. Takes O(rows + columns + count) memory. Products
     of fp32 numbers are exact in fp64, so the order is exact.
 
-    An accumulator of zero belongs to a row or column that no trained weight has met; it counts as the smallest one
-    that was met, or nothing could ever grow there.
+    A product is zero where a row or column has met no gradient, or none but zeros: it comes after all positive ones.
 
     Args:
         rows: r, fp32, shape (num_rows,), not negative.
@@ -250,13 +249,17 @@ def largest_products(rows: torch.Tensor, columns: torch.Tensor, count: int) -> t
         Sorted int64 flat positions, shape (count,), and their products, fp64; ties go to the lower position.
     """
     r, c, ascending = _factors(rows, columns)
-    low, high, are_few = _bisected(r, ascending, lambda limit, reached: reached >= count, count // 8)
-    limits = (low * (1 - _SLACK) / r).expand(r.shape)
-    if not are_few:
-        # All may tie in a young run: no rows after those that together have enough.
-        above = high * (1 + _SLACK) / r
-        num_ties = torch.searchsorted(ascending, above) - torch.searchsorted(ascending, limits)
-        limits = torch.where(num_ties.cumsum(0) - num_ties < count, limits, above)
+    num_positive = _num_positive(r) * _num_positive(c)
+    if count > num_positive:
+        limits = _limits_with_zeros(r, c, count - num_positive)
+    else:
+        low, high, are_few = _bisected(r, ascending, lambda limit, reached: reached >= count, count // 8)
+        limits = (low * (1 - _SLACK) / r).expand(r.shape)
+        if not are_few:
+            # All may tie in a young run: no rows after those that together have enough.
+            above = high * (1 + _SLACK) / r
+            num_ties = torch.searchsorted(ascending, above) - torch.searchsorted(ascending, limits)
+            limits = torch.where(num_ties.cumsum(0) - num_ties < count, limits, above)
     positions, products = _products_from(r, c, limits)
     chosen = largest_of(products, count)
     return positions[chosen], products[chosen]
@@ -289,7 +292,8 @@ def leading_products(
         )
 
     limit = _bisected(r, ascending, is_enough, wanted // 8)[0] * (1 - _SCORE_SLACK)
-    if _num_reaching(r, ascending, limit) <= count:
+    num_reaching = _num_reaching(r, ascending, limit)
+    if num_reaching <= count and is_enough(limit, num_reaching):
         return _products_from(r, c, limit / r, barred)
     positions, products = largest_products(rows, columns, count)
     frozen = ~contains(barred, positions)
@@ -297,13 +301,25 @@ def leading_products(
 
 
 def _factors(rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The factors r and c, fp64 and positive, and c in ascending order."""
-    r, c = _without_zeros(rows.double()), _without_zeros(columns.double())
+    """The factors r and c, fp64, and c in ascending order."""
+    r, c = rows.double(), columns.double()
     return r, c, c.sort().values
 
 
+def _num_positive(factors: torch.Tensor) -> int:
+    return int(torch.count_nonzero(factors))
+
+
+def _limits_with_zeros(r: torch.Tensor, c: torch.Tensor, num_zeros: int) -> torch.Tensor:
+    """Limits of c by row that all positive products reach, and at least so many zeros, those of the first rows."""
+    zeros_of_row = torch.where(r > 0, c.numel() - _num_positive(c), c.numel())
+    is_wanted = zeros_of_row.cumsum(0) - zeros_of_row < num_zeros
+    least = torch.where(c > 0, c, torch.inf).min()
+    return torch.where(is_wanted, 0.0, torch.where(r > 0, least, torch.inf))
+
+
 def _num_reaching(r: torch.Tensor, ascending: torch.Tensor, limit: torch.Tensor) -> int:
-    """How many products are at least a limit: in row i, from searchsorted(ascending, limit / r_i) on."""
+    """How many products are at least a positive limit: in row i, from searchsorted(ascending, limit / r_i) on."""
     return r.numel() * ascending.numel() - int(torch.searchsorted(ascending, limit / r).sum())
 
 
@@ -319,14 +335,16 @@ def _bisected(
         most_between: So few products between two limits need not be told apart.
 
     Returns:
-        A limit that is low enough, a higher one that is not, and whether so few products lie between them.
+        A limit that is low enough, or the smallest positive product if none is; a higher one that is not low enough;
+        and whether so few products lie between them.
     """
-    low, high = (r.min() * ascending[0]) * (1 - _SLACK), (r.max() * ascending[-1]) * (1 + _SLACK)
-    num_low, num_high = r.numel() * ascending.numel(), 0
+    positive = r[r > 0].min() * ascending[ascending > 0][0]
+    low, high = positive * (1 - _SLACK), (r.max() * ascending[-1]) * (1 + _SLACK)
+    num_low, num_high = _num_positive(r) * _num_positive(ascending), 0
     for _ in range(_BISECTIONS):
         if num_low - num_high <= most_between:
             return low, high, True
-        middle = (low + high) / 2
+        middle = low.sqrt() * high.sqrt()
         reached = _num_reaching(r, ascending, middle)
         if is_enough(middle, reached):
             low, num_low = middle, reached
@@ -356,8 +374,3 @@ def _products_from(
 def _products_at(r: torch.Tensor, c: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     row = torch.div(positions, c.numel(), rounding_mode="floor")
     return r.index_select(0, row).mul_(c.index_select(0, positions - row * c.numel()))
-
-
-def _without_zeros(accumulators: torch.Tensor) -> torch.Tensor:
-    met = accumulators[accumulators > 0]
-    return torch.where(accumulators > 0, accumulators, met.min() if met.numel() else accumulators.new_ones(()))
