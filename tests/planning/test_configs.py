@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from slivertune.planning.configs import find_model
 from slivertune.planning.shipped import SHIPPED_MODELS
@@ -44,6 +44,13 @@ def test_figures_that_older_versions_of_the_library_wrote_are_understood(tmp_pat
     folder = write_config(tmp_path / "old", torch_dtype="float16", rope_theta=5e5, transformers_version="4.30.0")
     config: Any = find_model(str(folder)).config
     assert config.rope_parameters["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize("kind", ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "deepseek_v3", "esm"])
+def test_a_size_whose_name_speaks_of_layers_is_no_number_of_them(kind: str, tmp_path: Path) -> None:
+    figures: Any = CONFIG_MAPPING[kind]()
+    (tmp_path / "config.json").write_text(figures.to_json_string(), encoding="utf-8")
+    assert find_model(str(tmp_path)).config.to_json_string() == figures.to_json_string()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from slivertune.planning.shipped import SHIPPED_MODELS
 
 CONFIG_NAME = "config.json"
 _MOST_LAYERS = 100_000
+_COUNTS_LAYERS = re.compile(r"(^|_)layers?$")
+"""Matches keys that count layers; `vocab_size_per_layer_input` is another size."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_SECONDS = 10.0
 """How long one request may take that asks the hub whether it is there; a download would try for half a minute."""
@@ -185,5 +187,5 @@ def _check_counts(figures: dict[str, Any]) -> None:
     for key, value in figures.items():
         if isinstance(value, dict):
             _check_counts(value)
-        elif isinstance(value, (int, float)) and "layer" in key and value > _MOST_LAYERS:
+        elif isinstance(value, (int, float)) and _COUNTS_LAYERS.search(str(key)) and value > _MOST_LAYERS:
             raise ValueError(f"{key}={value}, and no model has more than {_MOST_LAYERS:,}; the file is damaged")
