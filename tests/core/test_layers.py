@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -361,6 +362,21 @@ def test_a_transformers_model_inside_another_gets_a_dummy_batch_of_its_own() -> 
         "inner.model.norm.weight",
         "inner.lm_head.weight",
     }
+
+
+@pytest.mark.parametrize("kind", ["SmolVLM", "Idefics3"])
+def test_a_tower_that_names_the_input_of_its_whole_model_gets_its_own(kind: str) -> None:
+    """A tower's `main_input_name` is "input_ids" there, and its forward takes pixels."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "model_type": "llama", "vocab_size": 32, "num_key_value_heads": 2}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, scale_factor=2, pad_token_id=0
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    embedding, *blocks, _ = find_layers(model)  # without a warning, which would be an error here
+    assert "model.vision_model.embeddings.patch_embedding.weight" in embedding.parameter_names
+    assert [block.name for block in blocks] == ["model.vision_model.encoder.layers.0", "model.text_model.layers.0"]
 
 
 def test_frozen_parameters_are_sorted_too() -> None:

@@ -123,7 +123,9 @@ def _meta_twin(model: nn.Module) -> nn.Module:
 
 def _dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
     arguments = inspect.signature(module.forward).parameters
-    name = getattr(module, "main_input_name", None) or next(iter(arguments))
+    name: str = getattr(module, "main_input_name", "")
+    if name not in arguments:  # a tower may have the name of its whole model's input, which it does not take
+        name = next(iter(arguments))
     ids = torch.zeros(1, 8, dtype=torch.long)
     batch = {name: ids}
     if name == "pixel_values":
