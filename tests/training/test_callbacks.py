@@ -10,6 +10,7 @@ from transformers.modeling_outputs import ModelOutput
 from slivertune.core.manifest import MANIFEST_NAME, find_damage
 from slivertune.hift import HiFTConfig
 from slivertune.interop import attach
+from slivertune.sft import SFTConfig
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.output.folders import checkpoint_folders, read_facts
 from tests.helpers.models import assert_same_bits, tiny_llama
@@ -122,7 +123,7 @@ def test_a_broken_micro_batch_skips_the_whole_update(tmp_path: Path) -> None:
 def test_an_infinite_loss_with_finite_gradients_is_seen(tmp_path: Path) -> None:
     model, said = tiny_llama(), list[str]()
     poison(model, {1}, what="loss", value=float("inf"))
-    make_trainer(tmp_path, NonFiniteGuard(10, said.append), model=model, max_steps=1).train()
+    make_trainer(tmp_path, NonFiniteGuard(10, said.append), model=model, max_steps=2).train()
     assert said == ["step 1: the loss is inf; this update is skipped (1 so far)"]
 
 
@@ -132,8 +133,23 @@ def test_the_loss_of_a_loss_function_is_seen(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         return outputs.logits.mean() + float("inf")
 
-    make_trainer(tmp_path, NonFiniteGuard(10, said.append), loss=loss, max_steps=2).train()
+    trainer = make_trainer(tmp_path, NonFiniteGuard(10, said.append), loss=loss, max_steps=2)
+    with pytest.raises(RuntimeError, match="none of the 2 updates since step 0 was applied, as their losses"):
+        trainer.train()
     assert [line.split(";")[0] for line in said] == ["step 1: the loss is inf", "step 2: the loss is inf"]
+
+
+@pytest.mark.parametrize("method", ["dense", "hift", "sft"])
+def test_a_training_that_no_gradient_reached_is_an_error(method: str, tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return (outputs.logits.detach() + unused).mean()
+
+    model, unused = tiny_llama(), torch.zeros(1, requires_grad=True)
+    trainer = make_trainer(tmp_path, NonFiniteGuard(10, pytest.fail), model=model, loss=loss, max_steps=2)
+    if method != "dense":
+        attach(trainer, HiFTConfig() if method == "hift" else SFTConfig(density=0.1))
+    with pytest.raises(RuntimeError, match="none of the 2 updates since step 0 was applied, as no gradient reached"):
+        trainer.train()
 
 
 def test_only_a_row_of_failures_stops_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
 import csv
+import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,10 +245,13 @@ def test_a_broken_row_is_skipped_and_counted_and_the_run_goes_on(
 ) -> None:
     poison_losses(monkeypatch, calls={3})
     more = ("--max_steps", "9", *(("--density", "0.1", "--reselection_interval", "6") if method == "sft" else ()))
-    more += UNMEASURED
+    more += (*UNMEASURED, "--logging_steps", "3")
     results = runs.train("out", *more, method=method)
     assert results["num_skipped"] == 1
-    assert "step 3: the loss is nan; this update is skipped (1 so far)" in runs.printed()
+    printed = runs.printed()
+    assert "step 3: the loss is nan; this update is skipped (1 so far)" in printed
+    shown = [math.isnan(float(loss)) for loss in re.findall(r"step +\d/9  loss (\S+)", printed)]
+    assert shown == [True, False, False], "no loss is shown that was none"
     state = torch.load(runs["out"] / "checkpoint-9" / "optimizer.pt", weights_only=True)
     assert state[method]["updates"] == 8, "a skipped update does not turn the rotation, and is none for SFT"
     assert all(torch.isfinite(tensor).all() for tensor in saved_weights(runs["out"] / "model").values())
@@ -268,6 +273,15 @@ def test_too_many_broken_updates_in_a_row_stop_the_run(runs: Runs, monkeypatch: 
     poison_losses(monkeypatch, calls=set(range(2, 100)))
     error = runs.complaint("--max_steps", "20", "--non_finite_limit", "4", code=1)
     assert "4 updates in a row were not finite, the last at step 5" in error and "Traceback" not in error
+
+
+def test_a_run_without_an_update_is_an_error(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_losses(monkeypatch, calls=set(range(1, 100)))
+    error = runs.complaint("--max_steps", "2", code=1)
+    assert (
+        "none of the 2 updates since step 0 was applied, as their losses or gradients were not" in error
+        and "Traceback" not in error
+    )
 
 
 @pytest.mark.slow

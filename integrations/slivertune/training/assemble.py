@@ -175,7 +175,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         trainer.add_callback(EarlyStopping(arguments.run.early_stopping_patience, display.say))
     keep_events_in(trainer, arguments.folder.path)
     metrics = metrics_of(trainer)
-    metrics.add(lambda: {"skipped_updates": guard.num_skipped})
+    metrics.add(guard.metrics)
     layout = settle_layout(trainer)
     guard.can_skip = not layout.startswith("zero")
     # The display takes the place of either.
