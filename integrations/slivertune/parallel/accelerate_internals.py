@@ -7,7 +7,7 @@ test can tell with a clear word which has moved.
 from collections.abc import Mapping
 from typing import Any, cast
 
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 
 RELIED_ON: Mapping[str, str] = {
     "accelerate.Accelerator()._optimizers": "which optimizers a checkpoint has",
@@ -26,6 +26,18 @@ def mark_prepared(*objects: Any) -> None:
     """Let accelerate leave these as they are when it is given them again."""
     for each in objects:
         each._is_accelerate_prepared = True
+
+
+def is_on_last_batch() -> bool | None:
+    """Return whether the loader of an Accelerator that is being read has given its last batch.
+
+    None if none is being read, or if its ranks may get different numbers of batches (`even_batches=False`).
+    """
+    state = GradientState()
+    if not state.in_dataloader:
+        return None
+    sampler = getattr(state.active_dataloader, "batch_sampler", None)
+    return bool(state.end_of_dataloader) if getattr(sampler, "even_batches", True) else None
 
 
 def load_first(accelerator: Any, hook: Any) -> None:

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import DataLoader
 
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.layout import Layout
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
+from slivertune.parallel.prepare import prepare as prepare_ranks
 from tests.helpers.models import differing, tiny_llama, weights
 from tests.helpers.ranks import quick, run_ranks
 from tests.parallel.contract.hift import HiFTCase
@@ -345,3 +348,28 @@ def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket() -> None:
         said = (f"rank {rank} is averaging gradients at update 4, group {rank}" for rank in (0, 1))
         assert all(part in found["message"] for part in said), found["message"]
         assert found["sent"] == 0
+
+
+def skip_a_batch(rank: int, num_ranks: int, method: str) -> str:
+    """Rank 1 passes over the third of five batches of a prepared loader."""
+    accelerator, model = Accelerator(cpu=True), tiny_llama()
+    loader = DataLoader(torch.randint(0, 97, (5 * num_ranks, 12), generator=torch.Generator().manual_seed(0)))
+    model, optimizer, loader = prepare_ranks(accelerator, model, METHODS[method].build_optimizer(model), loader)
+
+    def train() -> None:
+        for index, ids in enumerate(loader):
+            if rank == 1 and index == 2:
+                continue
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return message_of(train)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_skipped_batch_is_told_at_the_last_batch_of_one_rank(method: str) -> None:
+    for said in run_ranks(skip_a_batch, 2, method):
+        assert "at update 3" in said and "the ranks are not at the same place: rank 0 is " in said
+        assert said.count("on the last batch of its loader") == 1
+        assert said.index("rank 1 is ") < said.index("on the last batch of its loader")

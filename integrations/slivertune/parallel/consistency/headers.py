@@ -33,7 +33,7 @@ NO_GROUP = -1
 """The group of a method that has none."""
 
 UNKNOWN = -1
-"""Where it is not known yet whether there are gradients."""
+"""Where it is not known yet whether there are gradients, or which batch is the last."""
 
 
 class Header(NamedTuple):
@@ -49,6 +49,8 @@ class Header(NamedTuple):
     """Steps that passed without an update."""
     gradients: int = UNKNOWN
     """Whether the group has a gradient, 0 or 1."""
+    last_batch: int = UNKNOWN
+    """Whether the loader has given its last batch, 0 or 1."""
     settings: int = 0
     """A `short_hash` of the learning rates and other hyperparameters of the coming update."""
 
@@ -61,6 +63,8 @@ class Header(NamedTuple):
             place += f", {self.skipped} turns skipped"
         if self.gradients != UNKNOWN:
             place += ", with gradients" if self.gradients else ", without a gradient"
+        if self.last_batch == 1:
+            place += ", on the last batch of its loader"
         return place
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slivertune.core.torch_internals import default_group, default_store, timeout_of
+from slivertune.parallel.accelerate_internals import is_on_last_batch
 from slivertune.parallel.consistency.headers import TEXTS, UNKNOWN, Header, find_difference, short_hash
 from slivertune.parallel.consistency.processes import describe_end, let_threads_finish_at_exit, own_identity
 
@@ -176,6 +177,8 @@ class Heartbeat:
         """
         if self.store is None:
             return
+        is_last = is_on_last_batch()
+        header = header._replace(last_batch=UNKNOWN if is_last is None else is_last)
         own = torch.tensor(header._replace(settings=short_hash(settings or {})), dtype=torch.int64)
         rows = own.new_empty(world_size(), own.numel())
         if self._group is None:
