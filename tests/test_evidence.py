@@ -135,21 +135,18 @@ def test_the_map_is_planned_by_the_command_line_with_the_settings_of_each_point(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     settings = {"method": "hift", "precision": "mixed_hi", "layers_per_group": 2, "seq_length": 64}
-    points = [
-        {"card": "4090", "setting": setting, "tokens": tokens, "settings": settings}
-        for setting, tokens in (("m1", 512), ("m1", 1024), ("zero3", 512))
-    ]
+    asked = {"card": "4090", "setting": "m1", "tokens": 512, "settings": settings}
     tiny_llama().config.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(planned_map, "kept", lambda name: {"model": str(tmp_path / "model"), "points": points})
+    monkeypatch.setattr(planned_map, "kept", lambda name: {"model": str(tmp_path / "model"), "points": [asked]})
     monkeypatch.setattr(planned_map, "RESULTS", tmp_path)
     planned_map.plan_points()
     content = json.loads((tmp_path / "planned_map.json").read_text(encoding="utf-8"))
-    (point,) = content["points"]  # the map has no other
+    (point,) = content["points"]
     words = ["plan", "--model", str(tmp_path / "model"), "--gpu", "4090", "--json"]
     words += [f"--{name}={value}" for name, value in settings.items()]
     said = subprocess.run([sys.executable, "-m", "slivertune", *words], check=True, capture_output=True, text=True)
     answer = json.loads(said.stdout)
     expected = {"fits": True, "need_bytes": answer["need_bytes"], "time": answer["time"]}
-    assert point == {**points[0], **expected} and content["environment"]["processor"]
+    assert point == {**asked, **expected} and content["environment"]["processor"]
     monkeypatch.setattr(planned_map, "kept", lambda name: content)
     assert planned_map._points("4090") == {("m1", 512): point}
