@@ -134,7 +134,7 @@ def test_arguments_that_are_only_attributes_are_kept_when_wrapped() -> None:
 
     model = tiny_llama(vocab=384)
     hift = HiFT.wrap(AdamW8bit(model.parameters(), lr=1e-2, block_size=128), model)
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("default", force_backend="eager"):
         train(model, hift, token_batches(1, vocab=384), 1)
     assert hift.state_dict()["state"]["model.embed_tokens.weight"]["exp_avg"].block_size == 128
 

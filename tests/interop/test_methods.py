@@ -56,11 +56,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:This implementation of AdamW is 
 
 @pytest.fixture(autouse=True)
 def own_managers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """bitsandbytes keeps overrides for the whole process; torchao compiles its step for every shape."""
+    """bitsandbytes keeps overrides for the whole process; torchao compiles its step for every shape, in minutes."""
     monkeypatch.setattr(GlobalOptimManager, "_instance", None)
     # All that GaLore's 8-bit AdamW needs a GPU for.
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("default", force_backend="eager"):
         yield
 
 

@@ -372,6 +372,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = ledger._see
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile inside of a ledger, which it refuses under modes that need to see each operator."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

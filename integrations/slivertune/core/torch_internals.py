@@ -4,8 +4,9 @@ Everything else of the library reaches these through this file. `RELIED_ON` says
 test can tell with a clear word which has moved.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,6 +57,9 @@ RELIED_ON: Mapping[str, str] = {
     "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
     "torch.Tensor._make_subclass": "makes a tensor that is read when it is needed",
     "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for what it knows of itself",
+    "torch._dynamo.config.recompile_limit": "lets each instance of an optimizer compile its step",
+    "torch._dynamo.config.accumulated_recompile_limit": "lets each instance of an optimizer compile its step",
+    "torch._dynamo.config.patch": "lets each instance of an optimizer compile its step",
     "torch._foreach_norm": "the norm as clip_grad_norm_ computes it on a GPU",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
     "torch.ops.prim.device.default": "asks where a tensor without data says it lies",
@@ -71,6 +75,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.nn.Module()._buffers": "replaces a buffer",
     "torch.nn.Module()._compiled_call_impl": "tells a module that was compiled in place",
     "torch.nn.modules.conv._ConvNd": "all convolutions",
+    "torch._dynamo.eval_frame._is_in_optimized_module": "tells a forward inside of a compiled module",
     "torch.distributed.distributed_c10d._get_default_group": "the process group of a run",
     "torch.distributed.distributed_c10d._get_default_store": "the store that the ranks share",
     "torch.distributed.distributed_c10d._get_default_timeout": "tells a timeout that nobody has set",
@@ -153,6 +158,13 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
         (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
         for argument in operator._schema.arguments
     ]
+
+
+def without_recompile_limit() -> AbstractContextManager[None]:
+    """Let torch compile a function as often as it is given something new, where it would stop after eight times."""
+    config: Any = torch._dynamo.config
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
+    return config.patch(limits)  # type: ignore[no-any-return]
 
 
 def tensor_without_memory(kind: type[Tensor], like: torch.Tensor) -> Tensor:
@@ -244,6 +256,22 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def compiled_call_of(module: nn.Module) -> Any:
     """What `module.compile()` lets a module's calls run through; None if it was not compiled in place."""
     return module._compiled_call_impl
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled: in place, by another module around it, or by another function as its forward."""
+    forward = vars(module).get("forward")
+    return (
+        compiled_call_of(module) is not None
+        or uncompiled_module(module) is not module
+        or hasattr(forward, "_torchdynamo_orig_callable")
+    )
+
+
+def runs_in_compiled_module() -> bool:
+    """Whether what `torch.compile(module)` returned is being called."""
+    eval_frame: Any = torch._dynamo.eval_frame
+    return bool(eval_frame._is_in_optimized_module())
 
 
 def apply_of(module: nn.Module) -> Callable[..., Any]:

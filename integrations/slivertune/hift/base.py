@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -108,6 +109,7 @@ class BaseOptimizer:
                 "or load its successor's state with HiFT.load_state_dict"
             )
         _check_settings(optimizer, rebuilt)
+        _warn_of_compiled_step(optimizer)
         return cls._of(optimizer, arguments, elementwise)
 
     @classmethod
@@ -177,7 +179,8 @@ def _rebuilt(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> 
         ValueError: If none can be built.
     """
     name = type(optimizer).__name__
-    first = next(parameter for group in optimizer.param_groups for parameter in group["params"])
+    # Where everything is frozen, as in an adapter that was loaded for inference, HiFT says so when it looks for layers.
+    first = next((each for group in optimizer.param_groups for each in group["params"]), torch.zeros(1))
     dummy = torch.nn.Parameter(torch.zeros((1,) * max(1, first.dim()), dtype=first.dtype))
     try:
         return type(optimizer)([{**optimizer.param_groups[0], "params": [dummy]}], **arguments)
@@ -202,6 +205,18 @@ def _check_settings(optimizer: torch.optim.Optimizer, rebuilt: torch.optim.Optim
                 f"HiFT builds one {name} a group, and can't read {key}={theirs[key]!r} back as an argument from this "
                 f"instance (another one has {value!r}); pass the class and its arguments: HiFT(model, {name}, ...)"
             )
+
+
+def _warn_of_compiled_step(optimizer: torch.optim.Optimizer) -> None:
+    """Say that a step which was compiled on the instance alone is not what HiFT's instances run."""
+    if hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable"):
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"the step of this {name} was compiled on the instance. HiFT builds one {name} per group, and runs their "
+            "steps uncompiled. Wrap a class that compiles its own step to have them compiled",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

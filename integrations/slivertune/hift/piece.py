@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slivertune.core.hyperparameters import differs, in_form_of, own_copy
+from slivertune.core.torch_internals import without_recompile_limit
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.rotation import LearningRate
@@ -160,6 +161,11 @@ class Instance:
                 if key != "params" and (key not in pushed or differs(pushed[key], value)):
                     inner[key] = in_form_of(inner.get(key), own_copy(value))
                     pushed[key] = own_copy(value)
+
+    def step(self) -> None:
+        """Step; a class whose step is compiled compiles it for each instance, and each size of a piece."""
+        with without_recompile_limit():
+            self.optimizer.step()
 
     def adapted(self) -> dict[int, dict[str, Any]]:
         """What the instance itself changed (adaptive step sizes and the like), by index of the user's param group."""

@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class StepMeter:
         dtype = torch.float32 if self.steps_master(weight) else parameter.dtype
         key = (shape, weight.param_group, dtype, weight.device, self.base.overrides_of(parameter))
         if key not in self._measured:
-            with _same_random_numbers(parameter, weight.device):
+            with _same_random_numbers(parameter, weight.device), _uncompiled():
                 self._measured[key] = self._measure(weight, torch.zeros(shape, dtype=dtype, device=weight.device))
         if not is_sampled:
             return self._measured[key]
@@ -133,7 +133,12 @@ def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weight
     dummy.grad = torch.zeros_like(dummy)
     group = param_groups[weight.param_group]
     name = base.optimizer_class.__name__
-    with torch.no_grad(), _same_random_numbers(parameter, parameter.device), warnings.catch_warnings():
+    with (
+        torch.no_grad(),
+        _same_random_numbers(parameter, parameter.device),
+        _uncompiled(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         try:
             optimizer = base.build([{**group, "params": [dummy]}])
@@ -180,3 +185,8 @@ def _same_random_numbers(parameter: torch.Tensor, device: torch.device) -> Itera
         [device] if device.type == "cuda" else [], enabled=not isinstance(parameter, FakeTensor)
     ):
         yield
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Run compiled functions eagerly: torch compiles nothing where a ledger watches, and a dummy is not worth it."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

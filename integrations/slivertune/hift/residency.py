@@ -85,7 +85,7 @@ class ResidentGroup:
                 refresh_master(one.leaf.data, one.part_of_weight())
             one.attach_gradient()
         instance.push(param_groups, held_lr)
-        instance.optimizer.step()
+        instance.step()
         for one in piece.slices:
             if not one.is_weight:
                 one.part_of_weight().copy_(one.leaf.data)

@@ -420,7 +420,7 @@ class StreamedGroup(ResidentGroup):
             {one.leaf: state for one, state in zip(piece.slices, states, strict=True) if state}
         )
         instance.push(param_groups, held_lr)
-        instance.optimizer.step()
+        instance.step()
 
     def _store(self, index: int) -> None:
         """Write a piece's weights back, queue the copies of its tensors to where they wait, and give its slot back."""

@@ -1,0 +1,175 @@
+"""Base optimizers whose step is compiled: they are measured, stepped and resumed as any other."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters, disable_cache_limit
+
+import slivertune
+from slivertune import HiFT, HiFTConfig
+from slivertune.core.ledger import Ledger
+from tests.helpers.compilation import IGNORED
+from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
+from tests.helpers.reference import train
+from tests.hift.cases import hift_over, reloaded, with_reference
+from tests.training.test_callbacks import make_trainer
+
+pytestmark = IGNORED
+
+BLOCKS = 8
+"""With embedding and head ten groups, more than torch compiles a function for by itself."""
+BATCHES = token_batches(6)
+
+
+@pytest.fixture(autouse=True)
+def traced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile by a backend that runs what was traced as it is."""
+    torch._dynamo.reset()
+    counters.clear()
+    if "inductor" in request.node.name:
+        yield
+        return
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        yield
+
+
+@torch.compile(fullgraph=True)
+def _update(parameter: torch.Tensor, gradient: torch.Tensor, moment: torch.Tensor, rate: float) -> None:
+    moment.lerp_(gradient, 0.1)
+    parameter.add_(moment, alpha=-rate)
+
+
+class CompiledUpdate(torch.optim.Optimizer):
+    """Compiles what it does to one tensor, as torchao's do."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["moment"] = torch.zeros_like(parameter)
+                    _update(parameter, parameter.grad, state["moment"], group["lr"])
+
+
+class CompiledStep(torch.optim.Optimizer):
+    """Compiles its whole step, which is another for each instance."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.compile(fullgraph=True)
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["moment"] = torch.zeros_like(parameter)
+                    state["moment"].lerp_(parameter.grad, 0.1)
+                    parameter.add_(state["moment"], alpha=-group["lr"])
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "whole groups": {},
+    "pieces": {"elementwise": True, "stream_bytes": 4096},
+    "disk": {"state": "disk"},
+    "stepped": {"elementwise": True, "gradients": "stepped"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (CompiledUpdate, "pieces"),
+        (CompiledUpdate, "disk"),
+        (CompiledStep, "whole groups"),
+        pytest.param(CompiledStep, "pieces", marks=pytest.mark.slow),
+        pytest.param(CompiledUpdate, "stepped", marks=pytest.mark.slow),
+    ],
+)
+def test_ten_groups_are_ten_compiled_optimizers_rotated_by_hand(kind: Any, config: str, tmp_path: Path) -> None:
+    settings = {**CONFIGS[config], **({"state_dir": str(tmp_path)} if config == "disk" else {})}
+    model, hift, dense, naive = with_reference(tiny_llama(blocks=BLOCKS), kind, lr=1e-2, **settings)
+    steps = 2 * hift.num_groups
+    with disable_cache_limit():
+        train(dense, naive, BATCHES, steps)
+    train(model, hift, BATCHES, steps)
+    assert_same_bits(model, dense)
+    num_graphs = counters["stats"]["unique_graphs"]
+    train(model, hift, BATCHES, hift.num_groups, start=steps)
+    assert counters["stats"]["unique_graphs"] == num_graphs, "nothing is compiled after the second cycle"
+
+
+def test_a_compiled_step_resumes_with_the_same_bits() -> None:
+    runs = [hift_over(tiny_llama(seed=seed), CompiledStep, lr=1e-2) for seed in (0, 5)]
+    (model, first), (other, second) = runs
+    train(model, first, BATCHES, 4)
+    states = reloaded([model.state_dict(), first.state_dict()], weights_only=True)
+    other.load_state_dict(states[0])
+    second.load_state_dict(states[1])
+    for run in runs:
+        train(*run, BATCHES, 5, start=4)
+    assert_same_bits(model, other)
+
+
+def test_a_compiled_step_runs_in_a_ledger() -> None:
+    dense = tiny_llama()
+    model, hift = hift_over(twin(dense), CompiledUpdate, layers_per_group=5, lr=1e-2)
+    train(dense, CompiledUpdate(dense.parameters(), lr=1e-2), BATCHES, 2)
+    with Ledger(model) as ledger:
+        train(model, hift, BATCHES, 2)
+        assert ledger.current().host > 0
+    assert_same_bits(model, dense)
+
+
+def test_a_trainer_trains_with_an_optimizer_whose_step_is_compiled(tmp_path: Path) -> None:
+    models = []
+    for config in (None, HiFTConfig(layers_per_group=5)):
+        model = tiny_llama()
+        trainer = make_trainer(tmp_path, model=model, max_steps=3, max_grad_norm=0.0)
+        trainer.optimizer_cls_and_kwargs = (CompiledStep, {"lr": 1e-2})
+        if config is not None:
+            slivertune.attach(trainer, config)
+        trainer.train()
+        models.append(model)
+    assert_same_bits(*models)
+
+
+def test_a_step_that_was_compiled_on_an_instance_is_told() -> None:
+    model = tiny_llama()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step = torch.compile(optimizer.step)
+    with pytest.warns(UserWarning, match=r"step of this SGD was compiled.*class that compiles its own step"):
+        hift = HiFT.wrap(optimizer, model, config=HiFTConfig(layers_per_group=5))
+    dense = twin(tiny_llama())
+    train(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BATCHES, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, hift, BATCHES, 2)
+    assert_same_bits(model, dense)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_with_inductor_it_is_the_bare_optimizer() -> None:
+    from torchao.optim import AdamW8bit
+
+    batches = token_batches(3, vocab=384)
+    dense = tiny_llama(vocab=384, blocks=1)
+    model, hift = hift_over(twin(dense), AdamW8bit, layers_per_group=3, lr=1e-2)
+    train(dense, AdamW8bit(dense.parameters(), lr=1e-2), batches, 2)
+    train(model, hift, batches, 2)
+    assert_same_bits(model, dense)
