@@ -370,15 +370,26 @@ def test_a_group_that_some_batch_of_the_cycle_reaches_is_not_called_unreached() 
     assert not [message for message in messages if "whole cycle" in message]
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_grad_scaler_meets_a_skipped_turn_and_an_overflow(unscale: bool) -> None:
-    case = CASES["an unused pooler under one call"]
+@pytest.mark.parametrize(
+    ("name", "autocast", "unscale"),
+    [
+        ("an unused pooler under one call", torch.float16, False),
+        ("an unused pooler under one call", torch.float16, True),
+        ("an unused pooler under one call", torch.bfloat16, True),
+        ("an unused pooler under one call", None, False),
+        ("an unused pooler under two calls", None, True),
+    ],
+)
+def test_a_grad_scaler_meets_a_skipped_turn_and_an_overflow(
+    name: str, autocast: torch.dtype | None, unscale: bool
+) -> None:
+    case = CASES[name]
     model, hift, _, _ = both(case)
     scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=10_000)
     overflows = 0
     for step in range(2 * hift.num_groups + 3):
         with unheard():
-            with torch.autocast("cpu", dtype=torch.float16):
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 loss = case.loss(model, step)
             scaler.scale(loss).backward()
             if step in (2, 9):

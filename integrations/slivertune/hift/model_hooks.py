@@ -39,6 +39,7 @@ class ModelHooks:
         on_lack_of_memory: Called when the device's memory did not suffice for a forward, and where the last backward
             did not end.
         checks_model: Whether each outermost forward that records a graph begins with `check`.
+        may_be_scaled: Whether a GradScaler may unscale the gradients.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ModelHooks:
         on_forward_end: Callable[[bool], None] = lambda has_succeeded: None,
         on_lack_of_memory: Callable[[], None] = lambda: None,
         checks_model: bool = True,
+        may_be_scaled: bool = True,
     ) -> None:
         self.model = model
         """The model."""
@@ -70,12 +72,12 @@ class ModelHooks:
         self._on_forward = on_forward
         self._on_forward_end = on_forward_end
         self._on_lack_of_memory = on_lack_of_memory
-        self._ran = self._reached = self._is_scaled = self._runs_backward = False
+        self._may_be_scaled = may_be_scaled
+        self._ran = self._reached = self._runs_backward = False
         self._arrived: weakref.ref[torch.Tensor] | None = None
         """The gradient that a backward brought last."""
         self._task = -1
         self._witness: nn.Parameter | None = None
-        self._device_type = "cpu"
         self._outermost: nn.Module | None = None
         self._anchor = torch.zeros((), requires_grad=True)
         self._has_warned_of_compilation = False
@@ -92,11 +94,6 @@ class ModelHooks:
                 module.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True),
                 module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
             ]
-        for module in self.model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                # Inside of the model's forward, where accelerate has switched autocast on.
-                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._note_autocast)))
-                break
 
     def release(self) -> None:
         """Let every parameter have gradients again, and take the hooks off the model; later calls do nothing."""
@@ -118,9 +115,7 @@ class ModelHooks:
             weights: The group's.
             on_gradient: Called with each of its parameters when its gradient is complete.
         """
-        weights = list(weights)
         self._active = {id(weight.trained): weight.trained for weight in weights}
-        self._device_type = next((weight.device.type for weight in weights), "cpu")
         self.end_update()
 
         def note_gradient(parameter: torch.Tensor) -> None:
@@ -152,6 +147,10 @@ class ModelHooks:
         """Whether a gradient of the active group came from a backward, and was not set by hand."""
         arrived = self._arrived() if self._arrived is not None else None
         return arrived is not None and any(parameter.grad is arrived for parameter in self._active.values())
+
+    def has_gradient(self) -> bool:
+        """Whether a parameter of the active group has a gradient, but for the zeros that a GradScaler is given."""
+        return any(each.grad is not None and each is not self._witness for each in self._active.values())
 
     def end_update(self) -> bool:
         """A step is over, or its gradients are given up; whether a backward has run, and none reached the group."""
@@ -236,9 +235,8 @@ class ModelHooks:
             self._runs_backward = False
             self._on_lack_of_memory()
         self._on_forward((inputs, named_inputs))
-        self._note_autocast(module, inputs)
         self._drop_witness()
-        if self._reached and self._has_no_gradient():
+        if self._reached and not self.has_gradient():
             self.end_update()
         if self.checks_model:
             self.check()
@@ -289,9 +287,12 @@ class ModelHooks:
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """Note that it ran; give a GradScaler, which fails where no gradient is, zeros of the smallest parameter."""
+        """Note that it ran; give a GradScaler, which fails where no gradient is, zeros of the smallest parameter.
+
+        Nothing tells that there is one before it looks for gradients, whatever the dtype of the forward.
+        """
         self._ran, self._runs_backward = True, False
-        if self._is_scaled and not self._reached and self._witness is None and self._has_no_gradient():
+        if self._may_be_scaled and not self._reached and self._witness is None and not self.has_gradient():
             self._witness = min(self._active.values(), key=lambda parameter: parameter.numel())
             self._witness.grad = torch.zeros_like(self._witness)
 
@@ -299,14 +300,6 @@ class ModelHooks:
         if self._witness is not None:
             self._witness.grad = None
             self._witness = None
-
-    def _has_no_gradient(self) -> bool:
-        return all(parameter.grad is None for parameter in self._active.values())
-
-    def _note_autocast(self, module: nn.Module, inputs: Any) -> None:
-        device = self._device_type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-            self._is_scaled = True
 
 
 def _entry_modules(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]:

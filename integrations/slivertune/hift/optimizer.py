@@ -202,6 +202,7 @@ class HiFT(CheckpointedSliver):
             on_forward_end=partial(HiFT._end_forward, own),
             on_lack_of_memory=partial(HiFT._note_lack_of_memory, own),
             checks_model=checks_model,
+            may_be_scaled=self.config.gradients == "device",
         )
         self._attach()
 
@@ -480,6 +481,10 @@ class HiFT(CheckpointedSliver):
     def state_sizes(self) -> list[int]:
         """Bytes of each group's masters and state."""
         return [waiting_bytes(each.weights, self._meter).total() for each in self._residencies]
+
+    def has_gradient(self) -> bool:
+        """Whether the active group has a gradient, but for the zeros that a GradScaler is given where none arrived."""
+        return self._hooks.has_gradient()
 
     def _step_from_gradients(self) -> bool:
         weights = self._residencies[self.active_group].weights

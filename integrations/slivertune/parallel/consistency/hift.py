@@ -71,7 +71,7 @@ class ConsistencyCheck:
         self._steps, self._group = self._hift.rotation.steps, self._hift.active_group
         is_reached = None
         if all(closure is None for closure in (*args[1:], kwargs.get("closure"))):
-            is_reached = any(weight.trained.grad is not None for weight in self._hift.weights_of(self._group))
+            is_reached = self._hift.has_gradient()
         self._heartbeat.meet(header_of(self._hift, Stage.STEPPING, is_reached), applied_settings(self._hift))
 
     @torch.no_grad()
