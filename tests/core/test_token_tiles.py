@@ -339,12 +339,3 @@ def test_a_model_without_blocks_is_refused() -> None:
         pytest.raises(ValueError, match="only models with blocks can be run block by block"),
     ):
         st.tile_tokens(nn.Linear(2, 2), 6)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_model_is_refused_with_the_reason() -> None:
-    model = made("dense", checkpointed=False)
-    torch._dynamo.reset()
-    refused = pytest.raises(Exception, match=r"tile_tokens checkpoints each tile, which torch.compile can't")
-    with st.tile_tokens(model, 6), st.compile_blocks(model, backend="eager"), refused:
-        model(**batch(model))

@@ -252,13 +252,6 @@ def test_programs_that_look_for_tied_weights_save_all_of_a_block(moment: str, tm
         assert_same_bits(second, first)
 
 
-def test_compiled_blocks_are_refused() -> None:
-    _, _, model, _ = both()
-    model.model.layers[1].compile(backend="eager")
-    with pytest.raises(RuntimeError, match="a compiled block does not look for them there; leave the model uncompiled"):
-        model(**BATCHES[0])
-
-
 @pytest.mark.filterwarnings("ignore:.*parameters do not require gradients:UserWarning")
 def test_models_whose_blocks_are_no_units_are_refused() -> None:
     shared = tiny_llama(blocks=3)

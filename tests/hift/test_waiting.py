@@ -490,15 +490,6 @@ def test_tied_wrapped_and_missing_linear_layers_are_refused_and_the_model_stays_
             HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
 
 
-def test_a_compiled_model_is_refused() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8"), lr=1e-3)
-    model.get_submodule("model.layers.0").compile(backend="eager")
-    with pytest.raises(RuntimeError, match="leave the model uncompiled, or leave out waiting="):
-        model(**token_batches(1)[0])
-    del hift
-
-
 def test_a_checkpoint_of_another_form_is_refused_and_nothing_is_changed() -> None:
     model, hift, naive = pair(tiny_llama(torch.bfloat16))
     train(model, hift, token_batches(8), 2)

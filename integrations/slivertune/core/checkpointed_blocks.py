@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+from typing_extensions import override
 
 from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
 from slivertune.core.outputs import tensors_of
+from slivertune.core.refused_pairs import Feature, attach_feature
 from slivertune.core.transformers_internals import checkpointing_of, set_checkpointing
 
 
@@ -31,6 +33,8 @@ class CheckpointedBlocksHandle(ModelHandle):
 
     is_innermost: ClassVar[bool] = False
     """Whether no other stand-in comes between this one and the function itself."""
+    feature: Feature | None = None
+    """What it is, as `refused_pairs` names it; None of what goes with everything."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -48,7 +52,12 @@ class CheckpointedBlocksHandle(ModelHandle):
 
         Args:
             model: The model.
+
+        Raises:
+            RuntimeError: If the model has what does not go with this.
         """
+        if self.feature is not None:
+            self._undo.append(attach_feature(model, self.feature))
         self._put()
         self._undo.append(self._take_off)
         # Checkpointing that is switched on anew comes with a function of its own.
@@ -114,6 +123,11 @@ class BeforeCheckpointing(StandIn):
         self.handle = handle
         """Decides."""
         self._layer, self._place = layer, place
+
+    @property
+    @override
+    def feature(self) -> Feature | None:
+        return self.handle.feature
 
     def __call__(self, forward: Callable[..., Any], *args: Any) -> Any:
         """Run the forward as the handle says."""

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from slivertune.core.checkpointed_blocks import records_graph
 from slivertune.core.layers import find_blocks
 from slivertune.core.module_hook import ModelHandle, StandIn
-from slivertune.core.torch_internals import compiled_call_of, uncompiled_module
+from slivertune.core.refused_pairs import Feature, refuse_beside
+from slivertune.core.torch_internals import is_compiled, uncompiled_module
 
 NUM_GRAPHS_LIMIT = 64
 """Where torch lets a call set it, its limit of graphs: four of a training block and two in evaluation, each for fixed
@@ -75,6 +77,11 @@ class CompiledForward(StandIn):
         super().__init__(block.forward)
         self.path, self.block = path, block
         self._compile_forward = compile_forward
+
+    @property
+    @override
+    def feature(self) -> Feature:
+        return "torch.compile"
 
     def remove(self) -> None:
         """Let the block run as it is, unless something else has wrapped it since, which then stays."""
@@ -152,22 +159,24 @@ def compile_blocks(model: nn.Module, *, fullgraph: bool = True, **options: Any) 
 
     Raises:
         ValueError: If the model has no list of blocks.
-        RuntimeError: If the model or a block is compiled already, or a block's forward was replaced (offloading).
+        RuntimeError: If the model or a block is compiled already, a block's forward was replaced (offloading), or the
+            model has what does not go with it.
 
     Example:
         >>> slivertune.compile_blocks(model)
         >>> optimizer = slivertune.HiFT(model, torch.optim.AdamW, lr=2e-5)
     """
-    if uncompiled_module(model) is not model or compiled_call_of(model) is not None:
+    if is_compiled(model):
         raise RuntimeError(
             f"{type(uncompiled_module(model)).__name__} is compiled as a whole already; give compile_blocks the model "
             "as it was before torch.compile, and compile it once"
         )
+    refuse_beside(model, "torch.compile")
     blocks = find_blocks(model)
     for path, block in blocks:
-        if uncompiled_module(block) is not block or compiled_call_of(block) is not None:
-            raise RuntimeError(f"{path} is compiled already; compile the blocks once")
         own = vars(block).get("forward")
+        if is_compiled(block):
+            raise RuntimeError(f"{path} is compiled already; compile the blocks once")
         if isinstance(own, CompiledForward):
             raise RuntimeError(f"{path} is compiled already; remove() that handle first")
         if own is not None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from slivertune.core.activation_room import ActivationRoom
-from slivertune.core.checkpointed_blocks import BeforeCheckpointing, CheckpointedBlocksHandle
+from slivertune.core.checkpointed_blocks import CheckpointedBlocksHandle
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.setting_checks import check_integer
 
@@ -41,7 +41,7 @@ def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHa
 
     Raises:
         ValueError: If the model has no such blocks or fewer, if checkpointing is off, or if "auto" can't measure.
-        RuntimeError: If the model keeps activations already.
+        RuntimeError: If the model keeps activations already, or "auto" meets offloaded activations.
 
     Example:
         >>> model.activation_checkpointing_enable()
@@ -77,7 +77,7 @@ class KeptActivationsHandle(CheckpointedBlocksHandle):
         self._num_blocks = num_blocks
         self._room: ActivationRoom | None = None
         if num_blocks == "auto":
-            self._room = ActivationRoom(model, len(self.blocks))
+            self._room, self.feature = ActivationRoom(model, len(self.blocks)), "keep_activations='auto'"
         else:
             check_num_kept(num_blocks, len(self.blocks), type(model).__name__)
         if any(block in _keeping for block in self.blocks):
@@ -100,11 +100,6 @@ class KeptActivationsHandle(CheckpointedBlocksHandle):
     def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
         """Run a forward: plainly if its block keeps its activations, else checkpointed."""
         room, is_block = self._room, layer is self.blocks[place]
-        if room is not None and isinstance(own, BeforeCheckpointing):
-            raise RuntimeError(
-                "keep_activations='auto' measures what a block keeps beside its input, which offload_activations lets "
-                "wait on the host; give keep_activations a number, or leave out one of the two"
-            )
         if room is not None and is_block:
             room.enter_block(forward, args)
         num_kept = self.num_kept if room is None or room.is_open else 0

@@ -44,6 +44,11 @@ class StandIn:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    @property
+    def feature(self) -> Any:
+        """What it is a part of, as `refused_pairs` names it; None of what goes with everything."""
+        return None
+
     def kept_tensors(self) -> Iterable[torch.Tensor]:
         """Tensors on the device that this keeps in place of parameters."""
         return ()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from slivertune.core.checkpointed_blocks import CheckpointedBlocksHandle, records_graph
+from slivertune.core.refused_pairs import Feature
 from slivertune.core.torch_internals import storage_key, version_of
 from slivertune.core.waiting_activations import WaitingActivation, WaitingActivations
 
@@ -39,7 +40,8 @@ def offload_activations(model: nn.Module) -> OffloadedActivationsHandle:
 
     Raises:
         ValueError: If the model has no such blocks, or if checkpointing is off.
-        RuntimeError: If the model's activations are offloaded already.
+        RuntimeError: If the model's activations are offloaded already, or it has what does not go with that
+            (torch.compile, keep_activations='auto').
 
     Example:
         >>> model.activation_checkpointing_enable()
@@ -64,6 +66,7 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
         model: As `offload_activations` takes it; checkpointing may be switched on later.
     """
 
+    feature: Feature | None = "offload_activations"
     is_innermost: ClassVar[bool] = True  # what keeps its activations after all is not checkpointed, nor offloaded
     refusal_to_copy = (
         "an OffloadedActivationsHandle belongs to one model and is neither copied nor pickled; a copy of the model "
@@ -85,11 +88,6 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
 
     def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
         """Run a checkpointed forward whose input waits on the host."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "offload_activations copies beside the computation, which torch.compile can't do inside a graph; leave "
-                "out one of the two"
-            )
         # A layer inside a block keeps its input from the block's second forward to its backward, right after it.
         if layer is not self.blocks[place] or not records_graph(layer, (args, getattr(forward, "keywords", {}))):
             return own(forward, *args)

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+from typing_extensions import override
 
 from slivertune.core.checkpointed_blocks import records_graph
 from slivertune.core.layers import find_blocks
 from slivertune.core.module_hook import ModelHandle, StandIn, put_stand_in
+from slivertune.core.refused_pairs import Feature, attach_feature
 from slivertune.core.setting_checks import check_integer
 from slivertune.core.token_wise import BesideAttention, children_beside_attention, is_norm, norms_outside
 
@@ -99,6 +101,7 @@ class TokenTilesHandle(ModelHandle):
                     f"the forward of {paths[module]} was replaced by {vars(module)['forward']!r}; call tile_tokens "
                     "before TokenTune and whatever else replaces it, and once for a model"
                 )
+        self._undo.append(attach_feature(model, "tile_tokens"))
         for module in found:
             tiles = _Tiles(module, paths[module], tile_size, recompute_context)
             self._undo.append(put_stand_in(module, "forward", tiles))
@@ -147,6 +150,11 @@ class _Tiles(StandIn):
         self.is_on = True
         """Whether it was not taken off, though something else may hold it still."""
 
+    @property
+    @override
+    def feature(self) -> Feature | None:
+        return "tile_tokens" if self.is_on else None
+
     def end(self) -> None:
         """Pass every call on from now on, also where something that came later holds this."""
         self.is_on = False
@@ -181,11 +189,6 @@ class _Tiles(StandIn):
         return dim, max(1, self._tile_size // max(1, num_beside))
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size, dim: int) -> None:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "tile_tokens checkpoints each tile, which torch.compile can't do inside a block's graph; leave out one "
-                "of the two"
-            )
         others = [each for each in args if not isinstance(each, torch.Tensor) or each.shape[:-1] != shape[:-1]]
         if kwargs or others:
             raise RuntimeError(

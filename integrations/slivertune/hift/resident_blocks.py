@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from slivertune.core.layers import find_blocks
+from slivertune.core.refused_pairs import refuse_beside
 from slivertune.core.torch_internals import set_buffer
 from slivertune.hift.host_weights import HostWeights, Movable, WaitingBlock
 from slivertune.hift.prefetch import unused_bytes
@@ -48,14 +49,16 @@ class StreamedModel:
         resident_bytes: As in `HiFTConfig`.
 
     Raises:
-        ValueError: If there are no blocks, they share weights with each other or with what is around them, hold other
-            than floating-point weights, or are compiled.
+        ValueError: If there are no blocks, they share weights with each other or with what is around them, or hold
+            other than floating-point weights.
+        RuntimeError: If the model or a block is compiled.
     """
 
     blocks: StreamedBlocks
     """Their hooks; there from `attach` on."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
+        refuse_beside(model, "weights='host'")
         self._found = find_blocks(model)
         _check(model, self._found)
         self.device = compute_device(model)

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
 from slivertune.core.outputs import tensors_of
+from slivertune.core.refused_pairs import Feature, attach_feature
 from slivertune.core.torch_internals import (
     NO_BACKWARD,
     apply_of,
     at_end_of_backward,
-    compiled_call_of,
     running_backward,
     saved_tensors_hooks_now,
 )
@@ -78,7 +79,12 @@ class StreamedBlocks:
         self._undo: list[Callable[[], None]] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Hook the blocks, and what moves the model."""
+        """Hook the blocks, and what moves the model.
+
+        Raises:
+            RuntimeError: If the model or a block is compiled.
+        """
+        self._undo.append(attach_feature(model, "weights='host'"))
         own = weakref.proxy(self)
         for index, module in enumerate(self._modules):
             before, after = partial(StreamedBlocks._before, own, index), partial(StreamedBlocks._after, own, index)
@@ -101,16 +107,7 @@ class StreamedBlocks:
         self.weights.take_all_back()
 
     def begin_forward(self) -> None:
-        """An outermost forward begins: load the first blocks.
-
-        Raises:
-            RuntimeError: If a block is compiled, whose graph would read where its weights were when it was made.
-        """
-        if any(compiled_call_of(module) is not None for module in self._modules):
-            raise RuntimeError(
-                "weights='host' brings a block's weights in a hook before its forward, to another place each time, and "
-                "a compiled block does not look for them there; leave the model uncompiled, or set weights='device'"
-            )
+        """An outermost forward begins: load the first blocks."""
         weights = self.weights
         weights.put_all_back()  # where the last forward or backward has failed
         weights.settle()
@@ -225,6 +222,11 @@ class _CheckedApply(StandIn):
     ) -> None:
         super().__init__(function)
         self._device, self._blocks, self._is_block = device, blocks, is_block
+
+    @property
+    @override
+    def feature(self) -> Feature | None:
+        return "weights='host'" if self._is_block else None
 
     def __call__(self, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Change what is around the blocks, if these would stay as they are.

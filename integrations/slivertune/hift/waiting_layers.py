@@ -16,8 +16,9 @@ from slivertune.core.activation_room import read_memory
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.host_tensors import claimed_host_memory, tensor_at
 from slivertune.core.layers import find_blocks
+from slivertune.core.refused_pairs import attach_feature
 from slivertune.core.setting_checks import check_choice
-from slivertune.core.torch_internals import FakeTensor, compiled_call_of
+from slivertune.core.torch_internals import FakeTensor
 from slivertune.hift.block_codes import WaitingForm, check_available
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.piece import Weight
@@ -47,11 +48,10 @@ class WaitingLayers:
         check_available(form)
         self._model = model
         self._home = home
-        self._blocks = [block for _, block in find_blocks(model)]
         self._slots_of = prefetcher.slots_of
         self._by_parameter = {
             id(module.weight): waiting_weight_on(module, name, form)
-            for name, module in linear_modules(model, self._blocks).items()
+            for name, module in linear_modules(model, [block for _, block in find_blocks(model)]).items()
         }
         self._groups: Sequence[StreamedGroup] | None = None
         self._leaving: list[tuple[torch.Tensor, Event]] = []
@@ -62,10 +62,13 @@ class WaitingLayers:
 
         Args:
             groups: All groups' owners of state, by index.
+
+        Raises:
+            RuntimeError: If the model or a part of it is compiled.
         """
-        self._check_uncompiled()
         if self._groups is not None:
             return  # they could not be released
+        self._end_feature = attach_feature(self._model, "waiting")
         self._groups = groups
         sources: dict[int, ExactSource] = {}
         for group in groups:
@@ -103,12 +106,7 @@ class WaitingLayers:
             each.arrive()
 
     def begin_forward(self) -> None:
-        """Check that the outermost forward that begins can run over codes.
-
-        Raises:
-            RuntimeError: If the model or a block was compiled.
-        """
-        self._check_uncompiled()
+        """An outermost forward begins."""
         self._let_go()
 
     def make_codes(self) -> None:
@@ -136,6 +134,7 @@ class WaitingLayers:
         for each in self._by_parameter.values():
             each.restore()
             each.remove()
+        self._end_feature()
         self._groups = None
 
     def _has_room(self) -> bool:
@@ -171,13 +170,6 @@ class WaitingLayers:
         assert self._groups is not None
         found = [self._by_parameter.get(id(weight.parameter)) for weight in self._groups[group].weights]
         return [each for each in found if each is not None]
-
-    def _check_uncompiled(self) -> None:
-        if any(compiled_call_of(module) is not None for module in (self._model, *self._blocks)):
-            raise RuntimeError(
-                "waiting layers are made dense in a call around each linear layer, which a compiled model does not "
-                "make; leave the model uncompiled, or leave out waiting="
-            )
 
 
 def quantize_layers(model: nn.Module, waiting: WaitingForm) -> WaitingLayers:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
 
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
+from slivertune.core.refused_pairs import Feature
 from slivertune.core.torch_internals import apply_of, is_without_data, storage_key
 from slivertune.hift.block_codes import BlockCodes, WaitingForm, quantize
 from slivertune.hift.exact_tensor import ExactTensor
@@ -325,6 +327,11 @@ class _Forward(StandIn):
     def __init__(self, function: Callable[..., Any], weight: WaitingWeight) -> None:
         super().__init__(function)
         self.weight = weight
+
+    @property
+    @override
+    def feature(self) -> Feature:
+        return "waiting"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.weight.arrive()

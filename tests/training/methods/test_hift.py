@@ -143,7 +143,8 @@ def test_everything_that_saves_memory_goes_together_and_blocks_are_never_moved_a
 
 def test_waiting_layers_do_not_go_with_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="--waiting int8 does not go with --torch_compile"):
-        parse_train_arguments(["--waiting", "int8", "--torch_compile", "true"])
+    for option, value in (("--waiting", "int8"), ("--weights", "host")):
+        with pytest.raises(ValueError, match=f"{option} {value} does not go with --torch_compile"):
+            parse_train_arguments([option, value, "--torch_compile", "true"])
     with pytest.raises(ValueError, match=r'state="device" does not keep there'):
         parse_train_arguments(["--waiting", "int8", "--state", "device"])

@@ -192,14 +192,14 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         (["--offload_activations"], "add --gradient_checkpointing true, or leave --offload_activations out"),
         (
             ["--gradient_checkpointing", "--offload_activations", "--torch_compile"],
-            "--offload_activations: copies and checkpoints inside a block, which --torch_compile can't take",
+            "--offload_activations does not go with --torch_compile: offload_activations copies beside",
         ),
         (["--token_tile_size", "0"], "token_tile_size=0 must be at least 1"),
-        (["--token_tile_size", "64", "--torch_compile"], "--token_tile_size: copies and checkpoints inside a block"),
+        (["--token_tile_size", "64", "--torch_compile"], "--token_tile_size does not go with --torch_compile"),
         (["--token_tile_size", "64", "--use_liger_kernel"], "--use_liger_kernel gives MLPs and norms other forwards"),
         (
             ["--gradient_checkpointing", "--offload_activations", "--keep_activations", "auto"],
-            "--keep_activations auto measures what a block keeps beside its input",
+            "--keep_activations auto does not go with --offload_activations: 'auto' measures what a block keeps",
         ),
         (["--gradient_checkpointing", "--keep_activations", "-1"], "keep_activations=-1 must be at least 0"),
         (["--gradient_checkpointing", "--keep_activations", "all"], "='all' must be an integer or 'auto'"),

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
+from slivertune.core.refused_pairs import refuse_together
 from slivertune.core.setting_checks import integer_or_auto
 from slivertune.hift import keep_blocks_on_host, quantize_layers
 from slivertune.hift.block_codes import WaitingForm
@@ -175,11 +176,13 @@ class HiFTMethod(SliverMethod):
         """Refuse optimizers that can't be rotated, and what comes between the gradients and a step in the backward."""
         check_base_optimizer(training)
         self._check_choice(training)
-        if self.options.waiting is not None and training.torch_compile:
-            raise ValueError(
-                f"--waiting {self.options.waiting} does not go with --torch_compile, whose graphs do not make waiting "
-                "weights dense; leave out one of the two"
-            )
+        refuse_together(
+            {
+                "waiting": None if self.options.waiting is None else f"--waiting {self.options.waiting}",
+                "weights='host'": "--weights host" if self.options.weights == "host" else None,
+                "torch.compile": "--torch_compile" if training.torch_compile else None,
+            }
+        )
         if self.options.gradients == "device":
             return
         for is_asked, name, reason, way_out in (

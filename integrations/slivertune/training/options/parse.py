@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from slivertune.core.activation_room import check_can_measure
 from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
+from slivertune.core.refused_pairs import refuse_together
 from slivertune.training.early_stopping import check_early_stopping
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
@@ -224,17 +225,14 @@ def _check_long(run: RunArguments, training: TrainingArguments) -> None:
     """Refuse offloading where nothing is checkpointed, and what offloading and tiles can't go with."""
     if run.offload_activations and not training.gradient_checkpointing:
         raise ValueError(offloading_without_checkpointing())
-    if run.offload_activations and run.num_kept == "auto":
-        raise ValueError(
-            "--keep_activations auto measures what a block keeps beside its input, which --offload_activations lets "
-            "wait on the host; give --keep_activations a number, or leave out one of the two"
-        )
-    asked = [f"--{name}" for name in ("offload_activations", "token_tile_size") if getattr(run, name)]
-    if asked and training.torch_compile:
-        raise ValueError(
-            f"{' and '.join(asked)}: copies and checkpoints inside a block, which --torch_compile can't take into its "
-            "graph; leave out one of the two"
-        )
+    refuse_together(
+        {
+            "offload_activations": "--offload_activations" if run.offload_activations else None,
+            "keep_activations='auto'": "--keep_activations auto" if run.num_kept == "auto" else None,
+            "tile_tokens": "--token_tile_size" if run.token_tile_size is not None else None,
+            "torch.compile": "--torch_compile" if training.torch_compile else None,
+        }
+    )
     if run.token_tile_size is not None and training.use_liger_kernel:
         raise ValueError(
             "--use_liger_kernel gives MLPs and norms other forwards, which --token_tile_size would be lost with; leave "

@@ -1,0 +1,196 @@
+"""Features of a model that do not go together: one list, which each of them asks when it is attached.
+
+A feature is told by the stand-ins that it has put on a module, so that it does not matter who put them there, nor
+through which wrapper of the model. A module is compiled by its own `compile()`, by `torch.compile`, which puts another
+module around it or another function in place of its forward, or by `compile_blocks`.
+
+`torch.compile(model)` leaves the model as it is. Only a forward tells, before torch traces any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
+from slivertune.core.torch_internals import is_compiled, runs_in_compiled_module
+
+Feature = Literal[
+    "torch.compile",
+    "tile_tokens",
+    "offload_activations",
+    "keep_activations='auto'",
+    "waiting",
+    "weights='host'",
+]
+
+
+_REASON = "features of this model do not go with torch.compile (slivertune.core.refused_pairs)"
+"""Told by torch where a graph must be whole."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefusedPair:
+    """Two features, in either order."""
+
+    first: Feature
+    second: Feature
+    reason: str
+    """A sentence without its full stop."""
+
+    def __str__(self) -> str:
+        return f"{self.first} does not go with {self.second}: {self.reason}. Leave out one of the two"
+
+
+REFUSED_PAIRS = (
+    RefusedPair(
+        first="tile_tokens",
+        second="torch.compile",
+        reason="tile_tokens checkpoints each tile, which torch.compile can't do inside a block's graph",
+    ),
+    RefusedPair(
+        first="offload_activations",
+        second="torch.compile",
+        reason="offload_activations copies beside the computation, which torch.compile can't do inside a graph",
+    ),
+    RefusedPair(
+        first="waiting",
+        second="torch.compile",
+        reason="a call around each linear layer makes its waiting weight dense, which a compiled model does not make",
+    ),
+    RefusedPair(
+        first="weights='host'",
+        second="torch.compile",
+        reason="a block's weights come to another place for each forward, and a compiled block does not look for them "
+        "there",
+    ),
+    RefusedPair(
+        first="keep_activations='auto'",
+        second="offload_activations",
+        reason="'auto' measures what a block keeps beside its input, which offload_activations moves to the host",
+    ),
+)
+
+
+def attach_feature(model: nn.Module, feature: Feature) -> Callable[[], None]:
+    """Refuse what a model has that does not go with a feature, now and when it comes later.
+
+    Args:
+        model: The model; call this before the feature's stand-ins are put on it.
+        feature: What is about to be attached.
+
+    Returns:
+        Ends it.
+
+    Raises:
+        RuntimeError: If the model has something that does not go with the feature.
+    """
+    refuse_beside(model, feature)
+    if not any("torch.compile" in (pair.first, pair.second) for pair in _pairs_of(feature)):
+        return lambda: None
+    undo = [put_stand_in(each, "compile", _CheckedCompile(each)) for each in model.modules()]
+    hooks = (_TracedForward(_refuse_traced), _UntracedForward(_refuse_compiled))
+    undo += [model.register_forward_pre_hook(hook, prepend=True).remove for hook in hooks]
+
+    def end() -> None:
+        while undo:
+            undo.pop()()
+
+    return end
+
+
+def refuse_beside(model: nn.Module, feature: Feature) -> None:
+    """Refuse what a model has that does not go with a feature.
+
+    Args:
+        model: The model, or a part of it.
+        feature: What is about to be attached.
+
+    Raises:
+        RuntimeError: Naming both.
+    """
+    present = {each for module in model.modules() for each in _features_on(module)}
+    for pair in _pairs_of(feature):
+        if (pair.second if pair.first == feature else pair.first) in present:
+            raise RuntimeError(str(pair))
+
+
+def refuse_together(asked: Mapping[Feature, str | None]) -> None:
+    """Refuse settings that do not go together, before there is a model.
+
+    Args:
+        asked: By feature, the setting that asks for it, as the user wrote it; None where none does.
+
+    Raises:
+        ValueError: Naming both.
+    """
+    for pair in REFUSED_PAIRS:
+        first, second = asked.get(pair.first), asked.get(pair.second)
+        if first is not None and second is not None:
+            raise ValueError(f"{first} does not go with {second}: {pair.reason}. Leave out one of the two")
+
+
+def _pairs_of(feature: Feature) -> list[RefusedPair]:
+    return [pair for pair in REFUSED_PAIRS if feature in (pair.first, pair.second)]
+
+
+def _features_on(module: nn.Module) -> Iterator[Feature]:
+    """What a module itself has."""
+    if is_compiled(module):
+        yield "torch.compile"
+    for value in vars(module).values():
+        while isinstance(value, StandIn):
+            if value.feature is not None:
+                yield value.feature
+            value = value.function
+
+
+def _refuse_compiled(model: nn.Module, inputs: Any) -> None:
+    """Refuse a forward inside of something compiled, or of a model with a compiled part that has a feature."""
+    if runs_in_compiled_module():
+        refuse_beside(model, "torch.compile")
+    for module in model.modules():
+        if is_compiled(module):
+            refuse_beside(module, "torch.compile")
+
+
+@torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
+def _refuse_traced(model: nn.Module, inputs: Any) -> None:
+    refuse_beside(model, "torch.compile")
+
+
+class _TracedForward(ModuleHook):
+    """A hook that only does something where torch traces it, as in a compiled function that calls the model."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function with what torch passes to a hook."""
+        return super().__call__(*args) if torch.compiler.is_compiling() else None
+
+
+class _UntracedForward(ModuleHook):
+    """A hook that torch does not trace, so that its error is not one of the compiler's."""
+
+    @torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> Any:
+        """Call the function with what torch passes to a hook."""
+        return super().__call__(*args)
+
+
+class _CheckedCompile(StandIn):
+    """A module's `compile`, which refuses where a feature of the module does not go with it.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.compile)
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_beside(self._module, "torch.compile")
+        return self.function(*args, **kwargs)
