@@ -107,22 +107,41 @@ def test_in_bf16_gradients_are_those_of_whole_batches_to_rounding() -> None:
     assert torch.equal(tiled[0]["loss"], whole[0]["loss"])
 
 
+def viewing_llama() -> Any:
+    """A Llama whose MLPs view their input by rows, as those of many other families do."""
+    model: Any = tiny_llama(torch.float64)
+    kind = type(model.model.layers[0].mlp)
+
+    class ViewingMLP(kind):  # type: ignore[misc,valid-type]
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            rows: torch.Tensor = super().forward(hidden.view(-1, hidden.shape[-1]))
+            return rows.view(hidden.shape)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = ViewingMLP
+    return model
+
+
+@pytest.mark.parametrize("tile_size", [2, 9])
 @pytest.mark.parametrize(
     ("make", "num_tiled"),
     [
         (lambda: tiny_llama(torch.float64), 3),
+        (viewing_llama, 3),
         (lambda: tiny_gpt2(torch.float64), 3),
         (lambda: bert().eval().to(torch.float64), 2),  # the two parts of its MLP; no dropout
     ],
-    ids=["llama", "gpt2", "bert"],
+    ids=["llama", "viewing llama", "gpt2", "bert"],
 )
-def test_models_of_other_shapes_have_the_same_gradients(make: Callable[[], Any], num_tiled: int) -> None:
+def test_models_of_other_shapes_have_the_same_gradients(
+    make: Callable[[], Any], num_tiled: int, tile_size: int
+) -> None:
     model = make()
     values = batch(model) if "Bert" in type(model).__name__ else token_batches(1, batch_size=3)[0]
     found = []
-    for tile_size in (None, 2):
+    for size in (None, tile_size):
         model.zero_grad()
-        with nullcontext() if tile_size is None else st.tile_tokens(model, tile_size) as handle:
+        with nullcontext() if size is None else st.tile_tokens(model, size) as handle:
             model(**values).loss.backward()
             paths = () if handle is None else handle.paths
         found.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})

@@ -6,10 +6,21 @@ import torch
 from slivertune import SparseDelta
 from slivertune.deltas.additions import add_rounded
 from slivertune.deltas.delta import read_flat, write_flat
+from tests.helpers.models import deterministic
 
 
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_entries_are_written_where_algorithms_must_be_deterministic(strided: bool) -> None:
+    before = torch.arange(12.0).view(3, 4)
+    tensor = before.t().contiguous().t() if strided else before.clone()
+    with deterministic():
+        write_flat(tensor, ints(1, 6, 11), torch.tensor([-1.0, -2.0, -3.0]))
+        write_flat(tensor, ints(), torch.zeros(0))
+    assert tensor.flatten().tolist() == [0, -1, 2, 3, 4, 5, -2, 7, 8, 9, 10, -3]
 
 
 @pytest.mark.parametrize(

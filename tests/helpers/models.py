@@ -1,7 +1,8 @@
 """Tiny random models and batches; everything follows from a seed, nothing is downloaded."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -268,3 +269,13 @@ def assert_same_tree(left: Any, right: Any, path: str = "") -> None:
         assert torch.equal(bits(left), bits(right)), path
     else:
         assert left == right, f"{path}: {left} against {right}"
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Let torch refuse operators that may give other bits each time, as a Trainer's `full_determinism` does."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

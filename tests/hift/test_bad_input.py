@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+import slivertune
 from slivertune import HiFT, HiFTConfig
 from tests.helpers.models import (
     assert_same_bits,
@@ -24,6 +26,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.reference import decay_split, grouped_optimizer, naive_groups, train
 from tests.hift.cases import full_disk, hift_over, reloaded, said
+from tests.training.test_callbacks import make_trainer
 
 BLOCKS = [["model.embed_tokens"], ["model.layers.0"], ["model.layers.1"], ["model.layers.2"]]
 HEAD = ["model.norm", "lm_head"]
@@ -35,6 +38,8 @@ HEAD = ["model.norm", "lm_head"]
         ({"order": "sideways"}, "sideways.*bottom2up.*top2down.*random"),
         ({"layers_per_group": 0}, "layers_per_group=0"),
         ({"layers_per_group": -2}, "layers_per_group=-2"),
+        ({"layers_per_group": "auto"}, "layers_per_group='auto' must be an integer: only the command line chooses it"),
+        ({"layers_per_group": "2"}, "layers_per_group='2' must be an integer"),
         ({"steps_per_group": 0}, "steps_per_group=0"),
         ({"state": "cloud"}, "cloud.*host.*device.*disk.*discard"),
         ({"master": "fp64"}, "fp64.*fp32.*none"),
@@ -49,6 +54,26 @@ HEAD = ["model.norm", "lm_head"]
 def test_a_wrong_choice_is_named_with_the_right_ones(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         HiFTConfig(**options)
+
+
+def _adapter_for_inference(folder: Path) -> nn.Module:
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(tiny_llama(), adapter).save_pretrained(str(folder))
+    return PeftModel.from_pretrained(tiny_llama(), str(folder))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+@pytest.mark.parametrize("built", ["HiFT", "HiFT.wrap", "attach"])
+@pytest.mark.parametrize("make", [_adapter_for_inference, lambda _: tiny_llama().requires_grad_(False)])
+def test_a_model_of_which_nothing_trains_is_told_so(make: Callable[[Path], Any], built: str, tmp_path: Path) -> None:
+    model = make(tmp_path)
+    build: Callable[[], Any] = {
+        "HiFT": lambda: HiFT(model, torch.optim.AdamW, lr=1e-3),
+        "HiFT.wrap": lambda: HiFT.wrap(torch.optim.AdamW([{"params": []}], lr=1e-3), model),
+        "attach": lambda: slivertune.attach(make_trainer(tmp_path, model=model), HiFTConfig()),
+    }[built]
+    with pytest.raises(ValueError, match=r"no parameter of the model requires a gradient\. .* is_trainable=True"):
+        build()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import slivertune
 from slivertune import HiFTConfig, SFTConfig, TokenTune
 from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.interop.methods import count_updates
-from tests.helpers.models import assert_same_bits, tiny_llama
+from tests.helpers.models import assert_same_bits, deterministic, tiny_llama
 from tests.training.test_callbacks import ROWS, StopAfter, Watch, collate, make_trainer
 
 
@@ -47,6 +48,27 @@ def test_the_base_optimizer_is_the_trainers_own(tmp_path: Path) -> None:
         [{**group, "params": len(group["params"])} for group in each.param_groups] for each in (hift, stock)
     )
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (HiFTConfig(stream_bytes=4096), TokenTune(ratio=0.4)),
+        (HiFTConfig(waiting="int8", gradients="host"),),
+        (HiFTConfig(weights="host", gradients="stepped"),),
+        (sft_config(), TokenTune(ratio=0.4)),
+    ],
+    ids=str,
+)
+def test_where_algorithms_must_be_deterministic_the_bits_are_the_same(settings: Any, tmp_path: Path) -> None:
+    models = []
+    for context in (nullcontext(), deterministic()):
+        trainer = make_trainer(tmp_path, model=tiny_llama(), max_steps=7, max_grad_norm=0.0)
+        slivertune.attach(trainer, *settings)
+        with context:
+            trainer.train()
+        models.append(trainer.model)
+    assert_same_bits(*models)
 
 
 def test_the_base_optimizer_is_the_class_that_the_trainer_was_given(tmp_path: Path) -> None:

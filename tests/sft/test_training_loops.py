@@ -3,6 +3,7 @@
 The Trainer calls `model.zero_grad()`, clips, logs the norm, and saves and resumes.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from slivertune import SFT
 from tests.helpers.accelerator import one_device
-from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama, token_batches, twin
+from tests.helpers.models import (
+    assert_same_bits,
+    assert_same_tree,
+    deterministic,
+    tiny_llama,
+    token_batches,
+    twin,
+)
 from tests.helpers.pairwise import rotated
 from tests.sft.runs import over, sft_over, token_rows, train
 
@@ -29,6 +37,28 @@ def with_schedule(model: Any, selection: str) -> tuple[SFT, LambdaLR]:
 
 def loader(count: int) -> Any:
     return DataLoader(token_rows(count), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"form": "optimizer"},
+        {"form": "layer", "dtype": torch.bfloat16},
+        {"form": "layer", "selection": "momentum", "momentum": 0.9},
+        {"form": "optimizer", "packed": True, "dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_where_algorithms_must_be_deterministic_the_bits_are_the_same(settings: dict[str, Any]) -> None:
+    options = {key: value for key, value in settings.items() if key != "dtype"}
+    models = []
+    for context in (nullcontext(), deterministic()):
+        model, sft = over(tiny_llama(settings.get("dtype", torch.float32)), **options)
+        with context:
+            train(model, sft, token_batches(9))
+        models.append(model)
+    assert sft.updates == 9
+    assert_same_bits(*models)
 
 
 @pytest.mark.slow

@@ -176,8 +176,13 @@ class _Tiles(StandIn):
 
     def _run(self, tile: tuple[torch.Tensor, ...], *, records: bool) -> Any:
         if not records:
-            return self.function(*tile)
-        return checkpoint(self.function, *tile, use_reentrant=False, context_fn=self._context)
+            return self._call(*tile)
+        return checkpoint(self._call, *tile, use_reentrant=False, context_fn=self._context)
+
+    def _call(self, *tile: torch.Tensor) -> Any:
+        # A tile of several sequences has gaps, and modules may view the contiguous tensors that they are given. Copied
+        # inside of the checkpoint, which keeps no copy.
+        return self.function(*(each.contiguous() for each in tile))
 
     def _cut_of(self, shape: torch.Size) -> tuple[int, int]:
         """Along which dimension to cut, the longest but the last, and how long a tile is there."""

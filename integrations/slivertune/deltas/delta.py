@@ -74,8 +74,13 @@ def read_flat(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def write_flat(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
     """Set the entries of a tensor at flat positions (row-major, whatever the strides), in place."""
+    flat, positions = tensor.detach(), indices.long()
+    # `put_` has no deterministic form, even where no position comes twice.
     with torch.no_grad():
-        tensor.detach().put_(indices.long(), values)
+        if flat.is_contiguous():
+            flat.view(-1).index_copy_(0, positions, values)
+        else:
+            flat[torch.unravel_index(positions, flat.shape)] = values
 
 
 @dataclass(frozen=True, slots=True)

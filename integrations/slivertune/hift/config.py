@@ -104,6 +104,12 @@ class HiFTConfig:
         return -(-self.stream_bytes // 2) if self.steps_in_backward else self.stream_bytes
 
     def __post_init__(self) -> None:
+        layers_per_group: object = self.layers_per_group
+        if layers_per_group == "auto":
+            raise ValueError(
+                "layers_per_group='auto' must be an integer: only the command line chooses it. Take the number that "
+                "`slivertune plan --layers_per_group auto` prints"
+            )
         for name, least in (("layers_per_group", 1), ("steps_per_group", 1), ("stream_bytes", 0), ("seed", None)):
             check_integer(name, getattr(self, name), least)
         check_bytes_or_auto("prefetch_bytes", self.prefetch_bytes)

@@ -43,7 +43,10 @@ def cut_groups(layers: Sequence[Layer], layers_per_group: int, trainable: frozen
     """
     training = [layer for layer in layers if not trainable.isdisjoint(layer.parameter_names)]
     if not training:
-        raise ValueError("no parameter of the model requires a gradient; set requires_grad on what is to train")
+        raise ValueError(
+            "no parameter of the model requires a gradient. Set requires_grad on what is to train, or load an adapter "
+            "with is_trainable=True"
+        )
     if layers_per_group > len(training):
         raise ValueError(
             f"layers_per_group={layers_per_group} must be in [1, {len(training)}], the layers that train; "

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slivertune.deltas.delta import read_flat
+from slivertune.deltas.delta import read_flat, write_flat
 from slivertune.sft.config import PhiGradient
 from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.targets import Target
@@ -119,7 +119,7 @@ class DeltaLayer:
         try:
             yield _with_sums(dense, indices, base, phi).to(dtype)
         finally:
-            dense.put_(indices, present)
+            write_flat(dense, indices, present)
 
     def phi_gradient(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """The gradient of phi, fp32; shows the dense one to the growth estimators, chunk by chunk."""
@@ -155,7 +155,8 @@ def dequantised(target: Target) -> torch.Tensor:
 
 
 def _with_sums(dense: torch.Tensor, indices: torch.Tensor, base: torch.Tensor, phi: torch.Tensor) -> torch.Tensor:
-    return dense.put_(indices, (base.float() + phi).to(dense.dtype))
+    write_flat(dense, indices, (base.float() + phi).to(dense.dtype))
+    return dense
 
 
 class _Product(torch.autograd.Function):

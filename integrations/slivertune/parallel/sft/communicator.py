@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slivertune.core.hyperparameters import own_hyperparameters
 from slivertune.core.ledger import claim
+from slivertune.deltas.delta import write_flat
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, comparable, digest, guard
 from slivertune.sft import SFT
@@ -184,8 +185,7 @@ class ShardedPretrainedValues(PretrainedValues):
         """Set entries, each on the rank that has it."""
         shard, first = self.own()
         part = _within(indices, first, shard.numel())
-        with torch.no_grad():
-            shard.put_(_offsets(indices[part], first, shard), values[part].to(shard.device))
+        write_flat(shard, _offsets(indices[part], first, shard), values[part].to(shard.device))
 
 
 def _within(indices: torch.Tensor, first: int, length: int) -> slice:

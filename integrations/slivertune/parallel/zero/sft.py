@@ -13,6 +13,7 @@ from accelerate.utils import DeepSpeedOptimizerWrapper
 from deepspeed.runtime.zero import GatheredParameters
 from torch import nn
 
+from slivertune.deltas.delta import write_flat
 from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.sft.communicator import RankCommunicator, ShardedPretrainedValues
@@ -111,7 +112,7 @@ class _Partition(ShardedPretrainedValues):
         self._engine.empty_partition_cache()
         with guard(f"writing entries of {name}", computes=True), GatheredParameters([parameter], modifier_rank=0):
             if torch.distributed.get_rank() == 0:
-                parameter.data.put_(indices.long(), values.to(parameter.device))
+                write_flat(parameter.data, indices, values.to(parameter.device))
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, on every rank. A collective."""
