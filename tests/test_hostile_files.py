@@ -7,6 +7,7 @@ import functools
 import inspect
 import io
 import json
+import math
 import os
 import pickle
 import resource
@@ -28,6 +29,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 from slivertune import TokenTune
 from slivertune.core.atomic import write_json
@@ -379,6 +381,100 @@ PLAIN = st.one_of(
 def test_a_state_in_which_one_thing_is_another(kind: str, data: st.DataObject, states: dict[str, State]) -> None:
     state = states[kind]
     state.try_content(saved(replaced(state.value, data.draw(st.sampled_from(places(state.value))), data.draw(PLAIN))))
+
+
+def leaf_at(value: Any, path: list[Any]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+@pytest.mark.parametrize("odd", [True, math.nan, math.inf, "x", 2**80, -1])
+@pytest.mark.parametrize("kind", ["hift", "sft"])
+def test_each_number_of_a_state_that_is_another_kind_of_value_is_refused(
+    kind: str, odd: Any, states: dict[str, State]
+) -> None:
+    state = states[kind]
+    numbers = [path for path in places(state.value) if type(leaf_at(state.value, path)) in (int, float)]
+    if odd in (2**80, -1):
+        # What counts, and rates below zero; other hyperparameters have rules of their own.
+        counts = [path for path in numbers if type(leaf_at(state.value, path)) is int and path[0] != "param_groups"]
+        numbers = counts + [path for path in numbers if odd == -1 and path[-1] == "lr"]
+    assert len(numbers) >= 2
+    for path in numbers:
+        with (
+            state.holding(saved(replaced(state.value, path, odd))),
+            pytest.raises(ValueError, match=r"saved state|holds no state|tells of"),
+        ):
+            state.read()
+
+
+TENSORS = {
+    "int32": lambda tensor: tensor.to(torch.int32),
+    "NaN": lambda tensor: tensor.float().fill_(math.nan).to(tensor.dtype),
+    "infinity": lambda tensor: tensor.float().index_fill(0, torch.tensor([0]), math.inf).to(tensor.dtype),
+    "double": lambda tensor: tensor.double(),
+}
+
+
+@pytest.mark.parametrize("change", TENSORS)
+def test_tensors_of_a_group_that_this_optimizer_would_not_have_are_refused(
+    change: str, states: dict[str, State]
+) -> None:
+    state = states["hift"]
+    path = sorted(state.folder.glob("*.safetensors"))[0]
+    tensors, metadata = load_file(path), {}
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    for name in tensors:
+        changed = save({**tensors, name: TENSORS[change](tensors[name])}, metadata)
+        with state.holding(changed, path.name), pytest.raises(ValueError, match="saved state is damaged"):
+            state.read()
+
+
+@pytest.mark.parametrize(
+    "rows", ["{", "[1]", "[" * 100_000, "9" * 6000, '{"x": NaN}', '{"x": true}', '{"x": -1}', f'{{"x": {2**80}}}', "{}"]
+)
+def test_first_rows_that_are_no_rows_are_refused(rows: str, states: dict[str, State]) -> None:
+    state = states["hift"]
+    path = sorted(state.folder.glob("*.safetensors"))[0]
+    with (
+        state.holding(save(load_file(path), {"first_rows": rows}), path.name),
+        pytest.raises(ValueError, match=r"does not tell the first row|saved state"),
+    ):
+        state.read()
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("delta", TENSORS["NaN"]),
+        ("exp_avg", TENSORS["infinity"]),
+        ("exp_avg_sq", TENSORS["int32"]),
+        ("age", lambda tensor: torch.full_like(tensor, 32_767)),
+        ("age", lambda tensor: torch.full_like(tensor, -1)),
+        ("indices", TENSORS["double"]),
+    ],
+)
+def test_tensors_of_sft_that_it_would_not_have_are_refused(key: str, change: Any, states: dict[str, State]) -> None:
+    state = states["sft"]
+    name = next(iter(state.value["state"]))
+    with (
+        state.holding(saved(replaced(state.value, ["state", name, key], change(state.value["state"][name][key])))),
+        pytest.raises(ValueError, match="saved state"),
+    ):
+        state.read()
+
+
+@pytest.mark.parametrize("step", [torch.tensor(math.nan), torch.tensor(-5.0), torch.ones(3), "x", True])
+def test_a_count_of_steps_that_is_none_is_refused(step: Any, states: dict[str, State]) -> None:
+    state = states["hift"]
+    name = next(name for name, values in state.value["scalars"].items() if "step" in values)
+    with (
+        state.holding(saved(replaced(state.value, ["scalars", name, "step"], step))),
+        pytest.raises(ValueError, match=r"saved state|holds no state"),
+    ):
+        state.read()
 
 
 def saved(value: Any, **options: Any) -> bytes:

@@ -14,12 +14,26 @@ gradients. Such a step changes nothing, and the `state_dict` that follows is pac
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+COUNT_LIMIT = 2**62
+"""No count of a saved state reaches it."""
+_OF_OTHER_CONTENTS = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    SafetensorError,
+    TypeError,
+    UnicodeError,
+)
 _KEY = "slivertune"
 _UNFLATTENABLE = "flatten_optimizer_state_dict can't carry this optimizer"
 
@@ -46,14 +60,14 @@ def check_header(saved: Mapping[str, Any], method: str, title: str, versions: Se
                 f"this is no state of {title}: it has no {key!r}; save one with optimizer.state_dict()"
             )
     header = saved[method]
-    if header.get("version") not in versions:
+    if type(header.get("version")) is not int or header["version"] not in versions:
         raise StateMismatchError(
             f"the saved state has version {header.get('version')!r}, this library reads "
             f"{' and '.join(map(str, versions))}; continue with the version that wrote it"
         )
     updates = header.get("updates")
-    if not isinstance(updates, int) or updates < 0:
-        raise StateMismatchError(f"the saved state is damaged: updates={updates!r}; use another checkpoint")
+    if type(updates) is not int or not 0 <= updates < COUNT_LIMIT:
+        raise StateMismatchError(f"the saved state is damaged: updates={str(updates)[:60]}; use another checkpoint")
 
 
 def describe_damage(place: object, problem: str) -> str:
@@ -70,6 +84,22 @@ def describe_damage(place: object, problem: str) -> str:
         f"{place} holds no state that can be read ({problem}); it is damaged or was not written by slivertune, use "
         "another checkpoint"
     )
+
+
+@contextmanager
+def refuse_damage(place: object) -> Iterator[None]:
+    """Inside, what contents other than any of ours make the reading fail with is a ValueError that names their place.
+
+    Args:
+        place: What is read.
+
+    Raises:
+        StateMismatchError: In place of the errors of torch, safetensors and Python on such contents.
+    """
+    try:
+        yield
+    except _OF_OTHER_CONTENTS as error:
+        raise StateMismatchError(describe_damage(place, f"{type(error).__name__}: {str(error)[:200]}")) from error
 
 
 def load_dictionary(file: Path | io.BytesIO, *, name: str | None = None, mmap: bool = False) -> dict[str, Any]:

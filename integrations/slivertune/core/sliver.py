@@ -16,7 +16,7 @@ from torch import nn
 
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layout import Layout
-from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.core.saved_state import is_initialising_step, pack_state, refuse_damage, unpack_state
 
 
 class Sliver(torch.optim.Optimizer, ABC):
@@ -217,7 +217,8 @@ class CheckpointedSliver(Sliver):
         whole = state_dict if unpacked is None else unpacked
         updates = self._updates_in_placeholder(whole)
         if updates is None:
-            self.load_whole_state(whole)
+            with refuse_damage("the given state"):
+                self.load_whole_state(whole)
             return
         load_hyperparameters(self.param_groups, whole["param_groups"])
         # Nothing belongs to one without updates, such as that which accelerate's wrapper loads when it is made.

@@ -8,9 +8,11 @@ import torch
 
 from slivertune.core.saved_state import StateMismatchError
 from slivertune.core.saved_state import check_header as check_form
+from slivertune.core.saved_values import check_finite, check_hyperparameters, is_count, is_rate, is_same, is_step
 from slivertune.hift.base import CUT_MULTIPLE
+from slivertune.hift.nested_state import flatten_state
 from slivertune.hift.piece import Weight
-from slivertune.hift.probe import StepMeter
+from slivertune.hift.probe import StepMeter, TensorForm, describe_form, form_of
 from slivertune.hift.residency import MASTER, WeightState
 from slivertune.hift.rotation import Rotation
 
@@ -67,6 +69,8 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key in ours:
         if key not in theirs and key != "waiting" and not (theirs["version"] == 1 and key in _SINCE_2):
             raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}; use another checkpoint")
+    if not isinstance(theirs["held_lr"], (list, tuple)) or not all(map(is_rate, theirs["held_lr"])):
+        raise StateMismatchError(f"the saved state is damaged: held_lr={theirs['held_lr']!r}; use another checkpoint")
     if len(theirs["held_lr"]) not in (0, len(own["param_groups"])):
         raise StateMismatchError(
             f"the saved state is damaged: held_lr has {len(theirs['held_lr'])} values for "
@@ -86,6 +90,22 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"of this optimizer ({[len(group['params']) for group in own['param_groups']]}); "
             "build the base optimizer with the param groups of the saved run"
         )
+    check_hyperparameters(saved["param_groups"], own["param_groups"])
+    _check_own(saved.get("own", {}), own["param_groups"], len(theirs["groups"]))
+
+
+def _check_own(
+    adapted: Mapping[int, Mapping[int, Mapping[str, Any]]], param_groups: Sequence[Mapping[str, Any]], num_groups: int
+) -> None:
+    """Of what instances have adapted by themselves, refuse what can't be theirs."""
+    for group, by_index in adapted.items():
+        for index, values in by_index.items():
+            if not (is_count(group) and group < num_groups and is_count(index) and index < len(param_groups)):
+                raise StateMismatchError(
+                    f"the saved state is damaged: it has hyperparameters of group {group!r}, param group {index!r}; "
+                    "use another checkpoint"
+                )
+            check_hyperparameters([values], [param_groups[index]])
 
 
 def check_identity(
@@ -103,7 +123,7 @@ def check_identity(
         StateMismatchError: Naming the first thing that differs.
     """
     for key, own in ours.items():
-        if theirs.get(key) != own:
+        if not is_same(theirs.get(key), own):
             raise StateMismatchError(
                 f"{state} has another {_MEANINGS.get(key, key)}: {_short(theirs.get(key))} there, {_short(own)} here; "
                 f"build {built} with the settings of the saved run"
@@ -135,6 +155,12 @@ def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
         raise StateMismatchError(f"the saved state has {there} fp32 master for {name}; resume with master={way_out!r}")
     if set(state) != {MASTER} and (missing := sorted(meter.needs(weight).keys - set(state))):
         raise StateMismatchError(f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another")
+    forms = dict(meter.needs(weight).forms) if set(state) != {MASTER} else {}
+    forms[MASTER] = TensorForm(dtype=torch.float32, has_extent=weight.parameter.dim() > 0, is_finite=True)
+    for key, value in flatten_state(dict(state), copy_objects=True).items():
+        _check_form(f"{key!r} of {name}", value, forms.get(key))
+        if key == "step" and not is_step(value):
+            raise StateMismatchError(f"the saved state {key!r} of {name} is {value}; use another checkpoint")
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
@@ -147,10 +173,40 @@ def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
             )
 
 
+def _check_form(where: str, value: Any, form: TensorForm | type | None) -> None:
+    """Compare a part of a weight's state with what a step on a dummy has left under the same key.
+
+    Args:
+        where: What the error calls it.
+        value: The saved value.
+        form: Of the dummy's; None where that has nothing there.
+    """
+    theirs = form_of(value)
+    if isinstance(theirs, TensorForm) and isinstance(form, TensorForm):
+        # Without dimensions, the dtype is torch's matter; and what begins as infinite may become so again.
+        is_other = theirs.has_extent != form.has_extent or (form.has_extent and theirs.dtype != form.dtype)
+        is_other = is_other or (form.is_finite and not theirs.is_finite)
+    else:
+        check_finite(where, value)
+        kinds = _kind(theirs), _kind(form)
+        is_other = kinds[0] != kinds[1] and None not in kinds
+    if is_other and form is not None:
+        raise StateMismatchError(
+            f"the saved state is damaged: {where} is {describe_form(theirs)}, where this optimizer has "
+            f"{describe_form(form)}; use another checkpoint"
+        )
+
+
+def _kind(form: TensorForm | type | None) -> object:
+    """Tensor, number, flag or text, which never stand for one another; None of any other value, which tells nothing."""
+    if isinstance(form, TensorForm):
+        return TensorForm
+    return float if form is int else form if form in (float, bool, str) else None
+
+
 def _check_counts(key: str, counts: Any, num_groups: int) -> None:
     if not isinstance(counts, Mapping) or not all(
-        isinstance(group, int) and 0 <= group < num_groups and isinstance(count, int) and count >= 0
-        for group, count in counts.items()
+        is_count(group) and group < num_groups and is_count(count) for group, count in counts.items()
     ):
         raise StateMismatchError(f"the saved state is damaged: {key}={counts!r}; use another checkpoint")
 

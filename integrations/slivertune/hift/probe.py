@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slivertune.core.ledger import Ledger, claim
+from slivertune.core.saved_values import is_finite
 from slivertune.core.torch_internals import FakeTensor
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
 from slivertune.hift.config import HiFTConfig
@@ -18,6 +19,33 @@ from slivertune.hift.piece import Weight
 from slivertune.hift.unsupported_optimizers import NEEDS_CLOSURE, refusal
 
 _PROBE_ELEMENTS = 64 * CUT_MULTIPLE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorForm:
+    """What is known of a tensor of state, whatever the size of its weight."""
+
+    dtype: torch.dtype
+    """Of its elements."""
+    has_extent: bool
+    """Whether it has dimensions."""
+    is_finite: bool
+    """Whether it holds neither NaN nor infinity."""
+
+
+def form_of(value: Any) -> TensorForm | type:
+    """The form of a tensor of state; of any other value, its type."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    return TensorForm(dtype=value.dtype, has_extent=value.dim() > 0, is_finite=is_finite(value))
+
+
+def describe_form(form: TensorForm | type) -> str:
+    """A form in the words of an error."""
+    if isinstance(form, type):
+        return f"a {form.__name__}"
+    kind = "tensor" if form.has_extent else "tensor without dimensions"
+    return f"a {kind} of {form.dtype}{'' if form.is_finite else ' that holds NaN or infinity'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +58,8 @@ class StepNeeds:
     """Bytes: the largest total of what the step allocates and drops."""
     keys: frozenset[str]
     """Keys of all state."""
+    forms: Mapping[str, TensorForm | type]
+    """Of the state taken apart (`flatten_state`), by key."""
     scalars_on_device: frozenset[str]
     """Keys of state without dimensions that is on the weight's device rather than on the host."""
 
@@ -103,6 +133,7 @@ class StepMeter:
             state_bytes=state_bytes,
             temporary_bytes=ledger.highest.residual,
             keys=frozenset(optimizer.state[weight]),
+            forms={} if isinstance(weight, FakeTensor) else {key: form_of(value) for key, value in flat.items()},
             scalars_on_device=frozenset(
                 key for key, value in state.items() if not value.dim() and value.device == weight.device
             ),

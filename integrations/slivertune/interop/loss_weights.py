@@ -13,6 +13,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.core import atomic
+from slivertune.core.saved_state import refuse_damage
+from slivertune.core.saved_values import check_finite
 from slivertune.interop.checkpoints import checkpoint_folder
 from slivertune.parallel.layout import layout_of
 
@@ -81,13 +83,17 @@ def load_loss_weights(trainer: Trainer, checkpoint: Path) -> None:
     if not weights:
         return
     path = checkpoint / LOSS_NAME
-    saved = load_file(path) if path.is_file() else {}
+    with refuse_damage(path):
+        saved = load_file(path) if path.is_file() else {}
     shapes = {name: tuple(each.shape) for name, each in weights.items()}
-    if {name: tuple(each.shape) for name, each in saved.items()} != shapes:
+    if {name: tuple(each.shape) for name, each in saved.items()} != shapes or any(
+        each.is_floating_point() != weights[name].is_floating_point() for name, each in saved.items()
+    ):
         raise ValueError(
             f"{path} has {', '.join(saved) or 'nothing'}, and the loss of this {type(trainer).__name__} has weights of "
             f"its own {shapes}; resume with the loss that the run was saved with"
         )
+    check_finite(str(path), saved)
     with torch.no_grad():
         for name, each in weights.items():
             each.copy_(saved[name])

@@ -7,6 +7,7 @@ import torch
 
 from slivertune.core.saved_state import StateMismatchError
 from slivertune.core.saved_state import check_header as check_form
+from slivertune.core.saved_values import check_finite, check_hyperparameters, is_count, is_same
 from slivertune.deltas.delta import check_positions
 from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight
@@ -15,29 +16,32 @@ VERSION = 1
 """Version of the saved form."""
 
 
-def check_header(saved: Mapping[str, Any], identity: Mapping[str, Any], num_param_groups: int) -> None:
+def check_header(
+    saved: Mapping[str, Any], identity: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Compare what identifies a state.
 
     Args:
         saved: The state to load.
         identity: `SFT.identity` of this optimizer.
-        num_param_groups: Its param groups.
+        param_groups: Its param groups.
 
     Raises:
         StateMismatchError: Naming the first thing that differs.
     """
     check_form(saved, "sft", "SFT", (VERSION,))
     its_selection, selection, names = saved["sft"].get("selection"), identity["selection"], identity["tensors"]
-    if its_selection != selection:
+    if not is_same(its_selection, selection):
         raise StateMismatchError(
             f"the saved state was selected by {its_selection!r}, this optimizer by {selection!r}; "
             "build it with the settings of the saved run"
         )
-    if len(saved["param_groups"]) != num_param_groups:
+    if len(saved["param_groups"]) != len(param_groups):
         raise StateMismatchError(
-            f"the saved state has {len(saved['param_groups'])} param groups, this optimizer {num_param_groups}; "
+            f"the saved state has {len(saved['param_groups'])} param groups, this optimizer {len(param_groups)}; "
             "the checkpoint is of another optimizer or damaged"
         )
+    check_hyperparameters(saved["param_groups"], param_groups)
     missing, unknown = sorted(set(names) - set(saved["state"])), sorted(set(saved["state"]) - set(names))
     if missing or unknown:
         raise StateMismatchError(
@@ -46,12 +50,13 @@ def check_header(saved: Mapping[str, Any], identity: Mapping[str, Any], num_para
         )
 
 
-def check_weight(weight: SparseWeight, state: Mapping[str, Any]) -> None:
+def check_weight(weight: SparseWeight, state: Mapping[str, Any], oldest: int) -> None:
     """Check one tensor's saved state, its pretrained values included.
 
     Args:
         weight: The tensor as this optimizer has it.
         state: What was saved for it.
+        oldest: The largest age of a trained weight.
 
     Raises:
         StateMismatchError: Naming the tensor and what is wrong.
@@ -67,8 +72,10 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any]) -> None:
     }
     _check_tensors(name, state, expected)
     ages = state.get("age", state.get("cohort_ages"))
-    if ages is not None and bool((ages < 0).any()):
-        raise StateMismatchError(f"the saved state of {name} has negative ages; the checkpoint is damaged")
+    if ages is not None and bool(((ages < 0) | (ages > oldest)).any()):
+        raise StateMismatchError(
+            f"the saved state of {name} has ages outside of [0, {oldest}]; the checkpoint is damaged"
+        )
     if "cohort" in expected and num_active and int(state["cohort"].max()) >= len(state["cohort_ages"]):
         raise StateMismatchError(f"the saved state of {name} has cohorts without an age; the checkpoint is damaged")
     estimates = state.get("estimates", {}).values()
@@ -77,7 +84,7 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any]) -> None:
         extent = (len(candidates) if isinstance(candidates, torch.Tensor) else 0,)
         floats = dict.fromkeys(("sum", "sum_of_squares"), (extent, weight.phi.dtype))
         _check_tensors(f"{name}'s estimate", estimate, {"indices": (extent, torch.int32), **floats})
-        if not isinstance(estimate.get("num_steps"), int):
+        if not is_count(estimate.get("num_steps")):
             raise StateMismatchError(f"the saved state of {name} is damaged: its estimate has no number of updates")
     try:
         for each in (state, *estimates):
@@ -103,6 +110,7 @@ def _check_tensors(
                 f"the saved state of {name} has {key!r} of shape {tuple(tensor.shape)} and {tensor.dtype}, expected "
                 f"{shape} and {dtype}; the checkpoint is of another model, of other settings (packed) or damaged"
             )
+        check_finite(f"{key!r} of {name}", tensor)
 
 
 def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:

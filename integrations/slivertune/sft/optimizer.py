@@ -17,8 +17,10 @@ from torch import nn
 from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
 from slivertune.core.layout import Layout
 from slivertune.core.parameters import check_free, release, take
+from slivertune.core.saved_state import COUNT_LIMIT
 from slivertune.core.sliver import CheckpointedSliver
 from slivertune.deltas.delta import SparseDelta
+from slivertune.sft.adam import age_limit
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.communicator import Communicator
 from slivertune.sft.config import SFTConfig, checked_options
@@ -415,10 +417,11 @@ class SFT(CheckpointedSliver):
         Raises:
             ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
         """
-        check_header(state_dict, self.identity(), len(self.param_groups))
+        check_header(state_dict, self.identity(), self.param_groups)
         saved = state_dict["state"]
+        betas = state_dict["param_groups"][0].get("betas")
         for weight in self._weights:
-            check_weight(weight, saved[weight.name])
+            check_weight(weight, saved[weight.name], COUNT_LIMIT if betas is None else age_limit(tuple(betas)))
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
         self._updates = state_dict["sft"]["updates"]
         self.zero_grad()

@@ -11,6 +11,7 @@ from torch import nn
 from slivertune.core.compiled_blocks import runs_compiled
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook
+from slivertune.core.saved_values import is_count
 from slivertune.core.token_tiles import runs_in_tiles
 from slivertune.core.token_wise import norms_outside
 from slivertune.core.transformers_internals import attention_of, find_transformers_model
@@ -142,10 +143,10 @@ class TokenTuneHandle(ModelHandle):
                 f"TokenTune's state was saved with seed={state['seed']}, and this run has seed={self.settings.seed}; "
                 "repeat the saved run's seed, or start again"
             )
-        if state["num_draws"] < 0:
+        if not is_count(state["num_draws"]):
             raise ValueError(
-                f"TokenTune's state has num_draws={state['num_draws']}, which must not be negative; it is damaged, use "
-                "another checkpoint"
+                f"TokenTune's state has num_draws={state['num_draws']}, which must lie in [0, 2^62); it is damaged, "
+                "use another checkpoint"
             )
         self.num_draws = state["num_draws"]
 

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,11 @@ def test_nothing_in_it_is_executed(saved: Saved, tmp_path: Path) -> None:
         (["held_lr"], ["1e-2"], r"held_lr\[0\] is no learning rate"),
         (["groups", "1", "masters", 0], torch.zeros(3), r"pieces\['1'\] is no list of pieces within"),
         (["groups", "1", "masters", 0], torch.zeros(3, 3), r"\['masters'\]\[0\] is no fp32 master"),
+        (["groups", "1", "masters", 0], torch.tensor([math.nan]), r"\['masters'\]\[0\] is no master without NaN"),
+        (["groups", "1", "optimizer", "state", 0, "exp_avg"], torch.tensor([math.inf]), r"\['exp_avg'\] is no finite"),
+        (["groups", "1", "optimizer", "state", 0, "step"], torch.tensor(-5.0), r"\['step'\] is no finite state"),
+        (["held_lr"], [math.nan], r"held_lr\[0\] is no learning rate"),
+        (["scaler"], {"cur_scale": math.nan}, r"scaler\['cur_scale'\] is no finite number"),
         (["groups", "1", "masters"], [], r"pieces\['1'\] is no list for each master"),
         (["groups", "1"], {}, "it has no 'masters'"),
         (["pieces", "1", 0, 0], ("x", 0, 0, 1), r"is no list of pieces within 'x'"),

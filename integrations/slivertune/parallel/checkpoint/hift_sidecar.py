@@ -11,10 +11,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from slivertune.core.saved_state import StateMismatchError, check_loadable, load_dictionary
+from slivertune.core.saved_state import StateMismatchError, check_loadable, load_dictionary, refuse_damage
+from slivertune.core.saved_values import is_count
 from slivertune.hift import HiFT
 from slivertune.hift.piece import Weight
-from slivertune.parallel.checkpoint.sidecar import Sidecar, check_by_name, check_plain, refuse_damage
+from slivertune.parallel.checkpoint.sidecar import Sidecar, check_by_name, check_plain
 from slivertune.parallel.consistency.heartbeat import world_size
 from slivertune.parallel.fsdp2.sharding import ShardedWeight
 
@@ -100,7 +101,7 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dic
             if not path.is_file():
                 raise StateMismatchError(f"{path} is not there; the folder must be whole, and seen by every rank")
             file = opened.enter_context(safe_open(path, "pt"))
-            for name, first_row in json.loads(file.metadata()[_FIRST_ROWS]).items():
+            for name, first_row in _first_rows(path, file.metadata()).items():
                 rows = file.get_slice(name)
                 found.setdefault(name, {})[first_row] = rows if rows.get_shape() else file.get_tensor(name)
         for name, parts in found.items():
@@ -108,6 +109,20 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dic
             if weight_name not in weights:
                 raise StateMismatchError(f"the saved state has {weight_name}, which this model does not train there")
             state.setdefault(weight_name, {})[key] = _rows(name, parts, weights[weight_name])
+
+
+def _first_rows(path: Path, metadata: Mapping[str, str] | None) -> dict[str, int]:
+    """By tensor of a file, the row of the weight with which it begins."""
+    try:
+        rows = json.loads((metadata or {}).get(_FIRST_ROWS, ""))
+    except (ValueError, RecursionError):  # a number of 5,000 digits is a ValueError, too
+        rows = None
+    if not isinstance(rows, dict) or not all(map(is_count, rows.values())):
+        raise StateMismatchError(
+            f"{path} does not tell the first row of each of its tensors ({_FIRST_ROWS}); it is damaged or was not "
+            "written by slivertune, use another checkpoint"
+        )
+    return rows
 
 
 def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:

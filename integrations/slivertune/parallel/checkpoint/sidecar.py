@@ -4,33 +4,22 @@ Programs that save an optimizer know states by parameter and of fixed shapes, ga
 them onto the GPU, where they have no room. So several ranks show them a placeholder, and keep the state here.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from slivertune.core.atomic import atomic_folder, explain_write_errors, is_partial, recover
 from slivertune.core.manifest import MANIFEST_NAME, write_manifest
-from slivertune.core.saved_state import StateMismatchError, describe_damage, load_dictionary
+from slivertune.core.saved_state import load_dictionary, refuse_damage
 from slivertune.core.sliver import Sliver
 from slivertune.parallel.checkpoint.manifests import check_together, failing_together
 from slivertune.parallel.consistency.heartbeat import check_agreement, gather_objects, world_size
 
 _FILE = "state.pt"
-_OF_OTHER_CONTENTS = (
-    AttributeError,
-    EOFError,
-    LookupError,
-    OverflowError,
-    RecursionError,
-    SafetensorError,
-    TypeError,
-    UnicodeError,
-)
 
 
 class Sidecar:
@@ -190,22 +179,6 @@ def unwrapped(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
         method = "HiFT's or SFT's" if kind is Sliver else f"{kind.__name__}'s"
         raise TypeError(f"the state of a {type(inner).__name__} is not {method}; pass what slivertune.prepare returned")
     return inner
-
-
-@contextmanager
-def refuse_damage(folder: Path) -> Iterator[None]:
-    """Inside, what files of other contents than any of ours make the reading fail with is a ValueError that names them.
-
-    Args:
-        folder: What is read.
-
-    Raises:
-        StateMismatchError: In place of the errors of torch, safetensors and Python on such contents.
-    """
-    try:
-        yield
-    except _OF_OTHER_CONTENTS as error:
-        raise StateMismatchError(describe_damage(folder, f"{type(error).__name__}: {str(error)[:200]}")) from error
 
 
 def check_plain(value: Any) -> None:

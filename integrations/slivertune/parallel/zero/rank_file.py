@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slivertune.core.saved_state import describe_damage, load_dictionary
+from slivertune.core.saved_values import is_count, is_finite, is_rate, is_step
 from slivertune.parallel.checkpoint.sidecar import check_plain
 
 VERSION = 3
@@ -69,21 +70,17 @@ def _require(holds: bool, what: str, is_what: str) -> None:
         raise TypeError(f"{what} is no {is_what}")
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**62
-
-
 def _count(value: Any, what: str) -> None:
-    _require(_is_count(value), what, "count")
+    _require(is_count(value), what, "count")
 
 
 def _number(value: Any, what: str) -> None:
     _require(type(value) in (bool, int, float), what, "number")
+    _require(is_finite(value), what, "finite number")
 
 
 def _rate(value: Any, what: str) -> None:
-    is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else type(value) in (int, float, type(None))
-    _require(is_number, what, "learning rate")
+    _require(is_rate(value), what, "learning rate")
 
 
 def _mapping(value: Any, what: str) -> None:
@@ -114,16 +111,18 @@ def _by_name(check: _Check) -> _Check:
 
 
 def _counts_by_index(value: Any, what: str) -> None:
-    _require(all(_is_count(count) for _, count in _indexed(value, what)), what, "mapping of counts")
+    _require(all(is_count(count) for _, count in _indexed(value, what)), what, "mapping of counts")
 
 
 def _piece(value: Any, what: str) -> None:
     is_one = isinstance(value, (list, tuple)) and len(value) == 4 and type(value[0]) is str
-    _require(is_one and all(map(_is_count, value[1:])), what, "piece of a parameter")
+    _require(is_one and all(map(is_count, value[1:])), what, "piece of a parameter")
 
 
 def _master(value: Any, what: str) -> None:
-    _require(isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == torch.float32, what, "fp32 master")
+    is_master = isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == torch.float32
+    _require(is_master, what, "fp32 master")
+    _require(is_finite(value), what, "master without NaN and infinity")
 
 
 def _group(value: Any, what: str) -> None:
@@ -134,10 +133,13 @@ def _group(value: Any, what: str) -> None:
     _list_of(_mapping)(optimizer["param_groups"], f"{name}['param_groups']")
     for index, values in _indexed(optimizer["state"], f"{name}['state']"):
         _mapping(values, f"{name}['state'][{index}]")
+        for key, each in values.items():
+            is_number = is_step(each) if key == "step" else is_finite(each)
+            _require(is_number, f"{name}['state'][{index}][{key!r}]", "finite state")
 
 
 def _indexed(value: Any, what: str) -> Any:
-    _require(isinstance(value, Mapping) and all(map(_is_count, value)), what, "mapping by index")
+    _require(isinstance(value, Mapping) and all(map(is_count, value)), what, "mapping by index")
     return value.items()
 
 

@@ -1,0 +1,110 @@
+"""Values in a saved state: whoever changed a file may have signed it anew, so each is checked before it is used."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slivertune.core.saved_state import COUNT_LIMIT, StateMismatchError
+
+
+def is_count(value: object) -> bool:
+    """Whether a value counts something; True and False do not."""
+    return type(value) is int and 0 <= value < COUNT_LIMIT
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value counts steps as optimizers do: a number, or a tensor of one, from 0 on."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and is_step(value.item())
+    return type(value) in (int, float) and 0 <= value < COUNT_LIMIT
+
+
+def is_rate(value: Any) -> bool:
+    """Whether a value may be a learning rate: finite, not negative, or None where the optimizer finds it by itself."""
+    if value is None:
+        return True
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point() and is_rate(float(value))
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal, and both or neither of them are True or False."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    are_plain = not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor)
+    return are_plain and isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value holds neither NaN nor infinity, a container nowhere in it; reads each tensor once."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(map(is_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_finite, value))
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
+        return True
+    plain = value.detach()
+    return all(math.isfinite(each) for each in (plain.float() if plain.itemsize == 1 else plain).aminmax())
+
+
+def check_finite(where: str, value: Any) -> None:
+    """Refuse NaN and infinity.
+
+    Args:
+        where: What the error calls the value.
+        value: A number, a tensor, or a container of these.
+
+    Raises:
+        StateMismatchError: Naming the value.
+    """
+    if not is_finite(value):
+        raise StateMismatchError(f"the saved state is damaged: {where} holds NaN or infinity. Use another checkpoint")
+
+
+def check_hyperparameters(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse hyperparameters that can't be those of an optimizer.
+
+    Args:
+        saved: Param groups of the saved state.
+        own: As many, of the optimizer that loads them.
+
+    Raises:
+        StateMismatchError: Naming the param group, the hyperparameter and its value.
+    """
+    for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+        for key, value in theirs.items():
+            if key == "params":
+                continue
+            fits = is_rate(value) if key in ("lr", "initial_lr") else _is_like(value, ours.get(key))
+            if not fits:
+                raise StateMismatchError(
+                    f"the saved state is damaged: {key} of param group {index} is {str(value)[:60]!r}, and this "
+                    f"optimizer has {str(ours.get(key))[:60]!r}. Use another checkpoint"
+                )
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    """Whether a hyperparameter can stand in place of the optimizer's own; None stands for what is not set."""
+    if value is None or own is None:
+        return is_finite(value)
+    if isinstance(value, (list, tuple)) and isinstance(own, (list, tuple)):
+        return len(value) == len(own) and all(map(_is_like, value, own))
+    if not is_finite(value) and is_finite(own):
+        return False
+    kind, own_kind = _kind(value), _kind(own)
+    return kind == own_kind or "other" in (kind, own_kind)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        return "flag"
+    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return "number"
+    return "text" if isinstance(value, str) else "container" if isinstance(value, (list, tuple, dict)) else "other"
