@@ -3,6 +3,7 @@
 One file, however long: all formats meet the same made-up values and limits, and their examples are counted together.
 """
 
+import contextlib
 import functools
 import inspect
 import io
@@ -407,6 +408,18 @@ def test_each_number_of_a_state_that_is_another_kind_of_value_is_refused(
             pytest.raises(ValueError, match=r"saved state|holds no state|tells of"),
         ):
             state.read()
+
+
+@given(data=st.data())
+@settings(fuzzed, max_examples=40)
+@pytest.mark.parametrize("kind", ["hift", "sft"])
+def test_a_dictionary_in_which_one_thing_is_another(kind: str, data: st.DataObject, states: dict[str, State]) -> None:
+    optimizer = states[kind].optimizer
+    whole = optimizer.state_dict()
+    made_up = replaced(whole, data.draw(st.sampled_from(places(whole)[1:])), data.draw(PLAIN))
+    with contextlib.suppress(ValueError):
+        optimizer.load_state_dict(made_up)
+    optimizer.load_state_dict(whole)
 
 
 TENSORS = {
