@@ -65,6 +65,13 @@ def test_blocks_are_compiled_while_it_trains_and_the_bits_are_the_same(settings:
     assert_same_bits(model, plain)
 
 
+@pytest.mark.parametrize("settings", [{"waiting": "int8"}, {"weights": "host"}])
+def test_what_does_not_go_with_compilation_is_refused_when_attached(settings: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1, **COMPILED)
+    with pytest.raises(ValueError, match=r"does not go with torch_compile=True: .*\. Leave out one of the two"):
+        slivertune.attach(trainer, HiFTConfig(**settings))
+
+
 def test_a_model_that_is_made_for_the_training_is_compiled(tmp_path: Path) -> None:
     CountedBackend()
     trainer = make_trainer(tmp_path, max_steps=3, **COMPILED)

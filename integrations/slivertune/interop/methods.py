@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from slivertune.core.refused_pairs import refuse_together
 from slivertune.core.sliver import Sliver
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.unsupported_optimizers import refuse_name
@@ -111,6 +112,13 @@ class TrainerHiFT(TrainerMethod):
     def check(self, config: HiFTConfig, training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and what would come between a gradient and its step."""
         check_base_optimizer(training)
+        refuse_together(
+            {
+                "waiting": None if config.waiting is None else f"waiting={config.waiting!r}",
+                "weights='host'": "weights='host'" if config.weights == "host" else None,
+                "torch.compile": "torch_compile=True" if training.torch_compile else None,
+            }
+        )
         if config.steps_in_backward and (training.max_grad_norm > 0 or training.fp16):
             raise ValueError(
                 "gradients='stepped' leaves no gradients to clip or unscale; set max_grad_norm=0 and fp16=False in the "
