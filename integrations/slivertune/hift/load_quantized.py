@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from slivertune.core.empty_model import make_empty
 from slivertune.core.layers import find_blocks
 from slivertune.core.setting_checks import check_choice
 from slivertune.hift.block_codes import WaitingForm, check_available
@@ -42,7 +42,8 @@ def load_quantized(
     than the exact weights of the blocks, 2 bytes each in bf16, in host memory.
 
     Args:
-        model_class: A transformers class with `from_config`, such as `AutoModelForCausalLM`.
+        model_class: A model class of transformers with `from_pretrained`, such as `AutoModelForCausalLM` or
+            `LlamaForCausalLM`.
         name_or_path: A folder with safetensors, or the name of a model on the hub.
         waiting: The kind of codes, as in `HiFTConfig`.
         dtype: Of the weights: bfloat16 or float32.
@@ -55,6 +56,7 @@ def load_quantized(
     Raises:
         ImportError: If the form's package is not installed.
         FileNotFoundError: If there are no safetensors.
+        TypeError: If `model_class` is no model class of transformers.
         ValueError: If a weight can't wait so, or the names in the files are not the model's, naming some.
     """
     from transformers import AutoConfig, GenerationConfig  # two seconds, which `import slivertune.hift` need not take
@@ -63,8 +65,7 @@ def load_quantized(
     check_available(waiting)
     folder = _folder_of(name_or_path)
     config = AutoConfig.from_pretrained(folder, **config_options)
-    with init_empty_weights(include_buffers=False):
-        model = model_class.from_config(config, dtype=dtype)
+    model = make_empty(model_class, config, dtype)
     model.tie_weights()
     files = _files_of(folder)
     _check_names(model, files)
