@@ -26,7 +26,7 @@ from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
 from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.merge import REPORT_FILE, UNDO_FILE, merge, unmerge
-from slivertune.deltas.plain_checkpoint import UNDO_FOLDER, open_checkpoint
+from slivertune.deltas.plain_checkpoint import UNDO_FOLDER, StoredTensor, open_checkpoint
 from slivertune.deltas.sparse_file import DeltaFileError
 from tests.deltas.files import (
     DOWN,
@@ -74,6 +74,66 @@ def assert_unmerging_gives_the_base(folder: Path) -> None:
 def load_model(folder: Path) -> nn.Module:
     model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     return model.train()
+
+
+def leave_out_a_write(tensor: StoredTensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+    """A disk that says it has written, and has not."""
+
+
+def round_twice(tensor: StoredTensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+    rounded = (values.float() * (1 + 2**-7)).to(values.dtype)
+    WRITE(tensor, indices, rounded)
+
+
+def touch_a_neighbour(tensor: StoredTensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+    WRITE(tensor, indices, values)
+    with tensor.shard.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+WRITE = StoredTensor.write
+
+
+@pytest.mark.parametrize("fault", [leave_out_a_write, round_twice, touch_a_neighbour])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_not_written_as_it_was_summed_gets_no_name(
+    fault: Callable[..., None], sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, base, deltas = saved(tmp_path, torch.bfloat16, sharded=sharded)
+    before = entries(tmp_path)
+    monkeypatch.setattr(StoredTensor, "write", fault)
+    with pytest.raises(ValueError, match="was not written as the base's plus its delta; nothing was kept"):
+        merge(base, deltas, tmp_path / "merged")
+    assert entries(tmp_path) == before
+
+
+@pytest.mark.parametrize("given", ["one", "different"])
+@pytest.mark.parametrize("said", [True, False, None])
+def test_copies_of_a_tied_embedding_are_changed_alike_or_not_at_all(
+    given: str, said: bool | None, tmp_path: Path
+) -> None:
+    model = tiny_llama(tied=True)
+    base = save_model(model, tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    save_file({**tensors, HEAD: tensors[EMBEDDING].clone()}, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    config.pop("tie_word_embeddings")
+    config |= {} if said is None else {"tie_word_embeddings": said}
+    (base / "config.json").write_text(json.dumps(config))
+    delta = random_delta(tuple(tensors[EMBEDDING].shape), 20, 0)
+    merge(base, {EMBEDDING: delta, HEAD: delta}, tmp_path / "alike")
+    alike = load_file(tmp_path / "alike" / "model.safetensors")
+    assert torch.equal(alike[EMBEDDING], alike[HEAD]) and not torch.equal(alike[HEAD], tensors[EMBEDDING])
+    deltas = {EMBEDDING: delta} if given == "one" else {EMBEDDING: delta, HEAD: random_delta(delta.shape, 20, 1)}
+    if said is False:
+        merge(base, deltas, tmp_path / "merged")
+        return
+    with pytest.raises(ValueError, match=r"stores one tied tensor as .*Give both the same delta, or say"):
+        merge(base, deltas, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def entries(folder: Path) -> list[str]:
@@ -255,7 +315,8 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     copied = [(done, total) for stage, done, total in reported if stage == "copying"]
     size = sum(map(len, files_in(base).values()))
     assert copied == sorted(copied) and copied[-1] == (size, size)
-    assert list(dict.fromkeys(stage for stage, *_ in reported)) == ["checking the base", "copying", "adding", "writing"]
+    stages = list(dict.fromkeys(stage for stage, *_ in reported))
+    assert stages == ["checking the base", "copying", "adding", "checking", "writing"]
     reported.clear()
     unmerge(tmp_path / "merged", tmp_path / "again", progress=lambda *it: reported.append(it))
     assert list(dict.fromkeys(stage for stage, *_ in reported)) == ["checking", "copying", "restoring", "writing"]

@@ -21,6 +21,7 @@ from slivertune.deltas.delta_file import DeltaFile, name_of
 from slivertune.deltas.hashes import CHUNK_BYTES
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER, PlainCheckpoint, StoredTensor, open_checkpoint
 from slivertune.deltas.sparse_file import DeltaFileError, read_sparse_file, write_sparse_file
+from slivertune.deltas.written import check_written
 
 UNDO_FILE = "base_values.safetensors"
 """The base's bits of the touched entries."""
@@ -59,7 +60,8 @@ def merge(
 ) -> Merged:
     """Write a copy of a checkpoint with deltas added to its weights.
 
-    Several deltas are summed in fp32, added in fp32 and rounded once. The copy appears whole or not at all.
+    Several deltas are summed in fp32, added in fp32 and rounded once. Each tensor is then read back and compared with
+    the base's and the sum. The copy appears whole or not at all.
 
     Args:
         checkpoint: Folder of the base, with safetensors files; never changed.
@@ -89,6 +91,7 @@ def merge(
     progress("checking the base", 0, 0)
     files = read_sources(deltas)
     additions = add_up(files, base.tensors, _target_info(checkpoint, allow_quantized_base), hash_base=True)
+    _check_copies(base, additions)
     touched_bytes = sum(addition.delta.indices.nbytes + addition.delta.values.nbytes for addition in additions)
     with atomic_new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
         hashes = _copy(base, new, progress)
@@ -99,6 +102,8 @@ def merge(
             pretrained, before = tensor.read(addition.delta.indices), addition.sha256 or addition.target.sha256()
             tensor.write(addition.delta.indices, add_rounded(tensor.name, pretrained, addition.delta.values))
             merged.append((tensor, pretrained, before, tensor.sha256()))
+        progress("checking", 0, 0)
+        check_written(base, open_checkpoint(new), {each.target.name: each.delta for each in additions})
         progress("writing", 0, 0)
         _write_undo(new / UNDO_FOLDER, hashes, files, additions, merged)
     return Merged({addition.target.name: addition.overlap for addition in additions}, base.left_out)
@@ -144,6 +149,22 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
                 found[name] = hashlib.file_digest(file, "sha256").hexdigest()
         _check_files(checkpoint, hashes, found)
         progress("writing", 0, 0)
+
+
+def _check_copies(base: PlainCheckpoint, additions: Sequence[Addition[StoredTensor]]) -> None:
+    """Refuse to change one of two copies of a tied embedding, which transformers would then no longer tie."""
+    sums = {addition.target.name: addition.delta for addition in additions}
+    for name, delta in sums.items():
+        for copy in base.tied_copies(name):
+            other = sums.get(copy)
+            if other is None or not (
+                torch.equal(other.indices, delta.indices) and torch.equal(other.values, delta.values)
+            ):
+                raise ValueError(
+                    f"{base.folder} stores one tied tensor as {name!r} and {copy!r}, and the deltas change them "
+                    "differently. Give both the same delta, or say in a copy of its config.json that "
+                    "tie_word_embeddings is false"
+                )
 
 
 def _target_info(checkpoint: Path, allow_quantized_base: bool) -> TargetInfo:

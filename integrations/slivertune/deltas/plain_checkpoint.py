@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,18 @@ class StoredTensor(Destination):
     def sha256(self) -> str:
         """Hash of its bits, as `hash_tensor` gives it for a loaded one."""
         digest = hashlib.sha256()
+        for piece in self.pieces():
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def pieces(self) -> Iterator[bytearray]:
+        """Read its bytes, whole elements at a time."""
         with self.shard.open("rb") as file:
             file.seek(self.start)
             left = self.num_bytes
-            while left and (piece := file.read(min(left, CHUNK_BYTES))):
-                digest.update(piece)
+            while left and (piece := bytearray(file.read(min(left, CHUNK_BYTES)))):
+                yield piece
                 left -= len(piece)
-        return digest.hexdigest()
 
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         """Copy the entries at flat positions; the file must be writable, as that of a copy is.
@@ -93,6 +99,22 @@ class PlainCheckpoint:
     """Files that belong to it, relative to the folder: shards, their index, configuration, tokenizer."""
     left_out: list[Path]
     """Other forms of the same weights, relative to the folder, which a change of the shards makes stale."""
+
+    def tied_copies(self, name: str) -> list[str]:
+        """Find other tensors that are copies of an embedding, as far as the configuration does not say that none is.
+
+        Args:
+            name: The tensor's name.
+        """
+        config = _json(self.folder / "config.json") if (self.folder / "config.json").is_file() else {}
+        parts = [config, *(each for each in config.values() if isinstance(each, dict))]
+        tensor, vocabularies = self.tensors[name], {each.get("vocab_size") for each in parts}
+        if len(tensor.shape) != 2 or tensor.shape[0] not in vocabularies:
+            return []
+        if any(each.get("tie_word_embeddings") is False for each in parts):
+            return []
+        alike = (each for each in self.tensors.values() if (each.shape, each.dtype) == (tensor.shape, tensor.dtype))
+        return [each.name for each in alike if each.name != name and each.sha256() == tensor.sha256()]
 
     def moved(self, tensor: StoredTensor, folder: Path) -> StoredTensor:
         """The tensor in a copy of the checkpoint."""
