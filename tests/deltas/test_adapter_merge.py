@@ -1,54 +1,40 @@
 import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import PeftModel, PrefixTuningConfig, get_peft_model
+from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertForPreTraining,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    modeling_utils,
 )
 
 from slivertune.cli import main
-from slivertune.deltas.adapter_merge import merge_adapter, open_adapter
+from slivertune.deltas.adapter_folder import open_adapter
+from slivertune.deltas.adapter_merge import merge_adapter
+from tests.deltas.adapters import BASES, half_spacing, naive_merge, save_adapter, save_base
 
 IDS = torch.arange(1, 25).view(2, 12)
-# PEFT 0.21 asks by the name that transformers 5.23 retires.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-
-def config(**more: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaConfig(**{"vocab_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, **sizes, **more})
-
-
-def save_base(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Path:
-    torch.manual_seed(0)
-    LlamaForCausalLM(config(**more)).to(dtype).save_pretrained(folder)
-    return folder
-
-
-def save_adapter(folder: Path, model: Any, **more: Any) -> Path:
-    """An adapter with random weights, also in what was trained whole."""
-    torch.manual_seed(1)
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-    adapted = get_peft_model(model, LoraConfig(**{**settings, "init_lora_weights": False, **more}))
-    for name, parameter in adapted.named_parameters():
-        if "modules_to_save" in name:
-            nn.init.normal_(parameter)
-    adapted.save_pretrained(folder)
-    return folder
+# PEFT 0.21 asks by the name that transformers 5.23 retires, and warns of what is to be tested.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -60,37 +46,135 @@ def by_peft(model: Any, adapter: str) -> Any:
     return PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_weight_is_the_base_and_the_product_of_the_adapters_matrices(
-    dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A base, an adapter of it, and what becomes of both."""
+
+    base: str = "llama"
+    tie: bool = False
+    dtype: torch.dtype = torch.float32
+    shard: int | str = "50GB"
+    resize: int | None = None
+    adapter: dict[str, Any] = field(default_factory=dict)
+    untied: bool = False
+    """Whether the merged configuration must no longer tie the embeddings."""
+    refused: str | None = None
+
+
+EMBEDDING, HEAD = {"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["v_proj", "lm_head"]}
+BOTH = {"target_modules": ["embed_tokens", "lm_head"]}
+TOKENS, WHOLE = {"trainable_token_indices": [3, 60]}, {"modules_to_save": ["embed_tokens", "lm_head"]}
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+PATTERNS = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 32}}
+BERT = {"target_modules": ["query", "value"], "task_type": None}
+LINEAR = {"target_modules": "all-linear", "task_type": None}
+T5 = {"task_type": "SEQ_2_SEQ_LM"}
+BF16, F16 = torch.bfloat16, torch.float16
+
+CASES = {
+    "plain": Case(),
+    "bf16": Case(dtype=BF16),
+    "fp16, sharded": Case(dtype=F16, shard=20_000),
+    "bf16, sharded, tied": Case(dtype=BF16, shard=20_000, tie=True),
+    "rslora, patterns": Case(dtype=BF16, adapter={"use_rslora": True, **PATTERNS}),
+    "dora": Case(dtype=BF16, adapter={"use_dora": True}),
+    "embedding, tied": Case(tie=True, adapter=EMBEDDING, untied=True),
+    "embedding, tied, bf16, sharded": Case(tie=True, dtype=BF16, shard=20_000, adapter=EMBEDDING, untied=True),
+    "embedding, not tied": Case(dtype=BF16, adapter=EMBEDDING),
+    "embedding, tied, dora": Case(tie=True, adapter={**EMBEDDING, "use_dora": True}, untied=True),
+    "embedding, tied, rslora, resized": Case(
+        tie=True, resize=72, adapter={**EMBEDDING, "use_rslora": True}, untied=True
+    ),
+    "head, tied": Case(tie=True, dtype=BF16, adapter=HEAD, untied=True),
+    "both, tied": Case(tie=True, dtype=BF16, adapter=BOTH, untied=True),
+    "both, not tied": Case(adapter=BOTH),
+    "whole, tied": Case(tie=True, dtype=BF16, adapter=WHOLE, untied=True),
+    "whole, not tied, resized": Case(resize=70, dtype=BF16, adapter=WHOLE),
+    "tokens, tied": Case(tie=True, dtype=BF16, adapter=TOKENS),
+    "tokens, not tied, dora": Case(adapter={**TOKENS, "use_dora": True}),
+    "tokens, resized, tied": Case(tie=True, resize=66, adapter={"trainable_token_indices": [3, 64, 65]}),
+    "resized": Case(resize=80, dtype=BF16),
+    "resized to fewer, tied": Case(resize=48, tie=True),
+    "conv1d": Case(base="gpt2", tie=True, adapter={"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "conv1d, bf16, dora, embedding": Case(
+        base="gpt2", tie=True, dtype=BF16, untied=True,
+        adapter={"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True, "use_dora": True},
+    ),
+    "experts": Case(base="mixtral", dtype=BF16, adapter=EXPERTS),
+    "experts, sharded": Case(base="mixtral", shard=20_000, adapter={**EXPERTS, "use_rslora": True}),
+    "biases": Case(base="bert", tie=True, adapter={**BERT, "bias": "lora_only"}),
+    "all biases, bf16": Case(base="bert", tie=True, dtype=BF16, adapter={**BERT, "bias": "all"}),
+    "bert, embedding": Case(
+        base="bert", tie=True, untied=True, adapter={**BERT, "target_modules": ["query", "word_embeddings"]}
+    ),
+    "encoder and decoder": Case(base="t5", tie=True, adapter={**T5, "target_modules": ["q", "v"]}),
+    "encoder and decoder, head": Case(
+        base="t5", tie=True, adapter={**T5, "target_modules": ["q", "lm_head"]}, untied=True
+    ),
+    "image": Case(base="vit", dtype=BF16, adapter={**LINEAR, "modules_to_save": ["classifier"]}),
+    "speech, tied": Case(base="whisper", tie=True, adapter=LINEAR),
+    "bias of the factor": Case(base="bert", tie=True, adapter={**BERT, "lora_bias": True}),
+    "bias of the factor, without one": Case(adapter={"lora_bias": True}, refused="because the base layer has no bias"),
+    "embedding whole, tied": Case(tie=True, adapter={"modules_to_save": ["embed_tokens"]}, untied=True),
+    **{
+        f"init {init}": Case(adapter={"init_lora_weights": init}, refused="changed the base before the training")
+        for init in ("pissa", "pissa_niter_2", "olora")
+    },
+    "replicated": Case(adapter={"layer_replication": [(0, 2), (1, 2)]}, refused="has layer_replication, with which"),
+    "invocation": Case(adapter={"alora_invocation_tokens": [3]}, refused="has alora_invocation_tokens, with which"),
+}  # fmt: skip
+
+
+def state_of(folder: str, case: Case) -> dict[str, torch.Tensor]:
+    """All tensors under all their names, as transformers load them."""
+    made: Any = type(BASES[case.base](case.tie))
+    return dict(made.from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_each_tensor_is_the_base_and_the_delta_rounded_once_or_the_merge_is_refused(
+    case: Case, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    save_base(Path("base"), dtype)
-    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base", dtype="auto"))
-    assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
-    out = capsys.readouterr().out
-    assert "merged: base with the LoRA of adapter added to 4 matrices\n" in out and "no tokenizer" not in out[:60]
-    base, merged = load_file("base/model.safetensors"), load_file("merged/model.safetensors")
-    factors = load_file("adapter/adapter_model.safetensors")
-    assert merged.keys() == base.keys() and len(factors) == 8
-    for name, weight in base.items():
-        expected, path = weight, f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{path}.lora_A.weight" in factors:
-            product = factors[f"{path}.lora_B.weight"].float() @ factors[f"{path}.lora_A.weight"].float()
-            expected = (weight + 2 * product.to(dtype)).to(dtype)
-            assert not torch.equal(expected, weight)
-        # The sum in bf16 may be rounded before it is scaled or after.
-        torch.testing.assert_close(
-            merged[name], expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=2**-8 * (dtype != torch.float32)
-        )
+    torch.manual_seed(0)
+    BASES[case.base](case.tie).to(case.dtype).save_pretrained("base", max_shard_size=case.shard)
+    model = type(BASES[case.base](case.tie)).from_pretrained("base", dtype="auto")
+    if case.resize is not None:
+        model.resize_token_embeddings(case.resize, mean_resizing=False)
+    save_adapter(Path("adapter"), model, **case.adapter)
+    code = main(["merge", "adapter", "--output_dir", "merged"])
+    said = capfd.readouterr()
+    if case.refused is not None:
+        assert code == 2 and case.refused in said.err and not Path("merged").exists()
+        return
+    assert code == 0, said.err
+    base, merged = state_of("base", case), state_of("merged", case)
+    if case.resize is not None:
+        assert f"the vocabulary was resized to {case.resize} rows" in said.out
+    expected = naive_merge(base, Path("adapter"), ("model.embed_tokens.weight", "lm_head.weight") if case.tie else ())
+    assert merged.keys() == expected.keys()
+    for name, exact in expected.items():
+        if exact.equal(base[name].double()):
+            assert torch.equal(merged[name], base[name]), name
+        # Beside the one rounding, fp32 keeps 24 bits of each of up to 48 terms: 3e-6 of the largest.
+        room = half_spacing(exact, case.dtype) + 3e-6 * max(1, exact.abs().max())
+        assert (merged[name].double() - exact).abs().le(room).all(), name
+    stored = [each for path in Path("merged").glob("*.safetensors") for each in load_file(path).values()]
+    assert {each.dtype for each in stored} == {case.dtype}
+    settings = json.loads(Path("merged/config.json").read_text(encoding="utf-8"))
+    assert settings.get("tie_word_embeddings", case.tie) == (case.tie and not case.untied)
+    assert ("written apart" in said.out) == case.untied and "outputs were not compared" not in said.out
 
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
-def test_transformers_alone_give_the_logits_of_pefts_own_merged_model(more: dict[str, Any]) -> None:
+def test_transformers_alone_give_the_logits_of_pefts_own_merged_model(
+    more: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     save_base(Path("base"))
     save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"), **more)
     before = AutoModelForCausalLM.from_pretrained("base")
     expected = by_peft(AutoModelForCausalLM.from_pretrained("base"), "adapter")(IDS).logits
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
+    assert "merged: base with the LoRA of adapter added to 4 matrices\n" in capsys.readouterr().out
     assert not list(Path("merged").glob("adapter*"))
     merged = AutoModelForCausalLM.from_pretrained("merged")
     assert type(merged) is LlamaForCausalLM
@@ -124,8 +208,8 @@ def test_a_model_without_a_task_of_pefts_is_of_the_class_that_it_was() -> None:
     assert merged.config.architectures == ["BertForMaskedLM"] and torch.equal(merged(IDS).logits, expected)
 
 
-def change_config(folder: str, **more: Any) -> None:
-    path = Path(folder) / "adapter_config.json"
+def change_config(folder: str, name: str = "adapter_config.json", **more: Any) -> None:
+    path = Path(folder) / name
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **more}), encoding="utf-8")
 
 
@@ -155,7 +239,7 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
     for arguments, message in (
         (
             ["adapter", "--model_name_or_path", "wider"],
-            "wider is not the base of adapter: Error(s) in loading state_dict",
+            "layers.0.mlp.down_proj.lora_B.weight is (32, 4) in the adapter and (64, 4) in the base; name the base",
         ),
         (
             ["adapter", "--model_name_or_path", "deeper"],
@@ -172,7 +256,7 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
         (["lost"], "model_name_or_path='./gone' is neither a folder nor a model in the hub's cache"),
         (["damaged"], "damaged/adapter_config.json can't be read: "),
         (["empty"], "empty has no adapter_model.safetensors; the adapter is not whole"),
-        (["adapter", "--model_name_or_path", "bare"], "bare can't be loaded: "),
+        (["adapter", "--model_name_or_path", "bare"], "bare holds neither model.safetensors nor "),
         (["not_a_number"], "not_a_number can't be merged into base: NaNs detected"),
         (["prefixes"], "prefixes is an adapter of the type PREFIX_TUNING; only LoRA's are merged here"),
         (["adapter", "nameless"], "adapter is a LoRA adapter, which is merged alone; name it without the others"),
@@ -188,6 +272,150 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
         assert message in line, line
     assert main(["merge", "adapter", "--output_dir", "base"]) == 2
     assert "base exists already; name a folder that does not" in capfd.readouterr().err
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+def adapter_of_resized(**more: Any) -> None:
+    """Of a vocabulary that grew by six rows for the training, and that was not saved with the adapter."""
+    model = AutoModelForCausalLM.from_pretrained("base")
+    model.resize_token_embeddings(70, mean_resizing=False)
+    save_adapter(Path("adapter"), model, **more)
+    tensors = load_file("adapter/adapter_model.safetensors")
+    save_file(
+        {name: each for name, each in tensors.items() if "lora_" in name or "trainable_tokens" in name},
+        "adapter/adapter_model.safetensors",
+    )
+
+
+def adapter_without(part: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained("base")
+    model.resize_token_embeddings(70, mean_resizing=False)
+    save_adapter(Path("adapter"), model)
+    tensors = load_file("adapter/adapter_model.safetensors")
+    save_file({name: each for name, each in tensors.items() if part not in name}, "adapter/adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: adapter_of_resized(target_modules=["lm_head"]),
+        lambda: adapter_of_resized(target_modules=["embed_tokens"]),
+        lambda: adapter_of_resized(trainable_token_indices=[3, 64]),
+        lambda: adapter_without("lm_head"),
+        lambda: adapter_without("embed_tokens"),
+    ],
+    ids=["head", "embedding", "tokens", "rows of the embedding alone", "rows of the head alone"],
+)
+def test_an_adapter_without_the_rows_of_a_resized_vocabulary_is_told_so(
+    make: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_base(Path("base"))
+    make()
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    said = "Its vocabulary was resized for the training, and the adapter does not hold all rows"
+    assert said in capfd.readouterr().err
+    assert not Path("merged").exists()
+
+
+def test_two_values_for_one_tied_weight_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    save_base(Path("base"), tie_word_embeddings=True)
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
+    tensors = load_file("adapter/adapter_model.safetensors")
+    rows = {f"base_model.model.{name}.weight": torch.randn(64, 32) for name in ("model.embed_tokens", "lm_head")}
+    save_file({**tensors, **rows}, "adapter/adapter_model.safetensors")
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert "It shares its place with another tensor there (tied weights). Untie the base" in capfd.readouterr().err
+
+
+def test_a_base_that_stores_tensors_in_several_dtypes_keeps_them() -> None:
+    save_base(Path("base"), torch.bfloat16)
+    tensors = load_file("base/model.safetensors")
+    kept = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
+    tensors |= {name: tensors[name].float() / 3 for name in kept}
+    save_file(tensors, "base/model.safetensors", {"format": "pt"})
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32))
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
+    base, merged = load_file("base/model.safetensors"), load_file("merged/model.safetensors")
+    assert {name: each.dtype for name, each in merged.items()} == {name: each.dtype for name, each in base.items()}
+    assert torch.equal(merged[kept[0]], base[kept[0]]) and not torch.equal(merged[kept[1]], base[kept[1]])
+
+
+def test_a_sum_beyond_fp16_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    save_base(Path("base"), torch.float16)
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base", dtype="auto"))
+    tensors = load_file("adapter/adapter_model.safetensors")
+    save_file({name: each.float() * 1000 for name, each in tensors.items()}, "adapter/adapter_model.safetensors")
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert "weight' is beyond the range of float16. Take the base in bfloat16 or float32" in capfd.readouterr().err
+
+
+def a_delta_of_another_scale(patch: pytest.MonkeyPatch) -> None:
+    true = Linear.get_delta_weight
+    patch.setattr(Linear, "get_delta_weight", lambda *each: 1.01 * true(*each))
+
+
+def a_base_that_is_changed_on_the_way(patch: pytest.MonkeyPatch) -> None:
+    true = PeftModel.from_pretrained
+
+    def load(model: Any, *each: Any, **more: Any) -> Any:
+        adapted = true(model, *each, **more)
+        model.get_parameter("model.norm.weight").data.add_(2**-20)
+        return adapted
+
+    patch.setattr(PeftModel, "from_pretrained", load)
+
+
+def a_disk_that_changes_a_bit(patch: pytest.MonkeyPatch) -> None:
+    true = modeling_utils.safe_save_file
+
+    def save(tensors: dict[str, torch.Tensor], *each: Any, **more: Any) -> None:
+        changed = {name: tensor.clone() for name, tensor in tensors.items()}
+        changed["model.norm.weight"].view(torch.int32)[0] ^= 1
+        true(changed, *each, **more)
+
+    patch.setattr(modeling_utils, "safe_save_file", save)
+
+
+def weights_that_stay_tied(patch: pytest.MonkeyPatch) -> None:
+    # PEFT's own merge, which adds both deltas to the one tensor.
+    patch.setattr("slivertune.deltas.adapter_merge._untie", lambda model: None)
+
+
+def a_configuration_that_ties(patch: pytest.MonkeyPatch) -> None:
+    true = LlamaForCausalLM.save_pretrained
+
+    def save(model: Any, folder: Path, **more: Any) -> None:
+        true(model, folder, **more)
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        change_config(str(folder), "config.json", tie_word_embeddings=True)
+
+    patch.setattr(LlamaForCausalLM, "save_pretrained", save)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (a_delta_of_another_scale, "self_attn.q_proj puts out "),
+        (a_base_that_is_changed_on_the_way, "adapter changes model.norm.weight of the base when PEFT loads it"),
+        (a_disk_that_changes_a_bit, "'model.norm.weight' was not written as it was summed"),
+        (weights_that_stay_tied, "the model puts out "),
+        (a_configuration_that_ties, "transformers do not load 'lm_head.weight' as it was merged"),
+    ],
+)
+def test_a_merge_that_goes_wrong_leaves_nothing_and_says_where(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    save_base(Path("base"), tie_word_embeddings=True)
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"), **EMBEDDING)
+    before = sorted(Path.cwd().rglob("*"))
+    fault(monkeypatch)
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert message in capfd.readouterr().err
     assert sorted(Path.cwd().rglob("*")) == before
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from slivertune.cli import main
 from tests.training.tiny_runs import Runs, write_classes
@@ -30,11 +30,24 @@ def by_peft(model: Any, adapter: object) -> Any:
 
 
 @pytest.mark.parametrize("four_bit", [(), ("--load_in_4bit",)], ids=["lora", "qlora"])
-def test_the_adapter_of_a_run_and_of_a_checkpoint_become_plain_models(four_bit: tuple[str, ...], runs: Runs) -> None:
+def test_the_adapter_of_a_run_and_of_a_checkpoint_become_plain_models(
+    four_bit: tuple[str, ...], runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = runs.train("out", *LORA, *four_bit)
     said = merge(runs, results["model_folder"], runs["merged"])
     assert said.startswith(f"{runs['merged']}: {runs.base} with the LoRA of {results['model_folder']} added to 14")
     assert ("the adapter was trained over quantised weights" in said) == bool(four_bit)
+    assert "outputs were not compared" not in said
+    # As any folder that PEFT saved: transformers find the base by the adapter's own word.
+    assert not (Path(results["model_folder"]) / "config.json").exists()
+    for made in (AutoModelForCausalLM, LlamaForCausalLM):
+        loaded = made.from_pretrained(results["model_folder"])
+        beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(runs.base), results["model_folder"])
+        assert torch.equal(loaded(IDS).logits, beside(IDS).logits)
+    for command in (["train", "--output_dir", str(runs["again"]), "--dataset", "x.jsonl"], ["plan"]):
+        option = "--model" if command == ["plan"] else "--model_name_or_path"
+        assert main([*command, option, str(results["model_folder"]), "--method", "hift"]) == 2
+        assert "holds an adapter and not a model. Merge it into its base first" in capsys.readouterr().err
     merged = AutoModelForCausalLM.from_pretrained(runs["merged"])
     assert not hasattr(merged.config, "quantization_config")
     expected = by_peft(AutoModelForCausalLM.from_pretrained(runs.base), results["model_folder"])
@@ -57,7 +70,10 @@ def test_a_merged_classifier_knows_its_classes_by_name(runs: Runs, tmp_path: Pat
     results = runs.train("out", *more, data=write_classes(tmp_path))
     said = merge(runs, results["model_folder"], runs["merged"])
     assert "trained whole and put in place of the base's: score\n" in said
+    loaded = AutoModelForSequenceClassification.from_pretrained(results["model_folder"], num_labels=2)
     merged = AutoModelForSequenceClassification.from_pretrained(runs["merged"])
+    # Sums of fp32 in another order.
+    torch.testing.assert_close(loaded(IDS[:1]).logits, merged(IDS[:1]).logits, rtol=1e-4, atol=1e-4)
     assert merged.config.id2label == {0: "even", 1: "odd"}
     pad = merged.config.pad_token_id
     base = AutoModelForSequenceClassification.from_pretrained(runs.base, num_labels=2, pad_token_id=pad)

@@ -79,7 +79,7 @@ def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[st
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
                 warnings.simplefilter("ignore")
                 with recorder:
-                    module(**_dummy_batch(module))
+                    module(**dummy_batch(module))
         except _BlocksEntered:
             continue
         except Exception as error:  # a dummy batch may not suit the model; what was seen until then counts
@@ -121,7 +121,12 @@ def _meta_twin(model: nn.Module) -> nn.Module:
     return twin.eval()
 
 
-def _dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
+def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Make a batch of zeros that most models run on: one sequence of eight ids, or one image.
+
+    Args:
+        module: The model. Models of transformers say which input they need.
+    """
     arguments = inspect.signature(module.forward).parameters
     name: str = getattr(module, "main_input_name", "")
     if name not in arguments:  # a tower may have the name of its whole model's input, which it does not take

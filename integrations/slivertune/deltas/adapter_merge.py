@@ -1,53 +1,46 @@
 """A LoRA adapter of PEFT merged into its base: a plain checkpoint, which transformers load without PEFT.
 
-The mathematics is PEFT's `merge_and_unload`. The whole base is loaded on the CPU, as it is stored.
+PEFT makes the sums, in fp32. The base's tied weights are taken apart first: otherwise PEFT adds the deltas of all
+places to the one tensor that they share. The folder gets its name after three checks:
+
+- For eight tokens, the merged weights give the outputs of the base with the adapter, before they are rounded. So does
+  each layer by itself.
+- Each written tensor, read back, has the bits of the sum rounded once, or of the base where nothing was added.
+- Transformers load these tensors from the folder, so that its configuration ties what is tied.
 """
 
-import importlib.util
-import json
-import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from slivertune.core.atomic import atomic_new_folder, check_absent
-
-ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_MODEL_CONFIG = "config.json"
-_AUTO_CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
-"""By PEFT's `task_type`."""
-_HEADS = ("score", "classifier")
-_NUM_NAMED = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adapter:
-    """A folder that PEFT's `save_pretrained` wrote."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    """Of the adapter."""
-    model_config: Mapping[str, Any] | None
-    """Of the model that it was trained in, where that was saved with it."""
-
-    @property
-    def base_name(self) -> str | None:
-        """Folder or hub id of the base, by the adapter's own word."""
-        return self.config.get("base_model_name_or_path") or None
-
-    @property
-    def was_quantized(self) -> bool:
-        """Whether the base was quantised while it was trained, as far as that was saved."""
-        return bool((self.model_config or {}).get("quantization_config"))
+from slivertune.deltas.adapter_folder import MODEL_CONFIG, Adapter, is_adapter, read_json
+from slivertune.deltas.adapter_load import (
+    AdaptedModel,
+    is_touched,
+    load_adapter,
+    load_base,
+    model_class,
+    quiet_peft,
+    trained_tokens,
+)
+from slivertune.deltas.adapter_outputs import (
+    check_layers,
+    check_outputs,
+    choose_inputs,
+    outputs_of,
+    outputs_of_layers,
+)
+from slivertune.deltas.delta_file import name_of
+from slivertune.deltas.hashes import hash_tensor
+from slivertune.deltas.names import NameIndex
+from slivertune.deltas.plain_checkpoint import PlainCheckpoint, open_checkpoint
+from slivertune.deltas.written import is_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,38 +51,19 @@ class MergedAdapter:
     """Weights' matrices that a LoRA was added to."""
     replaced: tuple[str, ...]
     """Modules that were trained whole and took the place of the base's, such as a classifier's head."""
+    untied: tuple[str, ...]
+    """Names of one tied weight of the base that are now several; its configuration says so."""
+    vocabulary: int | None
+    """Rows that the base's embeddings were resized to, as they were for the training; None if they were not."""
+    not_run: str | None
+    """Why outputs were not compared; None if they were."""
     has_tokenizer: bool
 
 
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter of PEFT."""
-    return (folder / ADAPTER_CONFIG).is_file()
-
-
-def open_adapter(folder: Path) -> Adapter:
-    """Read what an adapter says of itself.
-
-    Args:
-        folder: The adapter.
-
-    Raises:
-        ImportError: If PEFT is not installed.
-        ValueError: If it is damaged, or no LoRA.
-    """
-    if importlib.util.find_spec("peft") is None:
-        raise ImportError(f"{folder} is an adapter, and merging it needs peft; pip install 'slivertune[peft]'")
-    config = _read_json(folder / ADAPTER_CONFIG)
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise ValueError(f"{folder} is an adapter of the type {kind}; only LoRA's are merged here")
-    if not any((folder / name).is_file() for name in _ADAPTER_WEIGHTS):
-        raise ValueError(f"{folder} has no {_ADAPTER_WEIGHTS[0]}; the adapter is not whole")
-    path = folder / _MODEL_CONFIG
-    return Adapter(folder=folder, config=config, model_config=_read_json(path) if path.is_file() else None)
-
-
 def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
-    """Write the base with an adapter merged into it. The folder appears whole or not at all.
+    """Write the base with an adapter merged into it. The folder appears whole and checked, or not at all.
+
+    Costs 4 bytes of host memory per weight, and twice the bytes of the result.
 
     Args:
         adapter: From `open_adapter`.
@@ -102,88 +76,184 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
 
     Raises:
         FileExistsError: If `output` exists.
-        ValueError: If the base is quantised, an adapter itself, or not the base of this adapter. Nothing is written
-            then.
+        FileNotFoundError: If the base has no safetensors files.
+        ValueError: If the base is quantised, an adapter itself, or not the base of this adapter; if the merged model is
+            not the base with the adapter. Nothing is written then.
     """
     check_absent(output)
     _check_base(base)
-    model = _load(adapter, base)
-    num_adapted, replaced = _count(model)
+    stored = open_checkpoint(base)
+    model, weights = load_base(adapter, base)
+    tied = _tied_names(model)
+    run = _Runs(model, trained_tokens(adapter))
+    adapted = load_adapter(model, weights, adapter, base)
+    run.with_adapter(adapted.model.get_base_model())
+    layers = outputs_of_layers(adapted.model.get_base_model(), trained_tokens(adapter))
+    num_adapted, replaced = _count(adapted.model)
     try:
-        merged: Any = model.merge_and_unload(safe_merge=True)
-    except ValueError as error:
+        merged, untied = _merge(adapted, tied)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"{adapter.folder} can't be merged into {base}: {error}") from error
     with atomic_new_folder(output, needs_bytes=sum(each.nbytes for each in merged.parameters())) as new:
-        merged.save_pretrained(new)
-        has_tokenizer = _save_tokenizer((adapter.folder, base), new)
-    return MergedAdapter(num_adapted=num_adapted, replaced=replaced, has_tokenizer=has_tokenizer)
+        try:
+            merged.config.save_pretrained(new)
+            check_layers(layers, merged)
+            run.check(_model_of(model_class(adapter, base), new, merged))
+            _round(merged, stored)
+            merged.save_pretrained(new)
+            has_tokenizer = _save_tokenizer((adapter.folder, base), new)
+            _check_files(merged, stored, open_checkpoint(new), adapted.touched)
+            _check_loaded(merged, model_class(adapter, base), new)
+        except ValueError as error:
+            raise ValueError(f"{adapter.folder} can't be merged into {base}: {error}") from error
+    return MergedAdapter(
+        num_adapted=num_adapted,
+        replaced=replaced,
+        untied=untied,
+        vocabulary=adapted.vocabulary,
+        not_run=run.not_run,
+        has_tokenizer=has_tokenizer,
+    )
+
+
+class _Runs:
+    """Outputs of the base, of the base with the adapter, and of the merged weights.
+
+    Args:
+        model: The base alone.
+        tokens: Tokens that must be among the inputs.
+    """
+
+    def __init__(self, model: Any, tokens: list[int]) -> None:
+        self.not_run: str | None = None
+        """Why the model was not run; None if it was."""
+        try:
+            self._inputs = choose_inputs(model, tokens)
+            self._base = outputs_of(model, self._inputs)
+        except Exception as error:  # dummy inputs do not suit every model
+            self.not_run = f"{type(model).__name__} does not run on dummy inputs ({' '.join(str(error).split())[:80]})"
+
+    def with_adapter(self, model: Any) -> None:
+        """Run the base with the adapter beside its weights."""
+        if self.not_run is None:
+            self._adapted = outputs_of(model, self._inputs)
+
+    def check(self, model: Any) -> None:
+        """Run the merged weights, and compare."""
+        if self.not_run is None:
+            check_outputs(self._base, self._adapted, outputs_of(model, self._inputs))
 
 
 def _check_base(base: Path) -> None:
     if is_adapter(base):
         raise ValueError(f"{base} is an adapter itself; name the base by --model_name_or_path")
-    if not (base / _MODEL_CONFIG).is_file():
-        raise ValueError(f"{base} has no {_MODEL_CONFIG}, so it is no checkpoint; name the base's folder")
-    if _read_json(base / _MODEL_CONFIG).get("quantization_config"):
+    if not (base / MODEL_CONFIG).is_file():
+        raise ValueError(f"{base} has no {MODEL_CONFIG}, so it is no checkpoint; name the base's folder")
+    if read_json(base / MODEL_CONFIG).get("quantization_config"):
         raise ValueError(
             f"{base} is quantised, and its weights have no room for the sum; name the 16-bit checkpoint that it was "
             "made of by --model_name_or_path"
         )
 
 
-def _load(adapter: Adapter, base: Path) -> Any:
-    """The base with the adapter beside its weights, all of which found its place."""
-    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of each weight that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
 
-    weights = load_peft_weights(str(adapter.folder), device="cpu")
-    try:
-        model = _model_class(adapter, base).from_pretrained(base, dtype="auto", **_head_options(adapter, weights))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{base} can't be loaded: {' '.join(str(error).split())}") from error
-    try:
-        with warnings.catch_warnings():
-            # What it warns of is an error below.
-            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
-            # PEFT 0.21 asks by the name that transformers 5.23 retires.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            adapted: Any = PeftModel.from_pretrained(model, str(adapter.folder))
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{base} is not the base of {adapter.folder}: {' '.join(str(error).split())}") from error
-    # PEFT only warns of places that found no weight, and says nothing of weights that found no place.
-    lost = sorted(weights.keys() ^ get_peft_model_state_dict(adapted).keys())
-    if lost:
-        more = f" and {len(lost) - _NUM_NAMED} more" if len(lost) > _NUM_NAMED else ""
+
+def _merge(adapted: AdaptedModel, tied: list[list[str]]) -> tuple[Any, tuple[str, ...]]:
+    """Merge in fp32, each place of a tied weight by itself; what ends equal is tied again.
+
+    Returns:
+        The merged model, and the names of tied weights that are no longer equal.
+    """
+    _untie(adapted.model)
+    configs = list(_configs(adapted.model.get_base_model().config))
+    said = [each.tie_word_embeddings for each in configs]
+    with quiet_peft():
+        merged: Any = adapted.model.merge_and_unload(safe_merge=True)
+    weights = dict(merged.named_parameters(remove_duplicate=False))
+    apart = [names for names in tied if any(not torch.equal(weights[names[0]], weights[each]) for each in names)]
+    for config, tie in zip(configs, said, strict=True):
+        config.tie_word_embeddings = tie and not apart
+    if not apart:
+        merged.tie_weights()
+    return merged, tuple(name for names in apart for name in names)
+
+
+def _untie(model: nn.Module) -> None:
+    """Give each module a copy of the weights that it shares with others."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            seen.add(id(parameter))
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """The parts of a configuration that say whether embeddings are tied."""
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+    yield from (each for each in (config, *parts) if hasattr(each, "tie_word_embeddings"))
+
+
+def _model_of(make: Any, folder: Path, merged: Any) -> Any:
+    """A new model of the configuration in a folder, with the tensors of a merged one, which it shares."""
+    from slivertune.core.empty_model import make_empty  # accelerate, which SFT's deltas need not import
+
+    config = type(merged.config).from_pretrained(folder)
+    model = make_empty(make, config, torch.float32)
+    model.load_state_dict(merged.state_dict(), assign=True)
+    return model.eval()
+
+
+def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
+    """Round each tensor once, to the dtype that the base's files have for it; what is new, to that of most weights."""
+    index = NameIndex(stored.tensors)
+    sizes: Counter[torch.dtype] = Counter()
+    for each in stored.tensors.values():
+        sizes[each.dtype] += each.num_bytes * each.dtype.is_floating_point
+    most = sizes.most_common(1)[0][0]
+    saved = merged.state_dict().keys()
+    for name, tensor in (*merged.named_parameters(), *merged.named_buffers()):
+        if name in saved and tensor.is_floating_point():
+            found = index.find(name)
+            dtype = stored.tensors[found].dtype if found is not None else most
+            rounded = tensor.detach().to(dtype)
+            if bool((torch.isfinite(tensor) & ~torch.isfinite(rounded)).any()):
+                raise ValueError(
+                    f"{name!r} is beyond the range of {name_of(dtype)}. Take the base in bfloat16 or float32"
+                )
+            tensor.data = rounded
+
+
+def _check_files(merged: nn.Module, base: PlainCheckpoint, new: PlainCheckpoint, touched: frozenset[str]) -> None:
+    """Compare what was written with the sums, and what no adapter touches with the base's files."""
+    state, index = merged.state_dict(), NameIndex(base.tensors)
+    for name, tensor in new.tensors.items():
+        if name in state and (tensor.dtype != state[name].dtype or tensor.sha256() != hash_tensor(state[name])):
+            raise ValueError(f"{name!r} was not written as it was summed. Check the disk, and merge again")
+        origin = index.find(name)
+        if origin is None or name not in state or is_touched(name, touched):
+            continue
+        if not is_sum(base.tensors[origin], tensor):
+            raise ValueError(f"{name!r} is not the base's, and the adapter does not touch it. Use the adapter by PEFT")
+
+
+def _check_loaded(merged: nn.Module, make: Any, folder: Path) -> None:
+    """Compare what transformers load from a folder with what was to be written."""
+    loaded, report = make.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    found, wanted = loaded.state_dict(), merged.state_dict()
+    lost = sorted((found.keys() ^ wanted.keys()) | set(report["missing_keys"]))
+    other = [name for name in wanted if name not in lost and not torch.equal(found[name], wanted[name].to(found[name]))]
+    if lost or other:
         raise ValueError(
-            f"{base} is not the base of {adapter.folder}: {', '.join(lost[:_NUM_NAMED])}{more} are in one of the two "
-            "alone"
+            f"transformers do not load {(lost + other)[0]!r} as it was merged: a {type(loaded).__name__} can't be "
+            "configured so. Leave tied modules out of the adapter, or use it by PEFT, beside the base"
         )
-    return adapted
-
-
-def _model_class(adapter: Adapter, base: Path) -> Any:
-    import transformers
-
-    task = adapter.config.get("task_type")
-    # Without a task, as for masked language models, PEFT writes down the class.
-    mapping = adapter.config.get("auto_mapping") or {}
-    architectures = _read_json(base / _MODEL_CONFIG).get("architectures") or [None]
-    name = _AUTO_CLASSES.get(str(task)) or mapping.get("base_model_class") or architectures[0]
-    found = getattr(transformers, str(name), None)
-    if found is None:
-        raise ValueError(f"{adapter.folder} does not say which class of transformers its base is of (task_type={task})")
-    return found
-
-
-def _head_options(adapter: Adapter, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What a new head needs that the base's configuration does not say: its classes, and the id of padding."""
-    if adapter.config.get("task_type") not in ("SEQ_CLS", "TOKEN_CLS"):
-        return {}
-    if adapter.model_config is not None:
-        names = ("id2label", "label2id", "pad_token_id")
-        return {name: adapter.model_config[name] for name in names if adapter.model_config.get(name) is not None}
-    heads = [each for name, each in weights.items() if set(_HEADS).intersection(name.split(".")) and each.ndim == 2]
-    # A head may have several layers, of which the last gives the classes.
-    return {"num_labels": min(int(each.shape[0]) for each in heads)} if heads else {}
 
 
 def _count(model: Any) -> tuple[int, tuple[str, ...]]:
@@ -204,13 +274,3 @@ def _save_tokenizer(folders: tuple[Path, ...], output: Path) -> bool:
             AutoTokenizer.from_pretrained(folder).save_pretrained(output)
             return True
     return False
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is no JSON object; it is damaged")
-    return found

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from slivertune.core.atomic import check_absent, recover
-from slivertune.deltas.adapter_merge import is_adapter, merge_adapter, open_adapter
+from slivertune.deltas.adapter_folder import is_adapter, open_adapter
+from slivertune.deltas.adapter_merge import merge_adapter
 from slivertune.deltas.delta_file import DELTA_FILE, load
 from slivertune.deltas.merge import REPORT_FILE, Progress, merge, unmerge
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
@@ -90,6 +91,12 @@ def _merge_one_adapter(
         print(f"the adapter was trained over {adapter.base_name}; that {base} has the same weights was not checked")
     if merged.replaced:
         print(f"trained whole and put in place of the base's: {', '.join(merged.replaced)}")
+    if merged.untied:
+        print(f"tied in the base, written apart, and tie_word_embeddings is false: {', '.join(merged.untied)}")
+    if merged.vocabulary is not None:
+        print(f"the vocabulary was resized to {merged.vocabulary} rows, as it was for the training")
+    if merged.not_run is not None:
+        print(f"outputs were not compared, tensors were: {merged.not_run}")
     if adapter.was_quantized:
         print(
             "the adapter was trained over quantised weights, and was added to what these were before: results are "

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from slivertune.core.suggestions import closest
+from slivertune.deltas.adapter_folder import check_no_adapter
 from slivertune.planning.request import TaskName
 from slivertune.planning.shipped import SHIPPED_MODELS
 
@@ -85,6 +86,7 @@ def find_model(model: str) -> ModelFigures:
 def _find(model: str) -> ModelFigures:
     path = Path(model).expanduser()
     if path.exists():
+        check_no_adapter(path)
         file = path / CONFIG_NAME if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"the folder {model} has no {CONFIG_NAME}; name one that a model was saved in")

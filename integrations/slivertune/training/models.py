@@ -28,6 +28,7 @@ from transformers import (
 
 from slivertune.core.layers import find_layers
 from slivertune.core.parameters import num_elements
+from slivertune.deltas.adapter_folder import check_no_adapter
 from slivertune.training.options.arguments import ModelArguments, WeightsDtype
 from slivertune.training.tasks.task import ModelKind, Task
 
@@ -131,9 +132,10 @@ def open_model(arguments: ModelArguments, embedded: Path | None) -> ModelSource:
         The source to load weights from.
 
     Raises:
-        ValueError: If there is no such model or tokenizer.
+        ValueError: If there is no such model or tokenizer, or it is an adapter.
     """
     name = arguments.model_name_or_path if arguments.model_name_or_path is not None else str(embedded)
+    check_no_adapter(name)
     options = {} if arguments.model_revision is None else {"revision": arguments.model_revision}
     try:
         config = AutoConfig.from_pretrained(name, **options)

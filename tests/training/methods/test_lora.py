@@ -6,6 +6,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
+    LlamaConfig,
     LlamaForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -82,6 +83,28 @@ def test_what_is_trained_is_fp32_beside_16_bit_weights() -> None:
     )
     assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
     assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("names", "tie", "told"),
+    [
+        (["q_proj", "embed_tokens"], True, [("model.embed_tokens", "lm_head")]),
+        (["lm_head"], True, [("lm_head", "model.embed_tokens")]),
+        (["embed_tokens", "lm_head"], True, [("model.embed_tokens", "lm_head"), ("lm_head", "model.embed_tokens")]),
+        (["embed_tokens"], False, []),
+        (["q_proj"], True, []),
+    ],
+)
+# PEFT says so too, and calls it a complication.
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_adapters_of_a_tied_weight_are_told_of_its_other_places(
+    names: list[str], tie: bool, told: list[tuple[str, str]]
+) -> None:
+    made = LlamaForCausalLM(LlamaConfig(**{**llama_config().to_dict(), "tie_word_embeddings": tie}))
+    model, method = adapt(made, "causal_lm", lora_target_modules=names)
+    notes = method.notes(model, learning_rate=None)
+    begins = [f"the adapter of {one} does not change {other}, which has the same weight (tied)" for one, other in told]
+    assert [note.split(". `slivertune merge` will write them apart")[0] for note in notes] == begins
 
 
 @pytest.mark.parametrize("names", [["query"], ["all-linear", "query"]])

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from transformers import Trainer
-from transformers.utils import CONFIG_NAME
 
 from slivertune.core.adapter_casts import AdapterCastsHandle, skip_needless_casts
 from slivertune.core.atomic import atomic_file
+from slivertune.deltas.adapter_folder import TRAINED_CONFIG
 from slivertune.training.methods.method import Saved, TrainingMethod
 from slivertune.training.models import LoadedModel
 from slivertune.training.ranks.coordinator import LaunchCoordinator
@@ -149,7 +149,7 @@ class LoraMethod(TrainingMethod):
         saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)
         model: Any = trainer.model
         if coordinator.is_first and saved.model_folder is not None:
-            with atomic_file(saved.model_folder / CONFIG_NAME) as temporary:
+            with atomic_file(saved.model_folder / TRAINED_CONFIG) as temporary:
                 model.config.to_json_file(temporary)
         return saved
 
@@ -157,6 +157,14 @@ class LoraMethod(TrainingMethod):
         """Rank, scale and how many modules have an adapter."""
         options = self.options
         return [f"  lora    rank {options.lora_rank}, alpha {options.alpha}, on {self._num_adapted} modules"]
+
+    def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
+        """Say which adapters stand at one place of a weight that other places share, as a tied head's do."""
+        return [
+            f"the adapter of {adapted} does not change {', '.join(others)}, which has the same weight (tied). "
+            "`slivertune merge` will write them apart; leave it out of --lora_target_modules to keep them tied"
+            for adapted, others in _adapted_alone(model).items()
+        ]
 
     def settings(self) -> dict[str, Any]:
         """All of LoRA's settings, and the number of modules with an adapter."""
@@ -166,3 +174,20 @@ class LoraMethod(TrainingMethod):
         """Let the adapters cast their inputs as PEFT does."""
         if self._casts is not None:
             self._casts.remove()
+
+
+def _adapted_alone(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Paths of adapted modules whose weight other modules share, and the paths of these."""
+    from peft.tuners.lora import LoraLayer
+
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path = name.removeprefix("base_model.model.").rpartition(".")[0].removesuffix(".base_layer")
+        places.setdefault(id(parameter), []).append(path)
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            name, weight = path.removeprefix("base_model.model."), getattr(module.get_base_layer(), "weight", None)
+            if others := [each for each in places.get(id(weight), []) if each != name]:
+                found[name] = others
+    return found

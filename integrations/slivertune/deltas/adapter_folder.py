@@ -1,0 +1,129 @@
+"""A folder that PEFT saved a LoRA adapter to: what it says of itself, and whether it can be merged at all."""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ADAPTER_CONFIG = "adapter_config.json"
+TRAINED_CONFIG = "trained_model_config.json"
+"""Configuration of the trained model, beside the adapter.
+
+As `config.json` it would make transformers take the folder for a whole model.
+"""
+MODEL_CONFIG = "config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of `init_lora_weights` that leave the base as it is. All others subtract the first adapter, or quantise."""
+_NO_SUM = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "megatron_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+)
+"""Settings with which a model is not the base plus a delta of its weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """A folder that PEFT's `save_pretrained` wrote."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """Of the adapter."""
+    model_config: Mapping[str, Any] | None
+    """Of the model that it was trained in, where that was saved with it."""
+
+    @property
+    def base_name(self) -> str | None:
+        """Folder or hub id of the base, by the adapter's own word."""
+        return self.config.get("base_model_name_or_path") or None
+
+    @property
+    def was_quantized(self) -> bool:
+        """Whether the base was quantised while it was trained, as far as that was saved."""
+        return bool((self.model_config or {}).get("quantization_config"))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter of PEFT."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def check_no_adapter(model: str | Path) -> None:
+    """Refuse an adapter where a model is to be named.
+
+    Args:
+        model: A folder; a hub id is let through.
+
+    Raises:
+        ValueError: If the folder holds an adapter.
+    """
+    if is_adapter(Path(model).expanduser()):
+        raise ValueError(
+            f"{model} holds an adapter and not a model. Merge it into its base first (slivertune merge {model} "
+            "--output_dir FOLDER), and name that folder"
+        )
+
+
+def open_adapter(folder: Path) -> Adapter:
+    """Read what an adapter says of itself.
+
+    Args:
+        folder: The adapter.
+
+    Raises:
+        ImportError: If PEFT is not installed.
+        ValueError: If it is damaged, no LoRA, or a LoRA that is no sum of the base and a delta.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError(f"{folder} is an adapter, and merging it needs peft; pip install 'slivertune[peft]'")
+    config = read_json(folder / ADAPTER_CONFIG)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{folder} is an adapter of the type {kind}; only LoRA's are merged here")
+    _check_is_sum(folder, config)
+    if not any((folder / name).is_file() for name in _ADAPTER_WEIGHTS):
+        raise ValueError(f"{folder} has no {_ADAPTER_WEIGHTS[0]}; the adapter is not whole")
+    # Other tools, and earlier versions, write the configuration as that of a model.
+    paths = [path for name in (TRAINED_CONFIG, MODEL_CONFIG) if (path := folder / name).is_file()]
+    return Adapter(folder=folder, config=config, model_config=read_json(paths[0]) if paths else None)
+
+
+def _check_is_sum(folder: Path, config: Mapping[str, Any]) -> None:
+    init = config.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        raise ValueError(
+            f"{folder} has init_lora_weights={init!r}, which changed the base before the training. What it was "
+            "changed to is not in the adapter. Save it as a plain LoRA, with PEFT's "
+            "save_pretrained(folder, path_initial_model_for_weight_conversion=...), and merge that"
+        )
+    if found := [name for name in _NO_SUM if config.get(name)]:
+        raise ValueError(
+            f"{folder} has {found[0]}, with which a model is not its base plus a delta of the weights. Use it by PEFT, "
+            "beside the base"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it can't be read, or is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object; it is damaged")
+    return found

@@ -1,0 +1,257 @@
+"""Loads the base of a LoRA adapter in fp32, with the adapter, and refuses what PEFT would load wrongly."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.deltas.adapter_folder import Adapter, read_json
+from slivertune.deltas.hashes import hash_tensor
+
+_AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+"""By PEFT's `task_type`."""
+_HEADS = ("score", "classifier")
+_NUM_NAMED = 3
+_WRAPPERS = ("base_layer", "original_module", "modules_to_save", "token_adapter")
+_PREFIX = "base_model.model."
+_RESIZED = (
+    "Its vocabulary was resized for the training, and the adapter does not hold all rows. Resize the base alike "
+    "(model.resize_token_embeddings), save it, and name it by --model_name_or_path"
+)
+_PEFT_WARNINGS = (
+    # Each is an error here, or a line of ours.
+    "Found missing adapter keys",
+    "Some weights of .* were not initialized from the model checkpoint",
+    "Model with `tie_word_embeddings=True`",
+    "Input and output embeddings are no longer tied",
+    "Model has `tie_word_embeddings=True`",
+    # PEFT 0.21 asks by the name that transformers 5.23 retires.
+    "`is_gradient_checkpointing` is deprecated",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedModel:
+    """A base in fp32 with an adapter beside its weights."""
+
+    model: Any
+    """PEFT's."""
+    touched: frozenset[str]
+    """Paths of the base's modules, and names of its parameters, that the adapter changes or replaces."""
+    vocabulary: int | None
+    """Rows that the embeddings were resized to, as they were for the training; None if they were not."""
+
+
+def model_class(adapter: Adapter, base: Path) -> Any:
+    """Find the class of transformers that the base was trained as.
+
+    Args:
+        adapter: The adapter.
+        base: Folder of the base.
+
+    Raises:
+        ValueError: If neither says.
+    """
+    import transformers
+
+    task = adapter.config.get("task_type")
+    # Without a task, as for masked language models, PEFT writes down the class.
+    mapping = adapter.config.get("auto_mapping") or {}
+    architectures = read_json(base / "config.json").get("architectures") or [None]
+    name = _AUTO_CLASSES.get(str(task)) or mapping.get("base_model_class") or architectures[0]
+    found = getattr(transformers, str(name), None)
+    if found is None:
+        raise ValueError(f"{adapter.folder} does not say which class of transformers its base is of (task_type={task})")
+    return found
+
+
+def load_base(adapter: Adapter, base: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Load the base in fp32, which holds what 16 bits hold, and the adapter's tensors.
+
+    Args:
+        adapter: The adapter.
+        base: Folder of the base.
+
+    Raises:
+        ValueError: If it can't be loaded.
+    """
+    from peft import load_peft_weights
+
+    weights: dict[str, torch.Tensor] = load_peft_weights(str(adapter.folder), device="cpu")
+    try:
+        options = _head_options(adapter, weights)
+        model: Any = model_class(adapter, base).from_pretrained(base, dtype=torch.float32, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{base} can't be loaded: {' '.join(str(error).split())}") from error
+    return model.eval(), weights
+
+
+def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapter, base: Path) -> AdaptedModel:
+    """Put an adapter beside the weights of its base.
+
+    Args:
+        model: The base, from `load_base`; changed.
+        weights: The adapter's tensors.
+        adapter: The adapter.
+        base: Folder of the base, for errors.
+
+    Raises:
+        ValueError: If a tensor of the adapter has no place, has another shape or is not held as it is in the file; if
+            PEFT changes a weight of the base that the adapter does not hold.
+    """
+    from peft import PeftModel
+
+    vocabulary = _resize(model, weights)
+    _check_tokens(model, adapter, base)
+    before = [(name, each, hash_tensor(each)) for name, each in model.named_parameters()]
+    names = dict(model.named_parameters(remove_duplicate=False))
+    try:
+        with quiet_peft():
+            adapted: Any = PeftModel.from_pretrained(model, str(adapter.folder), ignore_mismatched_sizes=True)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{base} is not the base of {adapter.folder}: {' '.join(str(error).split())}") from error
+    _check_places(adapted, weights, adapter, base)
+    held = {id(names[name]) for key in weights if (name := base_name(key)) in names}
+    changed = [name for name, each, sha256 in before if id(each) not in held and hash_tensor(each) != sha256]
+    if changed:
+        raise ValueError(
+            f"{adapter.folder} changes {changed[0]} of the base when PEFT loads it, so it is not known what it was "
+            "trained beside. Save it as a plain LoRA, and merge that"
+        )
+    resized = _embeddings(model) if vocabulary is not None else ()
+    touched = frozenset((*_touched(adapted, weights), *map(base_name, resized)))
+    return AdaptedModel(model=adapted.eval(), touched=touched, vocabulary=vocabulary)
+
+
+def is_touched(name: str, touched: Iterable[str]) -> bool:
+    """Return whether a parameter is one of those that an adapter changes or replaces."""
+    return any(name == each or name.startswith(f"{each}.") for each in touched)
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Keep PEFT's warnings away that are errors or lines of this library."""
+    with warnings.catch_warnings():
+        for message in _PEFT_WARNINGS:
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+def _head_options(adapter: Adapter, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What a new head needs that the base's configuration does not say: its classes, and the id of padding."""
+    if adapter.config.get("task_type") not in ("SEQ_CLS", "TOKEN_CLS"):
+        return {}
+    if adapter.model_config is not None:
+        names = ("id2label", "label2id", "pad_token_id")
+        return {name: adapter.model_config[name] for name in names if adapter.model_config.get(name) is not None}
+    heads = [each for name, each in weights.items() if set(_HEADS).intersection(name.split(".")) and each.ndim == 2]
+    # A head may have several layers, of which the last gives the classes.
+    return {"num_labels": min(int(each.shape[0]) for each in heads)} if heads else {}
+
+
+def _embeddings(model: Any) -> dict[str, nn.Module]:
+    """The modules with a row per token, by path."""
+    found = {}
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(model, get)()
+        except (AttributeError, NotImplementedError):
+            continue
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            found[next(path for path, each in model.named_modules() if each is module)] = module
+    return found
+
+
+def _resize(model: Any, weights: Mapping[str, torch.Tensor]) -> int | None:
+    """Resize the vocabulary to that of an adapter which holds all rows of it; None if there is nothing to do."""
+    rows, known = set(), set()
+    parameters = {
+        f"{path}.{name}": each
+        for path, module in _embeddings(model).items()
+        for name, each in module.named_parameters(recurse=False)
+    }
+    for key, tensor in weights.items():
+        parameter = parameters.get(base_name(key))
+        if parameter is not None and tensor.ndim == parameter.ndim:
+            rows.add(tensor.shape[0])
+            known.add(id(parameter))
+    is_certain = len(rows) == 1 and all(id(each) in known for each in parameters.values())
+    if not is_certain or all(each.shape[0] in rows for each in parameters.values()):
+        return None
+    model.resize_token_embeddings(num_rows := int(rows.pop()), mean_resizing=False)
+    return num_rows
+
+
+def _check_tokens(model: Any, adapter: Adapter, base: Path) -> None:
+    tokens = trained_tokens(adapter)
+    rows = min((len(each.get_parameter("weight")) for each in _embeddings(model).values()), default=0)
+    if tokens and max(tokens) >= rows:
+        raise ValueError(f"{base} has {rows} tokens, and {adapter.folder} trained token {max(tokens)}. {_RESIZED}")
+
+
+def trained_tokens(adapter: Adapter) -> list[int]:
+    """Return the ids of tokens whose rows were trained by themselves."""
+    said = adapter.config.get("trainable_token_indices") or []
+    return [int(each) for ids in (said.values() if isinstance(said, dict) else [said]) for each in ids]
+
+
+def _check_places(adapted: Any, weights: Mapping[str, torch.Tensor], adapter: Adapter, base: Path) -> None:
+    """Refuse tensors of either side without a counterpart, of other shapes, and of other values than in the file.
+
+    PEFT only warns of places that found no weight, and says nothing of weights that found no place.
+    """
+    from peft import get_peft_model_state_dict
+
+    wrong = f"{base} is not the base of {adapter.folder}"
+    with quiet_peft():
+        held = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    # A file may also hold what PEFT keeps beside a module that is trained whole, without the adapter's name.
+    state = {name.replace(".default", ""): each for name, each in adapted.state_dict().items()} | held
+    embeddings = {base_name(path): each for path, each in _embeddings(adapted.get_base_model()).items()}
+    for name in sorted(weights.keys() & state.keys()):
+        here, there = tuple(state[name].shape), tuple(weights[name].shape)
+        if here != there:
+            rows = [len(each.get_parameter("weight")) for path, each in embeddings.items() if f".{path}." in name]
+            is_row = rows and all(one in (other, *rows) for one, other in zip(here, there, strict=False))
+            way_out = f". {_RESIZED}" if is_row else "; name the base that it was trained on"
+            raise ValueError(f"{wrong}: {name} is {there} in the adapter and {here} in the base{way_out}")
+    lost = sorted((held.keys() - weights.keys()) | (weights.keys() - state.keys()))
+    if lost:
+        more = f" and {len(lost) - _NUM_NAMED} more" if len(lost) > _NUM_NAMED else ""
+        raise ValueError(f"{wrong}: {', '.join(lost[:_NUM_NAMED])}{more} are in one of the two alone")
+    other = [name for name in weights if not _is_same(state[name], weights[name])]
+    if other:
+        raise ValueError(
+            f"{wrong}: {other[0]} of the adapter can't stand in the base with its values. It shares its place with "
+            "another tensor there (tied weights). Untie the base, save it, and name it by --model_name_or_path"
+        )
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.allclose(first.float(), second.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def base_name(key: str) -> str:
+    """Return the name in the base of what PEFT holds under a name of its own."""
+    return ".".join(part for part in key.removeprefix(_PREFIX).split(".") if part not in _WRAPPERS)
+
+
+def _touched(adapted: Any, weights: Iterable[str]) -> Iterator[str]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    paths = (name for name, each in adapted.get_base_model().named_modules() if isinstance(each, wrappers))
+    return map(base_name, (*paths, *weights))

@@ -1,0 +1,140 @@
+"""Outputs by which a merge is judged: of the model for eight tokens, and of each adapted layer by itself.
+
+The layers are judged by themselves because an error in one of them may be small beside the effect of all others.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.core.forward_trace import dummy_batch
+from slivertune.deltas.adapter_load import base_name
+
+TOLERANCE = 1e-3
+"""Largest difference, as a part of the adapter's own effect."""
+_ROUNDING = 1e-5
+"""As a part of the largest output: what fp32 leaves of a sum that is added up in another order, over many layers."""
+_NUM_TOKENS = 8
+_MOST_ROWS = 4096
+"""Rows of an embedding that are compared."""
+
+
+def choose_inputs(model: Any, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Make inputs for a model: eight different ids, or an image or sound of noise.
+
+    Args:
+        model: The base.
+        tokens: Ids that must be among the first.
+    """
+    batch = dict(dummy_batch(model))
+    name, config = model.main_input_name, model.config
+    if name == "input_features":
+        batch[name] = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+    elif name == "input_values":
+        batch[name] = torch.zeros(1, 4000)
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(each.shape, generator=generator) if each.is_floating_point() else _ids(model, tokens)
+        for name, each in batch.items()
+    }
+
+
+def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    # Ids of padding, images and such are read as what they stand for.
+    special = {value for name, value in model.config.to_dict().items() if name.endswith("token_id")}
+    spread = (each for each in range(0, rows, max(1, rows // (2 * _NUM_TOKENS))) if each not in special)
+    return torch.tensor([list(dict.fromkeys((*(each for each in tokens if each < rows), *spread)))[:_NUM_TOKENS]])
+
+
+@torch.no_grad()
+def outputs_of(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Run a model; its logits, or the first tensor that it returns, in fp32."""
+    with torch.random.fork_rng(devices=[]):
+        # Some models draw in every forward.
+        torch.manual_seed(0)
+        found = model(**inputs)
+    tensors = (each for each in found.values() if isinstance(each, torch.Tensor) and each.is_floating_point())
+    return next(tensors).float()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutputs:
+    """What a layer puts out."""
+
+    inputs: torch.Tensor
+    base: torch.Tensor
+    adapted: torch.Tensor
+
+
+@torch.no_grad()
+def outputs_of_layers(model: Any, tokens: Sequence[int]) -> dict[str, LayerOutputs]:
+    """Run each adapted layer that is linear or an embedding, by its path in the base.
+
+    Args:
+        model: The base with the adapter beside its weights, not merged.
+        tokens: Ids that must be among the rows.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found: dict[str, LayerOutputs] = {}
+    layers: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], BaseTunerLayer)]
+    for path, layer in layers:
+        inputs = _inputs_of_layer(layer.get_base_layer(), tokens)
+        if inputs is not None and base_name(path) not in found:
+            found[base_name(path)] = LayerOutputs(inputs, layer.get_base_layer()(inputs), layer(inputs))
+    return found
+
+
+def _inputs_of_layer(layer: nn.Module, tokens: Sequence[int]) -> torch.Tensor | None:
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(layer, nn.Embedding):
+        spread = range(0, layer.num_embeddings, -(-layer.num_embeddings // _MOST_ROWS))
+        return torch.tensor(sorted({*spread, *(each for each in tokens if each < layer.num_embeddings)}))
+    if isinstance(layer, (nn.Linear, Conv1D)):
+        num_inputs = layer.nx if isinstance(layer, Conv1D) else layer.in_features
+        return torch.randn(_NUM_TOKENS, num_inputs, generator=torch.Generator().manual_seed(0))
+    return None
+
+
+@torch.no_grad()
+def check_layers(outputs: Mapping[str, LayerOutputs], model: nn.Module) -> None:
+    """Check that each layer of a merged model does what the base's did with the adapter.
+
+    Args:
+        outputs: From `outputs_of_layers`.
+        model: The merged model.
+
+    Raises:
+        ValueError: Naming the first layer that differs.
+    """
+    for path, layer in outputs.items():
+        check_outputs(layer.base, layer.adapted, model.get_submodule(path)(layer.inputs), where=path)
+
+
+def check_outputs(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tensor, *, where: str = "the model") -> None:
+    """Check that merged weights do what the base and the adapter do, before they are rounded.
+
+    Args:
+        base: Outputs of the base alone; of a vocabulary that was resized since, those of its first tokens.
+        adapted: Outputs of the base with the adapter beside it.
+        merged: Outputs of the merged weights.
+        where: What put them out, for the error.
+
+    Raises:
+        ValueError: If they differ by more than `TOLERANCE` of the adapter's own effect.
+    """
+    known = min(adapted.shape[-1], base.shape[-1])
+    effect = (adapted[..., :known] - base[..., :known]).abs().max()
+    difference = (merged - adapted).abs().max()
+    limit = max(TOLERANCE * effect, _ROUNDING * adapted.abs().max())
+    # A comparison with NaN is false.
+    if not difference <= limit:
+        raise ValueError(
+            f"{where} puts out {float(difference):.3g} more or less than with the adapter beside it. The adapter's own "
+            f"effect is {float(effect):.3g}, and {float(limit):.3g} is allowed. Use the adapter by PEFT instead"
+        )
