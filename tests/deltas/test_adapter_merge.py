@@ -115,6 +115,9 @@ CASES = {
     "speech, tied": Case(base="whisper", tie=True, adapter=LINEAR),
     "bias of the factor": Case(base="bert", tie=True, adapter={**BERT, "lora_bias": True}),
     "bias of the factor, without one": Case(adapter={"lora_bias": True}, refused="because the base layer has no bias"),
+    "head and tokens, tied": Case(
+        tie=True, adapter={**HEAD, **TOKENS}, refused="PEFT does not merge the adapters of lm_head"
+    ),
     "embedding whole, tied": Case(tie=True, adapter={"modules_to_save": ["embed_tokens"]}, untied=True),
     **{
         f"init {init}": Case(adapter={"init_lora_weights": init}, refused="changed the base before the training")

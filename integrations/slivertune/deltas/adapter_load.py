@@ -131,7 +131,7 @@ def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapt
             "trained beside. Save it as a plain LoRA, and merge that"
         )
     resized = _embeddings(model) if vocabulary is not None else ()
-    touched = frozenset((*_touched(adapted, weights), *map(base_name, resized)))
+    touched = frozenset(map(base_name, (*wrapped_modules(adapted.get_base_model()), *weights, *resized)))
     return AdaptedModel(model=adapted.eval(), touched=touched, vocabulary=vocabulary)
 
 
@@ -248,10 +248,10 @@ def base_name(key: str) -> str:
     return ".".join(part for part in key.removeprefix(_PREFIX).split(".") if part not in _WRAPPERS)
 
 
-def _touched(adapted: Any, weights: Iterable[str]) -> Iterator[str]:
+def wrapped_modules(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that PEFT has put something around."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
     wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    paths = (name for name, each in adapted.get_base_model().named_modules() if isinstance(each, wrappers))
-    return map(base_name, (*paths, *weights))
+    return [path for path, each in model.named_modules() if isinstance(each, wrappers)]

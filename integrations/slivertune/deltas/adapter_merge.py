@@ -28,6 +28,7 @@ from slivertune.deltas.adapter_load import (
     model_class,
     quiet_peft,
     trained_tokens,
+    wrapped_modules,
 )
 from slivertune.deltas.adapter_outputs import (
     check_layers,
@@ -175,6 +176,8 @@ def _merge(adapted: AdaptedModel, tied: list[list[str]]) -> tuple[Any, tuple[str
     said = [each.tie_word_embeddings for each in configs]
     with quiet_peft():
         merged: Any = adapted.model.merge_and_unload(safe_merge=True)
+    if left := wrapped_modules(merged):
+        raise ValueError(f"PEFT does not merge the adapters of {left[0]}. Train one kind of adapter for each module")
     weights = dict(merged.named_parameters(remove_duplicate=False))
     apart = [names for names in tied if any(not torch.equal(weights[names[0]], weights[each]) for each in names)]
     for config, tie in zip(configs, said, strict=True):
