@@ -14,6 +14,7 @@ NEITHER_MEMORY_NOR_TIME = {
         "dataset_weights",
         "dataset_format",
         "chat_template",
+        "chat_template_date",
         "dataset_config",
         "dataset_cache_dir",
         "column_names",

@@ -2,12 +2,15 @@
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from slivertune.cli import main
 from tests.training.tiny import CHATML, MARKED, chat_tokenizer, llama_config
@@ -152,6 +155,27 @@ def test_every_method_and_token_selection_take_chats(name: str, packed: bool, ch
     assert results["after"]["eval_loss"] != results["before"]["eval_loss"]
 
 
+def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day_and_when_it_is_repeated(
+    chats: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_day(monkeypatch, 26)
+    dated = ("--chat_template", CHATML + "{{ strftime_now('%d %b %Y') }}", "--save_steps", "3", "--max_length", "128")
+    whole = chats.train("whole", *dated, *UNMEASURED)
+    said = "the chat template writes the date, which is 2026-11-26 in this run (--chat_template_date)"
+    assert said in first_lines(chats.printed()) and whole["settings"]["chat_template_date"] == "2026-11-26"
+    on_day(monkeypatch, 27)
+    resume = ("--resume_from_checkpoint", str(chats["whole"] / "checkpoint-3"))
+    again = chats.train("again", *dated, *resume, *UNMEASURED)
+    assert said in first_lines(chats.printed()) and again["after"] == whole["after"]
+    assert "chat_template_date: '2026-11-26'" in (chats["whole"] / "slivertune_run.yaml").read_text(encoding="utf-8")
+    tomorrow = chats.train("tomorrow", *dated, "--chat_template_date", "2026-11-27", "--max_steps", "1", *UNMEASURED)
+    assert tomorrow["before"] != whole["before"]
+
+
+def on_day(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
+    monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: datetime(2026, 11, day, 9)))
+
+
 @pytest.mark.slow
 def test_a_resumed_chat_run_ends_with_the_same_loss(chats: Runs) -> None:
     whole = chats.train("whole", "--save_steps", "3")
@@ -168,6 +192,12 @@ def test_a_resumed_chat_run_ends_with_the_same_loss(chats: Runs) -> None:
         ([{"chosen": "a", "rejected": "b"}] * 9, (), "does not tune to preferences; use TRL's DPOTrainer"),
         (CHATS, ("--dataset_weights", "0.5", "0.5"), "dataset_weights=[0.5, 0.5] are 2, and the datasets are 1"),
         (CHATS, ("--chat_template", "nowhere"), "chat_template='nowhere' is neither a file nor a template"),
+        (
+            CHATS,
+            ("--chat_template_date", "1.2.2026"),
+            "chat_template_date='1.2.2026' is no date; write it as 2026-01-31",
+        ),
+        (QUESTIONS, ("--chat_template_date", "2026-01-31"), "no chat template of this run writes today's date; leave"),
     ],
 )
 def test_the_command_ends_with_what_is_wrong_and_the_way_out(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -118,6 +119,14 @@ def chat_tokenizer(template: str | None = CHATML, *, corpus: Sequence[str] = ())
     tokenizer = byte_tokenizer(corpus=corpus, more=("<|im_start|>", "<|im_end|>"))
     tokenizer.chat_template = template
     return tokenizer
+
+
+def trl_template(name: str) -> str:
+    """Return one of the chat templates that the installed trl has; skip the test where it has none of that name."""
+    file = Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{name}.jinja"
+    if not file.is_file():
+        pytest.skip(f"this version of trl has no {name}.jinja")
+    return file.read_text(encoding="utf-8")
 
 
 def llama_config(*, positions: int = 64) -> PreTrainedConfig:

@@ -6,11 +6,12 @@ test can tell with a clear word which has moved.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import date, datetime
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 RELIED_ON: Mapping[str, str] = {
     "transformers.PreTrainedConfig()._attn_implementation": "the attention that a model was made with",
@@ -20,6 +21,7 @@ RELIED_ON: Mapping[str, str] = {
     "transformers.PreTrainedModel.loss_function": "kept as `_loss_function` where it was set",
     "transformers.TrainingArguments.n_gpu": "kept as `_n_gpu` where it was set",
     "transformers.utils.chat_template_utils.render_jinja_template": "where a chat template's generation blocks lie",
+    "transformers.utils.chat_template_utils._compile_jinja_template": "the date that a chat template writes",
     "transformers.Trainer._run_epoch": "a run that is resumed at its end makes no update",
     "transformers.Trainer._load_from_checkpoint": "sharded weights are read by one process",
     "transformers.Trainer._load_optimizer_and_scheduler": "sharded weights are read by one process",
@@ -59,6 +61,31 @@ def generation_spans(
         **tokenizer.special_tokens_map,
     )
     return text, spans
+
+
+def today_in_templates() -> date:
+    """Return the date that chat templates write now."""
+    return date.fromisoformat(_compile_jinja_template("{{ strftime_now('%Y-%m-%d') }}").render())
+
+
+@contextmanager
+def template_date(template: str, day: date | None) -> Iterator[None]:
+    """Let a chat template write one date, whatever the day is.
+
+    Args:
+        template: The template's text.
+        day: What its `strftime_now` formats, at midnight; None leaves it as it is.
+    """
+    if day is None:
+        yield
+        return
+    # Compiled templates are cached by their text, and look their functions up at each rendering.
+    functions: Any = _compile_jinja_template(template).environment.globals
+    own, functions["strftime_now"] = functions["strftime_now"], datetime(day.year, day.month, day.day).strftime
+    try:
+        yield
+    finally:
+        functions["strftime_now"] = own
 
 
 def attention_of(config: Any) -> str:

@@ -1,5 +1,6 @@
 """From checked arguments to a run that is ready to train: model, data, method, Trainer and callbacks."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.core.kept_activations import KeptActivationsHandle
 from slivertune.core.offloaded_activations import OffloadedActivationsHandle
 from slivertune.core.token_tiles import TokenTilesHandle, tile_tokens, tiles_under_zero3
-from slivertune.core.transformers_internals import use_one_device
+from slivertune.core.transformers_internals import today_in_templates, use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.training_metrics import TrainingMetrics, metrics_of
@@ -137,7 +138,11 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         check_datasets(arguments.data)
         embedded = coordinator.first_here("base model", lambda: prepare_base_model(BASE_RECIPE, console, bar=bar))
     source = coordinator.first_here("tokenizer", lambda: open_model(arguments.model, embedded))
-    task = coordinator.first_here("data", lambda: _prepare_data(arguments, source))
+    day = _chat_template_date(arguments, facts, coordinator)
+    task = coordinator.first_here("data", lambda: _prepare_data(arguments, source, day))
+    if task.chat_template_date is not None:
+        # Continued, and repeated from its settings, the run has the same rows.
+        facts["chat_template_date"] = arguments.values["chat_template_date"] = task.chat_template_date
     loaded = load_model(
         source,
         task,
@@ -268,11 +273,27 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
     return saved
 
 
-def _prepare_data(arguments: TrainArguments, source: ModelSource) -> Task:
+def _chat_template_date(arguments: TrainArguments, facts: dict[str, Any], coordinator: LaunchCoordinator) -> str:
+    """The date for templates that write one: the one asked for, else that of the run's start."""
+    asked, saved = arguments.data.chat_template_date, facts.get("chat_template_date")
+    if asked is not None and saved is not None and asked != saved:
+        raise ValueError(
+            f"{arguments.folder.checkpoint} was trained with chat_template_date={saved}, and this run asks for "
+            f"chat_template_date={asked}; leave it out, or start again without --resume_from_checkpoint"
+        )
+    # Over midnight, processes would not agree.
+    return asked or saved or coordinator.decide("the date", lambda: today_in_templates().isoformat())
+
+
+def _prepare_data(arguments: TrainArguments, source: ModelSource, day: str) -> Task:
     data = arguments.data
+    if data.task == "causal_lm":
+        data = dataclasses.replace(data, chat_template_date=day)
     seed = arguments.training.seed
     sources = {"": reference_splits()} if data.dataset is None else load_datasets(data, seed=seed)
     task = prepare_datasets(data, source.tokenizer, source.config, sources, seed=seed)
+    if "chat_template_date" in arguments.given and task.chat_template_date is None:
+        raise ValueError(f"chat_template_date={day}: no chat template of this run writes today's date; leave it out")
     if task.chat_template is not None:
         # What the model was trained with is saved with it.
         source.tokenizer.chat_template = task.chat_template

@@ -217,6 +217,7 @@ def _settings(run: Run) -> dict[str, Any]:
         "weights": precision.loading,
         "autocast": precision.autocast,
         "max_length": run.task.max_length,
+        "chat_template_date": run.task.chat_template_date,
         "load_in_4bit": run.arguments.model.load_in_4bit,
         "keep_activations": run.arguments.run.num_kept,
         "offload_activations": run.arguments.run.offload_activations,

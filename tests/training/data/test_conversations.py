@@ -73,6 +73,13 @@ def test_the_messages_of_a_prompt_are_context() -> None:
     assert (len(read.messages), read.num_context, read.turns) == (4, 3, [3])
 
 
+def test_turns_that_say_that_they_are_only_read_are_not_learned() -> None:
+    rows = {"messages": [ASKED, {**ANSWERED, "weight": 0}, {**ASKED, "weight": 0}, {**ANSWERED, "weight": None}]}
+    read = read_conversation(rows, CHAT)
+    assert read.turns == [3] and not read.asks_for_others
+    assert read_conversation({"messages": [{**ASKED, "train": True}, ANSWERED]}, CHAT).asks_for_others
+
+
 def test_braces_in_an_instruction_stay_as_they_are() -> None:
     prompt, _ = read_plain({"instruction": "Fill {input}.", "input": "{0}", "output": "x"}, ALPACA, "\n")
     assert "### Instruction:\nFill {input}.\n\n### Input:\n{0}\n\n" in prompt
@@ -100,6 +107,11 @@ def test_braces_in_an_instruction_stay_as_they_are() -> None:
         ({"messages": [ASKED, ANSWERED], "tools": "{}"}, CHAT, "tools that are no list"),
         ({"prompt": [ASKED, ANSWERED], "completion": [ASKED]}, PAIR_OF_CHATS, "no assistant turn"),
         ({"prompt": "x", "completion": "\n"}, PAIR, "nothing in column 'completion'"),
+        ({"messages": [{**ASKED, "content": ""}, ANSWERED]}, CHAT, "a user's turn that says nothing"),
+        ({"messages": [{"from": "human", "value": " \n"}, ANSWERED]}, CHAT, "a user's turn that says nothing"),
+        ({"messages": [ASKED, ANSWERED, {**ASKED, "content": []}]}, CHAT, "a user's turn that says nothing"),
+        ({"prompt": [{**ASKED, "content": ""}], "completion": [ANSWERED]}, PAIR_OF_CHATS, "a user's turn that says no"),
+        ({"messages": [ASKED, {**ANSWERED, "weight": 0}]}, CHAT, "no assistant turn that says it is to be learned"),
     ],
 )
 def test_a_row_that_says_nothing_is_refused_with_the_reason(

@@ -71,6 +71,11 @@ def test_columns_that_are_not_read_are_known() -> None:
 @pytest.mark.parametrize(
     ("options", "rows", "message"),
     [
+        (
+            {},
+            table(messages=OPENAI, loss_mask=[[0, 1]] * 2),
+            r"look like chat \(messages, tools\), which leaves out loss_mask; write what it says",
+        ),
         # What could mean several things is not guessed.
         (
             {},
@@ -160,9 +165,9 @@ def test_nulls_are_the_datas_own_where_messages_are_no_rows_of_a_table() -> None
     assert [find_format(DataArguments(), rows).keeps_nulls for rows in (of_table, of_json)] == [False, True]
 
 
-@pytest.mark.parametrize(("template", "unread"), [("", ["weight", "name"]), ("{{ m['name'] }} renamed", ["weight"])])
+@pytest.mark.parametrize(("template", "unread"), [("", ["mood", "name"]), ("{{ m['name'] }} renamed", ["mood"])])
 def test_what_a_template_does_not_write_of_a_message_is_unread(template: str, unread: list[str]) -> None:
-    rows = table(messages=[[{"role": "user", "content": "a", "weight": 0.0, "name": "b", "none": None}]])
+    rows = table(messages=[[{"role": "user", "content": "a", "mood": 0.0, "weight": 0.0, "name": "b", "none": None}]])
     assert unread_keys(find_format(DataArguments(), rows), rows, template) == unread
     rows = table("question", "answer")
     assert unread_keys(find_format(DataArguments(), rows), rows, template) == []

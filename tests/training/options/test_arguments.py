@@ -59,6 +59,8 @@ def test_several_datasets_and_their_weights_are_read() -> None:
         ({"dataset_format": "alpaca", "text_column": "t"}, "='alpaca' says which columns are read, and so does text"),
         ({"dataset_format": "alpaca", "prompt_column": "p", "response_column": "r"}, "and so does prompt_column"),
         ({"chat_template": "{{ x }}", "task": "classification"}, "has no meaning for task=classification"),
+        ({"chat_template_date": "20260131"}, "chat_template_date='20260131' is no date; write it as 2026-01-31"),
+        ({"chat_template_date": "2026-02-30"}, "chat_template_date='2026-02-30' is no date"),
     ],
 )
 def test_what_contradicts_itself_or_would_be_ignored_is_an_error(options: dict[str, Any], message: str) -> None:

@@ -48,6 +48,46 @@ def test_a_document_ends_with_the_end_of_text_token_and_begins_as_the_tokenizer_
     assert (task.model_kind, task.compute_metrics) == ("causal_lm", None)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+def test_special_tokens_that_texts_have_themselves_are_there_once(bos: bool, packing: bool) -> None:
+    tokenizer = byte_tokenizer(bos=bos)
+    begin = "<bos>" if bos else ""
+    written = {"text": [f"{begin}a text<eos>", f"{begin}{begin}another<eos>\n<eos>", "a third"]}
+    plain = {"text": ["a text", "another", "a third"]}
+    options = {"packing": packing, "max_length": 10 if packing else 64}
+    task, expected = causal(written, tokenizer, **options), causal(plain, tokenizer, **options)
+    assert list(task.train_dataset["input_ids"]) == list(expected.train_dataset["input_ids"])
+    tokens = "'<bos>' or '<eos>'" if bos else "'<eos>'"
+    assert f"2 of 3 train rows: {tokens} stands in the data where a row has it anyway; the row has it once" in (
+        task.notes
+    )
+    assert not any("stands in the data" in note for note in expected.notes)
+
+
+def test_special_tokens_inside_a_text_stay() -> None:
+    task = causal({"text": ["<bos>a<eos><bos>b", "c"]}, byte_tokenizer(bos=True))
+    assert byte_tokenizer().decode(task.train_dataset[0]["input_ids"]) == "<bos>a<eos><bos>b<eos>"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("options", [{}, NAMED])
+def test_special_tokens_that_prompts_and_responses_have_themselves_are_there_once(
+    options: dict[str, str], bos: bool, packing: bool
+) -> None:
+    tokenizer = byte_tokenizer(bos=bos)
+    tokenizer.bos_token = "<bos>"
+    # A tokenizer that adds no BOS leaves the one of the prompt; inside of a row there is none.
+    begin = "" if bos else "<bos>"
+    written = {"prompt": ["<bos>one", "<bos><bos>two<eos>"], "response": ["<bos>1<eos>", "2 <eos> \n"]}
+    plain = {"prompt": [f"{begin}one", f"{begin}two<eos>"], "response": ["1", "2 "]}
+    options = {**options, "packing": packing, "max_length": 14 if packing else 64}
+    task, expected = causal(written, tokenizer, **options), causal(plain, tokenizer, **options)
+    assert list(task.train_dataset) == list(expected.train_dataset)
+    assert any(note.startswith("2 of 2 train rows: '<bos>' or '<eos>' stands in the data") for note in task.notes)
+
+
 @pytest.mark.parametrize("max_length", [2, 5, 11, 16, 32])
 def test_a_long_document_is_cut_so_that_every_token_is_predicted_once(max_length: int) -> None:
     tokenizer = byte_tokenizer()

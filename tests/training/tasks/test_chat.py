@@ -17,7 +17,7 @@ from slivertune.training.tasks.chat import (
     set_chat_template,
 )
 from slivertune.training.tasks.tokenization import IGNORED
-from tests.training.tiny import CHATML, MARKED, byte_tokenizer, chat_tokenizer
+from tests.training.tiny import CHATML, MARKED, byte_tokenizer, chat_tokenizer, trl_template
 
 TWO_TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -38,6 +38,14 @@ THOUGHTFUL = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endi
 """Lets the model think at generation, and forgets of it in the data, as DeepSeek-R1 does."""
 OTHERWISE = CHATML.replace("<|im_start|>assistant\n{% endif %}", "Answer: {% endif %}")
 """Begins what the model is to write by something that no turn in the data begins by."""
+IN_TWO_BLOCKS = MARKED.replace(
+    "<|im_end|>{% endgeneration", "{% endgeneration %}{% generation %}<|im_end|>{% endgeneration"
+)
+"""Marks what ends a turn by a block of its own."""
+UNMARKED_FIRST = MARKED.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last")
+"""Marks the last turn alone."""
+ONE_BLOCK = "{% generation %}" + CHATML + "{% endgeneration %}"
+"""Marks everything."""
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "sum", "arguments": {}}}]}
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user must begin') }}{% endif %}" + CHATML
 
@@ -101,11 +109,26 @@ def test_white_space_at_the_border_is_learned_though_offsets_leave_it_out(templa
     assert learned == [f" 2{end}", f"4{end}"]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_only_the_completion_of_a_prompt_is_learned_though_the_prompt_has_answers(template: str) -> None:
-    ((read, learned),) = encoded(template, TWO_TURNS, num_context=4)
-    assert read == ("read", BEGINNING + "2<|im_end|>\n" + SECOND)
-    assert learned == ("learned", "4<|im_end|>\n")
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(CHATML, [("learned", "4<|im_end|>\n")]), (MARKED, [("learned", "4<|im_end|>"), ("read", "\n")])],
+)
+def test_only_the_completion_of_a_prompt_is_learned_though_the_prompt_has_answers(
+    template: str, end: list[tuple[str, str]]
+) -> None:
+    (row,) = encoded(template, TWO_TURNS, num_context=4)
+    assert row == [("read", BEGINNING + "2<|im_end|>\n" + SECOND), *end]
+
+
+@pytest.mark.parametrize("said", [{"weight": 0}, {"train": False}, {"loss": False}, {"masked": True}])
+@pytest.mark.parametrize("template", [CHATML, MARKED, IN_TWO_BLOCKS])
+@pytest.mark.parametrize("place", [2, 4])
+def test_a_turn_that_says_that_it_is_not_to_be_learned_is_read(place: int, template: str, said: dict[str, Any]) -> None:
+    messages = [{**message, **said} if each == place else message for each, message in enumerate(TWO_TURNS)]
+    (row,) = encoded(template, messages)
+    end = "<|im_end|>\n" if template is CHATML else "<|im_end|>"
+    assert [text for kind, text in row if kind == "learned"] == [f"{4 if place == 2 else 2}{end}"]
+    assert "".join(text for _, text in row) == BEGINNING + "2<|im_end|>\n" + SECOND + "4<|im_end|>\n"
 
 
 def test_what_follows_the_last_answer_is_read() -> None:
@@ -172,6 +195,8 @@ def test_a_generation_prompt_that_ends_otherwise_than_the_data_is_said(template:
         (STRICT, TWO_TURNS, "the chat template refuses them: a user must begin"),
         (CHATML, [{"role": "assistant", "content": "Hello"}], "no assistant turn after another message"),
         ("{{ messages[0]['content'] + 1 }}", TWO_TURNS, "the chat template refuses them: can only concatenate"),
+        (UNMARKED_FIRST, TWO_TURNS, "writes words of an assistant's turn outside of what is learned"),
+        (ONE_BLOCK, [*TWO_TURNS[:4], {**TWO_TURNS[4], "weight": 0}], "a turn that is learned and another in one block"),
     ],
 )
 def test_a_conversation_that_a_template_can_not_write_is_no_row(
@@ -179,6 +204,34 @@ def test_a_conversation_that_a_template_can_not_write_is_no_row(
 ) -> None:
     with pytest.raises(UnusableRowError, match=message):
         encoded(template, messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "given"),
+    [
+        (CHATML, False, {"1+1?": "1+1?<|im_end|>\n", "4": "4<|im_end|><|im_end|>"}),
+        (MARKED, False, {"4": "4<|im_end|> "}),
+        ("{{ bos_token }}" + CHATML, True, {"Be brief.": "<bos><bos>Be brief.", "2": "2<|im_end|>"}),
+        (CHATML.replace("<|im_end|>", "{{ eos_token }}"), False, {"2": "2<eos>", "4": "4<eos>\n"}),
+    ],
+)
+def test_special_tokens_that_the_template_writes_are_written_once(
+    template: str, bos: bool, given: dict[str, str]
+) -> None:
+    tokenizer = byte_tokenizer(bos=bos, more=("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = template
+    remarks: list[str] = []
+    plain = encode_conversation(tokenizer, Conversation(messages=TWO_TURNS), remarks=remarks)
+    assert remarks == []
+    messages = [{**each, "content": given.get(each["content"], each["content"])} for each in TWO_TURNS]
+    assert encode_conversation(tokenizer, Conversation(messages=messages), remarks=remarks) == plain
+    assert remarks == ["special tokens that the chat template writes stand in messages, too; the row has them once"]
+
+
+def test_special_tokens_that_the_template_does_not_write_stay() -> None:
+    messages = [*TWO_TURNS[:2], {"role": "assistant", "content": "2<eos>"}]
+    (row,) = encoded(CHATML, messages)
+    assert row[-1] == ("learned", "2<eos><|im_end|>\n")
 
 
 @pytest.mark.parametrize(
@@ -196,12 +249,8 @@ def test_a_conversation_that_a_template_can_not_write_is_no_row(
     ],
 )
 def test_templates_of_well_known_models_say_what_is_learned(name: str, rows: list[list[str]]) -> None:
-    trl = pytest.importorskip("trl")
-    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
-    if not file.is_file():
-        pytest.skip(f"this version of trl has no {name}.jinja")
     tokenizer = byte_tokenizer(bos=True)
-    tokenizer.chat_template = file.read_text(encoding="utf-8")
+    tokenizer.chat_template = trl_template(name)
     found = encode_conversation(tokenizer, Conversation(messages=TWO_TURNS[1:]))
     texts = [[text for kind, text in parts(tokenizer, *row) if kind == "learned"] for row in found]
     assert texts == rows

@@ -73,6 +73,23 @@ def test_empty_rows_are_left_out_and_long_ones_cut_on_request(caplog: pytest.Log
     assert "they are cut" in caplog.text
 
 
+def test_special_tokens_that_texts_and_templates_have_themselves_are_there_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = splits_of({"text": ["[CLS] a film [SEP]", "b"], "label": [0, 1]})
+    plain = splits_of({"text": ["a film", "b"], "label": [0, 1]})
+    task = classified(given)
+    assert list(task.train_dataset) == list(classified(plain).train_dataset)
+    line = "1 of 2 train rows: '[CLS]' or '[SEP]' stands in the data where a row has it anyway; the row has it once"
+    assert line in task.notes
+    prompt = {"task": "prompt_classification", "label_words": "bad,good"}
+    rows = [
+        list(prepared(plain, word_tokenizer(), bert_config(), template=template, **prompt).train_dataset)
+        for template in ("[CLS] {text} {mask} [SEP]", "{text} {mask}")
+    ]
+    assert rows[0] == rows[1] and "template '[CLS] {text} {mask} [SEP]': '[CLS]' or '[SEP]' stands" in caplog.text
+
+
 def test_a_causal_classifier_is_padded_with_what_its_configuration_must_name() -> None:
     task = prepared(sentiment_splits(), byte_tokenizer(pad=False), llama_config(), task="classification")
     assert task.pad_token_id == task.data_collator.pad_token_id == byte_tokenizer().eos_token_id

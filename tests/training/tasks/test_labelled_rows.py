@@ -1,11 +1,14 @@
 """What is learned of each format: the labels, decoded, against texts written by hand."""
 
 import json
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from slivertune.training.tasks.task import Task
 from slivertune.training.tasks.tokenization import IGNORED
@@ -308,8 +311,87 @@ def test_rows_that_can_not_be_written_or_learned_are_refused_with_the_way_out(
 
 
 def test_keys_of_messages_that_are_not_written_are_named(tmp_path: Path) -> None:
-    rows = [{"messages": [{**message, "weight": 1} for message in row["messages"]]} for row in CHAT]
-    assert task_of(tmp_path, rows).notes[0].endswith("turns; not read: weight of a message")
+    rows = [{"messages": [{**message, "mood": 1} for message in row["messages"]]} for row in CHAT]
+    assert task_of(tmp_path, rows).notes[0].endswith("turns; not read: mood of a message")
+
+
+def with_key(number: int, key: str, value: Any, role: str = "assistant") -> list[dict[str, Any]]:
+    """The chats, whose messages of one role and row have a key."""
+    return [
+        {"messages": [{**each, key: value} if place == number and each["role"] == role else each for each in messages]}
+        for place, messages in enumerate(row["messages"] for row in CHAT)
+    ]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_turns_that_are_not_to_be_learned_are_read_and_a_row_without_others_is_dropped(
+    packing: bool, tmp_path: Path
+) -> None:
+    first, second = (row["messages"] for row in CHAT)
+    rows = [{"messages": [first[0], {**first[1], "weight": 0}, *first[2:]]}, {"messages": second}]
+    assert learned(task_of(tmp_path, rows)) == ["4<|im_end|>\n", "Hello<|im_end|>\n"]
+    task = task_of(tmp_path, with_key(0, "train", False), packing=packing, max_length=28)
+    assert learned(task) == ["Hello<|im_end|>\n"]
+    assert "1 of 2 train rows dropped: no assistant turn that says it is to be learned" in task.notes
+
+
+def test_a_turn_of_somebody_else_that_is_to_be_learned_is_read_and_said(tmp_path: Path) -> None:
+    task = task_of(tmp_path, with_key(1, "weight", 1, role="user"))
+    assert learned(task)[1] == "Hello<|im_end|>\n"
+    line = "1 of 2 train rows: a message that is not the assistant's says that it is to be learned; it is read alone"
+    assert line in task.notes
+
+
+def test_what_does_not_say_clearly_whether_it_is_learned_is_an_error_that_names_the_row(tmp_path: Path) -> None:
+    message = (
+        r"1 of 2 rows of the train split have weight=0.5 in a message, which is neither true, false, 1 nor 0 \(row 1, "
+        r"counted from 0\)\. Write weight: 0"
+    )
+    with pytest.raises(ValueError, match=message):
+        task_of(tmp_path, with_key(1, "weight", 0.5))
+
+
+def test_messages_that_the_template_passes_over_cost_their_row_and_are_counted(tmp_path: Path) -> None:
+    spoken = "{% if message['role'] in ('user', 'assistant') %}"
+    template = CHATML.replace("<|im_start|>{{", f"{spoken}<|im_start|>{{{{").replace(
+        "{% endfor", "{% endif %}{% endfor"
+    )
+    note = {"role": "system", "content": "1"}
+    rows = [
+        *CHAT,
+        *({"messages": [note, *row["messages"]]} for row in CHAT),
+        {"messages": [*CHAT[1]["messages"], note]},
+    ]
+    task = task_of(tmp_path, rows, chat_tokenizer(template))
+    assert learned(task) == ["2<|im_end|>\n4<|im_end|>\n", "Hello<|im_end|>\n"]
+    assert "3 of 5 train rows dropped: the chat template leaves out a message of the role 'system'" in task.notes
+
+
+def test_a_chat_with_nothing_in_a_users_turn_is_dropped(tmp_path: Path) -> None:
+    rows = [*CHAT, {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "Hello"}]}]
+    assert "1 of 3 train rows dropped: a user's turn that says nothing" in task_of(tmp_path, rows).notes
+
+
+DATED = CHATML + "{{ strftime_now('%d %b %Y') }}"
+
+
+def test_the_date_that_a_template_writes_is_the_runs(tmp_path: Path) -> None:
+    task = task_of(tmp_path, CHAT, chat_tokenizer(DATED), chat_template_date="2024-02-29")
+    assert all(text.endswith("29 Feb 2024") for text in written(task))
+    assert task.chat_template_date == "2024-02-29"
+    assert task.notes[-1] == "the chat template writes the date, which is 2024-02-29 in this run (--chat_template_date)"
+    assert task_of(tmp_path, CHAT, chat_template_date="2024-02-29").chat_template_date is None
+
+
+def test_without_a_date_it_is_the_days_and_not_that_of_rows_made_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for day in (26, 27):
+        now = SimpleNamespace(now=lambda day=day: datetime(2026, 11, day, 9))
+        monkeypatch.setattr(chat_template_utils, "datetime", now)
+        texts += [written(task_of(tmp_path, CHAT, chat_tokenizer(DATED)))[1][-11:]]
+    assert texts == ["26 Nov 2026", "27 Nov 2026"]
 
 
 def test_a_generation_prompt_that_the_data_begin_otherwise_is_said(tmp_path: Path) -> None:

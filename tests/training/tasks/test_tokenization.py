@@ -1,9 +1,11 @@
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, GPT2Config, LlamaConfig, RobertaConfig, RobertaForMaskedLM
+from tokenizers import processors
+from transformers import AddedToken, BloomConfig, GPT2Config, LlamaConfig, RobertaConfig, RobertaForMaskedLM
 
 import slivertune.training.tasks.tokenization as tokenization
 from slivertune.training.tasks.tokenization import (
@@ -12,6 +14,7 @@ from slivertune.training.tasks.tokenization import (
     padding_id,
     resolve_max_length,
     source_digest,
+    split_token_ids,
     usable_positions,
 )
 from tests.training.tiny import byte_tokenizer, word_tokenizer
@@ -76,6 +79,33 @@ def test_special_tokens_before_a_text_are_told_from_those_after_it() -> None:
     assert leading_special_tokens(word_tokenizer()) == [word_tokenizer().cls_token_id]
     assert leading_special_tokens(byte_tokenizer(bos=True)) == [byte_tokenizer(bos=True).bos_token_id]
     assert leading_special_tokens(byte_tokenizer()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "borders", "parts"),
+    [
+        ("ab\n\ncd", [2, 4], ["ab", "\n\n", "cd"]),
+        # What reaches over a border is of what comes after it.
+        ("ab\n\n", [3], ["ab", "\n\n"]),
+        ("\u2603a", [1], ["\u2603", "a"]),
+        ("a  b ", [1, 2, 4], ["a", " ", " b", " "]),
+        ("<end>  a", [5], ["<end>  ", "a"]),
+        ("<end>  a", [6], ["<end>  ", "a"]),
+    ],
+)
+@pytest.mark.parametrize("trims", [False, True])
+def test_a_text_is_tokenised_once_and_parted_at_borders(
+    text: str, borders: list[int], parts: list[str], trims: bool
+) -> None:
+    tokenizer = byte_tokenizer(corpus=["\n\n"] * 9)
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<end>", rstrip=True)]})
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+    ids, places = split_token_ids(tokenizer, text, borders)
+    assert ids == tokenizer(text)["input_ids"]
+    pieces = pairwise([0, *places, len(ids)])
+    assert [tokenizer.decode(ids[start:end]) for start, end in pieces] == [
+        part.replace("<end>  ", "<end>") for part in parts
+    ]
 
 
 def test_padding_falls_back_on_the_end_of_text_token() -> None:

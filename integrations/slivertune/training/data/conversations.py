@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slivertune.training.data.formats import DatasetFormat
+from slivertune.training.data.turn_weights import asks_to_be_learned
 
 _ROLES = {
     "human": "user",
@@ -42,7 +43,7 @@ class UnusableRowError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages, and from which on the assistant's are learned.
+    """Messages, and which of the assistant's are learned.
 
     Args:
         messages: Each with `role`, and `content` or what else the template reads.
@@ -56,12 +57,17 @@ class Conversation:
 
     @property
     def turns(self) -> list[int]:
-        """Places of the assistant's messages that are learned."""
+        """Places of the assistant's messages that are learned: all after the context, but for those that say no."""
         return [
             place
             for place, message in enumerate(self.messages)
-            if place >= self.num_context and message["role"] == "assistant"
+            if place >= self.num_context and message["role"] == "assistant" and asks_to_be_learned(message) is not False
         ]
+
+    @property
+    def asks_for_others(self) -> bool:
+        """Whether a message that is not the assistant's says that it is to be learned."""
+        return any(each["role"] != "assistant" and asks_to_be_learned(each) for each in self.messages)
 
 
 def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversation:
@@ -77,6 +83,7 @@ def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversat
 
     Raises:
         UnusableRowError: If something is empty or malformed, or no turn is the assistant's.
+        UnknownWeightError: If a message does not say clearly whether it is to be learned.
     """
     if found.is_chat:
         parts = [_messages(_without_nulls(row[name], found), name) for name in found.columns]
@@ -95,6 +102,8 @@ def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversat
         raise UnusableRowError(_without_turns(conversation))
     if any(_says_nothing(conversation.messages[place]) for place in conversation.turns):
         raise UnusableRowError("an assistant's turn that says nothing")
+    if any(each["role"] == "user" and _says_nothing(each) for each in conversation.messages):
+        raise UnusableRowError("a user's turn that says nothing")
     return conversation
 
 
@@ -131,7 +140,10 @@ def _without_nulls(value: Any, found: DatasetFormat) -> Any:
 
 def _without_turns(conversation: Conversation) -> str:
     """Why there is nothing to learn; names roles that are misspelt, or are called otherwise."""
-    others = sorted({str(each["role"]) for each in conversation.messages} - set(TEMPLATE_ROLES))
+    roles = {str(each["role"]) for each in conversation.messages[conversation.num_context :]}
+    if "assistant" in roles:
+        return "no assistant turn that says it is to be learned"
+    others = sorted(roles - set(TEMPLATE_ROLES))
     return "no assistant turn" + (f"; roles that are not known are {', '.join(others)}" if others else "")
 
 

@@ -9,12 +9,13 @@ import datasets
 
 from slivertune.core.suggestions import closest
 from slivertune.training.data.columns import TEXT_COLUMNS, ambiguous, require_column, user_columns
+from slivertune.training.data.turn_weights import KEYS as TURN_WEIGHTS
 from slivertune.training.options.arguments import DataArguments, FormatName
 
 _PAIRS = (("mr", "ref"),)
 _COMPARED = frozenset(("chosen", "rejected"))
 # Beside one of the known formats such a column is part of what the answer depends on.
-_ALSO_MEANT = ("context", "passage", "choices", "options", "history", "system", "system_prompt")
+_ALSO_MEANT = ("context", "passage", "choices", "options", "history", "system", "system_prompt", "loss_mask")
 _ROWS_LOOKED_AT = 100
 _KEYS = (frozenset(("role",)), frozenset(("from", "value")))
 """Of a message: OpenAI's (whose content may be absent beside tool calls), and ShareGPT's."""
@@ -140,7 +141,7 @@ def unread_keys(found: DatasetFormat, rows: Any, template: str) -> list[str]:
         each for column in first[:].values() for value in column for each in value or () if isinstance(each, dict)
     ]
     keys = dict.fromkeys(key for each in messages for key, item in each.items() if item is not None)
-    known = frozenset[str]().union(*_KEYS, ("content",))
+    known = TURN_WEIGHTS.union(*_KEYS, ("content",))
     return [key for key in keys if key not in known and not re.search(rf"\b{re.escape(key)}\b", template)]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from datetime import date
 from typing import Any, Literal
 
 from slivertune.core.kept_activations import NumKept, check_num_kept
@@ -20,6 +21,14 @@ FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "que
 def enum_value(value: Any) -> str:
     """A `TrainingArguments` field that is an enumeration or its value, as it is typed on the command line."""
     return str(getattr(value, "value", value))
+
+
+def is_date(text: str) -> bool:
+    """Whether a text is a date as `datetime.date` writes it."""
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +231,14 @@ class DataArguments:
             "its generation prompt."
         },
     )
+    chat_template_date: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "YYYY-MM-DD",
+            "help": "The date that a chat template writes where it writes today's. By default the day of the run's "
+            "start, also where it is resumed.",
+        },
+    )
     dataset_config: str | None = field(
         default=None, metadata={"help": "Configuration of a hub dataset, e.g. sst2 of nyu-mll/glue."}
     )
@@ -313,6 +330,8 @@ class DataArguments:
                 raise ValueError(
                     f"{option.name}={value!r} has no meaning for task={self.task}; it is for {' and '.join(tasks)}"
                 )
+        if self.chat_template_date is not None and not is_date(self.chat_template_date):
+            raise ValueError(f"chat_template_date={self.chat_template_date!r} is no date; write it as 2026-01-31")
         for is_broken, rule in self._rules():
             if is_broken:
                 raise ValueError(rule)

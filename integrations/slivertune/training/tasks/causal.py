@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import date
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,15 @@ from slivertune.training.data.formats import find_format
 from slivertune.training.data.mixing import mix_rows
 from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.chat import describe_turn_begin, describe_turn_end, set_chat_template
-from slivertune.training.tasks.labelled_rows import drop_unusable, encode_chats, encode_responses
-from slivertune.training.tasks.reading import Reading, check_settings_are_read, choose_reading
+from slivertune.training.tasks.labelled_rows import (
+    describe_remarks,
+    drop_unusable,
+    encode_chats,
+    encode_responses,
+    refuse_unclear,
+)
+from slivertune.training.tasks.reading import Reading, check_settings_are_read, choose_reading, template_day
+from slivertune.training.tasks.special_ends import special_ends
 from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import (
     IGNORED,
@@ -39,6 +47,8 @@ def encode_documents(
 ) -> Columns:
     """Texts to token ids with an EOS token; long ones are cut into rows of `max_length`.
 
+    Special tokens that a text begins or ends by, and that it gets here, are there once.
+
     Successive rows of one text share one token, so that every token but the text's first is predicted exactly once (the
     first token of a row never is). There may be more rows than texts, or fewer where a text has no tokens.
 
@@ -49,8 +59,9 @@ def encode_documents(
         max_length: Longest row in tokens.
         whole: Leave texts whole, for packing.
     """
-    leading = leading_special_tokens(tokenizer)
-    rows = [[*leading, *ids, tokenizer.eos_token_id] for ids in token_ids(tokenizer, batch[column])]
+    leading, ends = leading_special_tokens(tokenizer), special_ends(tokenizer)
+    texts = [ends.text_once(text) for text in batch[column]]
+    rows = [[*leading, *ids, tokenizer.eos_token_id] for ids in token_ids(tokenizer, texts)]
     if not whole:
         rows = [ids[start : start + max_length] for ids in rows for start in range(0, len(ids) - 1, max_length - 1)]
     return {"input_ids": rows}
@@ -114,7 +125,8 @@ def prepare_mixture(
         with _about(name):
             readings[name] = choose_reading(args, tokenizer, find_format(args, next(iter(splits.values()))))
     check_settings_are_read(args, readings.values())
-    parts, notes = _encode_sources(args, tokenizer, sources, readings, max_length)
+    day = template_day(args.chat_template_date, tokenizer, readings.values())
+    parts, notes = _encode_sources(args, tokenizer, sources, readings, max_length, day)
     rows_of = {
         "train": mix_rows(parts["train"], args.dataset_weights, seed=seed),
         "eval": mix_rows(parts["eval"], None, seed=seed),
@@ -130,6 +142,7 @@ def prepare_mixture(
         pad_token_id=padding_id(tokenizer),
         notes=tuple(notes),
         chat_template=args.chat_template and tokenizer.chat_template,
+        chat_template_date=None if day is None else day.isoformat(),
     )
 
 
@@ -139,6 +152,7 @@ def _encode_sources(
     sources: Mapping[str, Any],
     readings: Mapping[str, Reading],
     max_length: int,
+    day: date | None,
 ) -> tuple[dict[str, list[Any]], list[str]]:
     """By split, the tokenised rows of every dataset that has it; and what is to be said of them."""
     parts: dict[str, list[Any]] = {"train": [], "eval": []}
@@ -150,7 +164,13 @@ def _encode_sources(
         for split, rows in splits.items():
             with _about(name):
                 encoded, said = _encode_split(
-                    rows, split=split, args=args, tokenizer=tokenizer, reading=readings[name], max_length=max_length
+                    rows,
+                    split=split,
+                    args=args,
+                    tokenizer=tokenizer,
+                    reading=readings[name],
+                    max_length=max_length,
+                    day=day,
                 )
             parts[split].append(encoded)
             notes += [about + line for line in said]
@@ -160,6 +180,8 @@ def _encode_sources(
         if readings[name].uses_template and len(part[0]["labels"]) < max_length
     ]
     notes += [*describe_turn_begin(tokenizer), *describe_turn_end(tokenizer, written[0])] if written else []
+    if day is not None:
+        notes.append(f"the chat template writes the date, which is {day} in this run (--chat_template_date)")
     return parts, notes
 
 
@@ -219,6 +241,7 @@ def _encode_split(
     tokenizer: PreTrainedTokenizerBase,
     reading: Reading,
     max_length: int,
+    day: date | None,
 ) -> tuple[Any, list[str]]:
     """The tokenised rows of a split, and what is to be said of them."""
     found = reading.format
@@ -235,10 +258,13 @@ def _encode_split(
             logger.info(
                 "%d texts of the %s split make %d rows of at most %d tokens", len(rows), split, len(encoded), max_length
             )
-        return encoded, []
+        ends = special_ends(tokenizer)
+        count = sum(ends.text_once(text) != text for text in column_values(rows, found.columns[0]))
+        return encoded, [f"{count:,} of {len(rows):,} {split} rows: {ends.remark}"] if count else []
     options |= {"found": found, "truncate": args.truncate}
     if reading.uses_template:
-        encoded = encode(partial(encode_chats, **options))
+        encoded = encode(partial(encode_chats, day=day, **options))
+        refuse_unclear(encoded, split=split)
     else:
         encoded = encode(partial(encode_responses, separator=args.response_separator, **options))
     check_lengths(encoded, max_length=max_length, truncate=args.truncate, split=split)
@@ -255,6 +281,7 @@ def _encode_split(
             way_out="raise --max_length, or leave them out with --skip_empty_rows",
             none_left="no row is left, raise --max_length",
         )
+    notes += describe_remarks(encoded, split=split)
     return encoded.select_columns(["input_ids", "labels"]), notes
 
 

@@ -1,31 +1,27 @@
 """Conversations through a chat template, with labels on the assistant's turns alone."""
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from slivertune.core.suggestions import did_you_mean
-from slivertune.core.transformers_internals import generation_spans
+from slivertune.core.transformers_internals import template_date
 from slivertune.training.data.conversations import TEMPLATE_ROLES, Conversation, UnusableRowError
-from slivertune.training.tasks.tokenization import IGNORED, common_prefix_length, token_ids
+from slivertune.training.tasks.marked_words import mark_words
+from slivertune.training.tasks.rendering import Span, render, render_blocks
+from slivertune.training.tasks.special_ends import TEMPLATE_REMARK, messages_once
+from slivertune.training.tasks.tokenization import IGNORED, split_token_ids
+from slivertune.training.tasks.turn_spans import find_turn, find_turns, turn_begin
+from slivertune.training.tasks.written_words import WrittenWords, check_all_is_written, find_words
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids and labels of one row, of one length."""
 
-_Value = TypeVar("_Value")
-
-_NO_PROMPT_HAS = "\uffff"
-"""No character: it tells in a turn where the answer begins."""
-_OTHER_BEGIN = (
-    "the chat template does not begin the assistant's turn with its generation prompt (a --chat_template may mark the "
-    "turn by {% generation %} and {% endgeneration %})"
-)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -47,7 +43,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
         )
     tokenizer.chat_template = given if is_template else Path(given).expanduser().read_text(encoding="utf-8")
     try:
-        _render(tokenizer, Conversation(messages=[{"role": "user", "content": ""}]), 1, prompts=False)
+        render(tokenizer, Conversation(messages=[{"role": "user", "content": ""}]))
     except UnusableRowError:
         # Which conversations a template takes, the rows will show.
         return
@@ -55,7 +51,13 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
         raise ValueError(f"chat_template={given!r} is no Jinja: line {error.lineno}: {error.message}") from error
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[Encoded]:
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    *,
+    day: date | None = None,
+    remarks: list[str] | None = None,
+) -> list[Encoded]:
     """Tokenise a conversation as its chat template writes it, with labels on the assistant's turns.
 
     Where the template has `{% generation %}` blocks, these are learned. Otherwise it is what follows the generation
@@ -67,35 +69,32 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conver
     Some templates write a turn otherwise once others follow (Qwen3 leaves out earlier thoughts). Such a conversation
     becomes a row for each turn, which ends with it and has labels on it alone: as it is at generation.
 
+    Characters are tokenised once, and messages written a number of times that does not grow with the conversation,
+    unless it becomes several rows.
+
     Args:
         tokenizer: Has a chat template.
         conversation: Messages, at least one the assistant's.
+        day: The date that the template writes; None for today.
+        remarks: Gets lines on what was written otherwise than it is in the data.
 
     Returns:
         One row; or one for each turn.
 
     Raises:
-        UnusableRowError: If the template refuses the messages, leaves out tools or calls of them, does not know a
-            role, or begins the assistant's turn otherwise than by its generation prompt.
+        UnusableRowError: If the template refuses the messages, leaves out a message, tools or calls of them, does not
+            know a role, or begins the assistant's turn otherwise than by its generation prompt.
     """
     template = tokenizer.get_chat_template(tools=conversation.tools)
     _check_is_written(template, conversation)
-    context = conversation.messages[: conversation.num_context]
-    if _GENERATION.search(template) and not any(message["role"] == "assistant" for message in context):
-        return [_by_generation_blocks(tokenizer, conversation)]
-    turns = [place for place in conversation.turns if place > 0]
-    if not turns:
-        raise UnusableRowError("no assistant turn after another message")
-    starts = [_render(tokenizer, conversation, place, prompts=True) for place in turns]
-    ends = [_render(tokenizer, conversation, place + 1, prompts=False) for place in turns]
-    whole = _render(tokenizer, conversation, len(conversation.messages), prompts=False)
-    if not _begin(starts, ends):
-        starts = [_turn_begin(tokenizer, conversation, place) for place in turns]
-        if not _begin(starts, ends):
-            raise UnusableRowError(_OTHER_BEGIN)
-    if all(later.startswith(earlier) for earlier, later in pairwise([*_woven(starts, ends), whole])):
-        return [_between(tokenizer, whole, starts, ends)]
-    return [_between(tokenizer, end, [start], [end]) for start, end in zip(starts, ends, strict=True)]
+    remarks = [] if remarks is None else remarks
+    with template_date(template, day):
+        given, conversation = conversation, messages_once(tokenizer, conversation)
+        if conversation != given:
+            remarks.append(TEMPLATE_REMARK)
+        if _GENERATION.search(template):
+            return [_by_generation_blocks(tokenizer, conversation, remarks)]
+        return _by_prompts(tokenizer, conversation, remarks)
 
 
 def _check_is_written(template: str, conversation: Conversation) -> None:
@@ -151,7 +150,7 @@ def describe_turn_begin(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """
     asked = Conversation(messages=[{"role": "user", "content": "?"}])
     try:
-        prompt, begin = _render(tokenizer, asked, 1, prompts=True), _turn_begin(tokenizer, asked, 1)
+        prompt, begin = render(tokenizer, asked, prompts=True), turn_begin(tokenizer, asked, 1)
     except UnusableRowError:
         return []
     if _GENERATION.search(tokenizer.get_chat_template()) or begin == prompt:
@@ -164,63 +163,71 @@ def describe_turn_begin(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [line]
 
 
-def _turn_begin(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, place: int) -> str:
-    """What the template writes up to a turn, as far as its generation prompt is what begins the turn in the data."""
-    answered = [*conversation.messages[:place], {"role": "assistant", "content": _NO_PROMPT_HAS}]
-    before = _render(tokenizer, conversation, place, prompts=False)
-    prompt = _render(tokenizer, conversation, place, prompts=True)
-    whole = _render(tokenizer, replace(conversation, messages=answered), len(answered), prompts=False)
-    begin = prompt[: common_prefix_length((prompt, whole))]
-    if len(begin) <= len(before):
-        raise UnusableRowError(_OTHER_BEGIN)
-    return begin
+def _by_prompts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, remarks: list[str]) -> list[Encoded]:
+    """Learn what follows the generation prompt."""
+    turns = [place for place in conversation.turns if place > 0]
+    if not turns:
+        raise UnusableRowError("no assistant turn after another message")
+    if turns != conversation.turns:
+        remarks.append("the assistant's turn that opens a conversation is read and not learned")
+    marked = mark_words(conversation)
+    text = render(tokenizer, conversation)
+    written = find_words(marked, render(tokenizer, marked.conversation), text)
+    spans = find_turns(tokenizer, conversation, text, turns, written)
+    if spans is not None:
+        remarks += check_all_is_written(written, len(conversation.messages) - 1)
+        return [_learn(tokenizer, text, {place: [span] for place, span in zip(turns, spans, strict=True)}, written)]
+    rows = []
+    for place in turns:
+        text = render(tokenizer, conversation, place + 1)
+        written = find_words(marked, render(tokenizer, marked.conversation, place + 1), text)
+        remarks += check_all_is_written(written, place)
+        span = find_turn(tokenizer, conversation, place, text)
+        rows.append(_learn(tokenizer, text, {place: [] if span is None else [span]}, written))
+    return rows
 
 
-def _begin(starts: list[str], ends: list[str]) -> bool:
-    return all(end.startswith(start) for start, end in zip(starts, ends, strict=True))
+def _by_generation_blocks(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, remarks: list[str]
+) -> Encoded:
+    """Learn the blocks that the template marks, of the turns that are to be learned."""
+    marked = mark_words(conversation)
+    text, blocks = render_blocks(tokenizer, conversation)
+    marked_text, marked_blocks = render_blocks(tokenizer, marked.conversation)
+    if len(blocks) != len(marked_blocks):
+        raise UnusableRowError("the chat template marks other blocks as generated for other words of a turn")
+    written = find_words(marked, marked_text, text)
+    remarks += check_all_is_written(written, len(conversation.messages) - 1)
+    learned: dict[int, list[Span]] = {place: [] for place in conversation.turns}
+    for block, marked_block in zip(blocks, marked_blocks, strict=True):
+        owners = written.messages_in(*marked_block)
+        to_learn = owners & learned.keys()
+        if to_learn and to_learn != owners:
+            raise UnusableRowError("the chat template marks a turn that is learned and another in one block")
+        for owner in to_learn:
+            learned[owner].append(block)
+    return _learn(tokenizer, text, learned, written)
 
 
-def _woven(starts: list[str], ends: list[str]) -> list[str]:
-    return [text for pair in zip(starts, ends, strict=True) for text in pair]
+def _learn(
+    tokenizer: PreTrainedTokenizerBase, text: str, learned: Mapping[int, Sequence[Span]], written: WrittenWords
+) -> Encoded:
+    """Tokenise a text, with labels on its learned turns.
 
+    Args:
+        tokenizer: The tokenizer.
+        text: The text.
+        learned: By place of a turn, the spans that are learned of it.
+        written: Where the words of all messages lie in the text.
 
-def _by_generation_blocks(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Encoded:
-    text, spans = _or_unusable(lambda: generation_spans(tokenizer, conversation.messages, conversation.tools))
-    return _between(tokenizer, text, [text[:start] for start, _ in spans], [text[:end] for _, end in spans])
-
-
-def _between(tokenizer: PreTrainedTokenizerBase, text: str, starts: list[str], ends: list[str]) -> Encoded:
-    """Tokens of a text, with labels from where each start ends to where its end ends; all are beginnings of the text.
-
-    A token that reaches over a border belongs to what comes after it.
+    Raises:
+        UnusableRowError: If words of a learned turn lie elsewhere.
     """
-    ids, *beginnings = token_ids(tokenizer, [text, *_woven(starts, ends)])
-    borders = [common_prefix_length((ids, beginning)) for beginning in beginnings]
+    if any(written.leave_out(place, spans) for place, spans in learned.items()):
+        raise UnusableRowError("the chat template writes words of an assistant's turn outside of what is learned")
+    spans = sorted({span for spans in learned.values() for span in spans})
+    ids, places = split_token_ids(tokenizer, text, [border for span in spans for border in span])
     labels = [IGNORED] * len(ids)
-    for start, end in zip(borders[::2], borders[1::2], strict=True):
+    for start, end in zip(places[::2], places[1::2], strict=True):
         labels[start:end] = ids[start:end]
     return ids, labels
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, num_messages: int, *, prompts: bool) -> str:
-    """What the template writes for the first messages, and for the beginning of a turn that is to come."""
-    return str(
-        _or_unusable(
-            lambda: tokenizer.apply_chat_template(
-                conversation.messages[:num_messages],
-                tools=conversation.tools,
-                tokenize=False,
-                add_generation_prompt=prompts,
-            )
-        )
-    )
-
-
-def _or_unusable(apply: Callable[[], _Value]) -> _Value:
-    try:
-        return apply()
-    except TemplateSyntaxError:
-        raise
-    # A template that joins what is no string fails by a TypeError, one that is given no schema for a tool by the other.
-    except (TemplateError, TypeError, ValueError) as error:
-        raise UnusableRowError(f"the chat template refuses them: {error}") from error

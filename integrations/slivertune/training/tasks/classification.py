@@ -29,6 +29,7 @@ from slivertune.training.tasks.label_words import (
     encode_masked_prompts,
 )
 from slivertune.training.tasks.prompting import Template, mask_token_ids, parse_label_words, prompt_model_kind
+from slivertune.training.tasks.special_ends import added_ends
 from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import Columns, check_lengths, encode_rows, padding_id, resolve_max_length
 
@@ -88,7 +89,10 @@ def prepare_prompt_classification(
         ValueError: If the template names no columns of the data or does not suit the model, or words, labels or rows
             don't fit.
     """
-    template = Template.parse(str(args.template))
+    ends = added_ends(tokenizer)
+    template = Template.parse(ends.text_once(str(args.template)))
+    if template.text != args.template:
+        logger.warning("template %r: %s", args.template, ends.remark)
     for name in template.columns:
         require_column(splits["train"], name, "--template", text=False)
     column = label_column(args, splits["train"])
@@ -181,11 +185,13 @@ def _labelled_task(
 ) -> Task:
     """Encode the rows of both splits that say something, and refuse what does not fit."""
     max_length = resolve_max_length(args.max_length, model_config, tokenizer)
-    encoded = {}
+    encoded, notes = {}, list[str]()
     for split, encode in encoders.items():
         rows = usable_rows(splits[split], (*columns, label_column), args, split=split)
         classes = np.asarray(encode_labels(rows, label_column, labels, split=split), dtype=np.int64)
         rows = rows.select_columns(list(dict.fromkeys((*columns, ROW_COLUMN)))).add_column(LABEL_COLUMN, classes)
+        rows, said = _special_once(rows, columns, tokenizer, split)
+        notes += said
         rows = encode_rows(
             rows,
             partial(encode, tokenizer=tokenizer, max_length=max_length, truncate=args.truncate),
@@ -202,8 +208,24 @@ def _labelled_task(
         max_length=max_length,
         pad_token_id=padding_id(tokenizer),
         id2label=dict(enumerate(labels)),
+        notes=tuple(notes),
         **hooks,
     )
+
+
+def _special_once(
+    rows: Any, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, split: str
+) -> tuple[Any, list[str]]:
+    """Take the special tokens that the tokenizer adds out of the texts, and say of how many rows."""
+    ends, is_changed = added_ends(tokenizer), np.zeros(len(rows), dtype=bool)
+    for column in dict.fromkeys(columns):
+        texts = column_values(rows, column)
+        once = [ends.text_once(str(text)) for text in texts]
+        differs = np.asarray([str(text) != new for text, new in zip(texts, once, strict=True)])
+        if differs.any():
+            rows, is_changed = rows.remove_columns(column).add_column(column, once), is_changed | differs
+    count = int(is_changed.sum())
+    return rows, [f"{count:,} of {len(rows):,} {split} rows: {ends.remark}"] if count else []
 
 
 def _without_notes(rows: Any, split: str) -> Any:

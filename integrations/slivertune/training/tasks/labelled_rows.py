@@ -2,15 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import date
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from slivertune.training.data.columns import ROW_COLUMN, column_values
+from slivertune.training.data.columns import ROW_COLUMN, column_values, describe_rows
 from slivertune.training.data.conversations import UnusableRowError, read_conversation, read_plain
 from slivertune.training.data.formats import DatasetFormat
+from slivertune.training.data.turn_weights import UnknownWeightError
 from slivertune.training.tasks.chat import Encoded, encode_conversation
+from slivertune.training.tasks.special_ends import special_ends
 from slivertune.training.tasks.tokenization import (
     IGNORED,
     Columns,
@@ -35,7 +38,8 @@ def encode_responses(
 ) -> Columns:
     """Prompt, separator, response and EOS token in one row, with labels on the response and the EOS token alone.
 
-    The row is tokenised in one piece; the response begins where its tokens part from those of the prompt alone.
+    The row is tokenised in one piece; the response begins where its tokens part from those of the prompt alone. Special
+    tokens that a prompt or a response has itself, and that the row gets here, are there once.
 
     Args:
         batch: The texts.
@@ -47,12 +51,15 @@ def encode_responses(
 
     Returns:
         The batch, row by row; `length` counts tokens before a cut, `num_targets` predicted labels after it, `fault`
-        says why a row can't be used.
+        says why a row can't be used, `unclear` why all can't, `remarks` what was changed, a line each.
     """
-    leading = leading_special_tokens(tokenizer)
+    leading, ends = leading_special_tokens(tokenizer), special_ends(tokenizer)
 
-    def encode(row: dict[str, Any]) -> list[Encoded]:
-        prompt, response = read_plain(row, found, separator)
+    def encode(row: dict[str, Any], remarks: list[str]) -> list[Encoded]:
+        given = read_plain(row, found, separator)
+        prompt, response = ends.pair_once(*given)
+        if (prompt, response) != given:
+            remarks.append(ends.remark)
         ids, prompt_ids = token_ids(tokenizer, [prompt + response, prompt])
         whole = [*leading, *ids, int(tokenizer.eos_token_id)]
         num_silent = len(leading) + common_prefix_length((ids, prompt_ids))
@@ -62,7 +69,13 @@ def encode_responses(
 
 
 def encode_chats(
-    batch: Columns, *, tokenizer: PreTrainedTokenizerBase, found: DatasetFormat, max_length: int, truncate: bool
+    batch: Columns,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    found: DatasetFormat,
+    max_length: int,
+    truncate: bool,
+    day: date | None = None,
 ) -> Columns:
     """Conversations as the chat template writes them, with labels on the assistant's turns; see `encode_conversation`.
 
@@ -72,15 +85,56 @@ def encode_chats(
         found: What the columns are.
         max_length: Longest row in tokens.
         truncate: Cut the end of longer rows.
+        day: The date that the template writes; None for today.
 
     Returns:
         As `encode_responses`; a conversation may make several rows.
     """
-    return _encode_each(
-        batch,
-        lambda row: encode_conversation(tokenizer, read_conversation(row, found)),
-        max_length if truncate else None,
-    )
+
+    def encode(row: dict[str, Any], remarks: list[str]) -> list[Encoded]:
+        conversation = read_conversation(row, found)
+        if conversation.asks_for_others:
+            remarks.append("a message that is not the assistant's says that it is to be learned; it is read alone")
+        return encode_conversation(tokenizer, conversation, day=day, remarks=remarks)
+
+    return _encode_each(batch, encode, max_length if truncate else None)
+
+
+def refuse_unclear(encoded: Any, *, split: str) -> None:
+    """Refuse rows that do not say clearly what is to be learned.
+
+    Args:
+        encoded: What `encode_chats` made, as a numbered `datasets.Dataset`.
+        split: Name of the split, for messages.
+
+    Raises:
+        ValueError: If there are such rows, naming them and the most frequent reason.
+    """
+    reasons = column_values(encoded, "unclear")
+    if any(reasons):
+        ((reason, _),) = Counter(filter(None, reasons)).most_common(1)
+        found = describe_rows(encoded, np.flatnonzero([each == reason for each in reasons]), reason, split)
+        raise ValueError(
+            f"{found}. Write weight: 0 for a turn that is only read and weight: 1 for one that is learned, or leave "
+            "the key out"
+        )
+
+
+def describe_remarks(encoded: Any, *, split: str) -> list[str]:
+    """Count what was written otherwise than it is in the data.
+
+    Args:
+        encoded: What `encode_responses` or `encode_chats` made, as a numbered `datasets.Dataset`.
+        split: Name of the split.
+
+    Returns:
+        A line for each kind.
+    """
+    numbers = column_values(encoded, ROW_COLUMN)
+    # A conversation may have become several rows, which all have its remarks.
+    remarks = dict(zip(numbers, column_values(encoded, "remarks"), strict=True))
+    counts = Counter(line for lines in remarks.values() for line in lines.splitlines())
+    return [f"{count:,} of {len(remarks):,} {split} rows: {line}" for line, count in counts.most_common()]
 
 
 def drop_unusable(encoded: Any, target: str, *, max_length: int, split: str) -> tuple[Any, list[str]]:
@@ -125,19 +179,26 @@ def drop_unusable(encoded: Any, target: str, *, max_length: int, split: str) -> 
     return encoded.select(np.flatnonzero([not reason for reason in reasons])), notes
 
 
-def _encode_each(batch: Columns, encode: Callable[[dict[str, Any]], Sequence[Encoded]], end: int | None) -> Columns:
+def _encode_each(
+    batch: Columns, encode: Callable[[dict[str, Any], list[str]], Sequence[Encoded]], end: int | None
+) -> Columns:
     """Encode row by row; one that can't be is a row of its own, which says why."""
     rows = []
     for place, number in enumerate(batch[ROW_COLUMN]):
+        remarks: list[str] = []
+        about = {"fault": "", "unclear": "", ROW_COLUMN: number}
         try:
-            for ids, labels in encode({name: values[place] for name, values in batch.items()}):
-                labels = labels[:end]
-                # The first token of a row is predicted by nothing.
-                num_targets = sum(label != IGNORED for label in labels[1:])
-                row = {"input_ids": ids[:end], "labels": labels, "length": len(ids), "num_targets": num_targets}
-                rows.append({**row, "fault": "", ROW_COLUMN: number})
-        except UnusableRowError as error:
+            encoded = encode({name: values[place] for name, values in batch.items()}, remarks)
+        except (UnusableRowError, UnknownWeightError) as error:
+            about["unclear" if isinstance(error, UnknownWeightError) else "fault"] = str(error)
             # Something in every list, by which the datasets library knows its type.
-            row = {"input_ids": [0], "labels": [IGNORED], "length": 0, "num_targets": 0}
-            rows.append({**row, "fault": str(error), ROW_COLUMN: number})
+            encoded = [([0], [IGNORED])]
+        about["remarks"] = "\n".join(dict.fromkeys(remarks))
+        for ids, labels in encoded:
+            labels = labels[:end]
+            # The first token of a row is predicted by nothing.
+            num_targets = sum(label != IGNORED for label in labels[1:])
+            rows.append(
+                {"input_ids": ids[:end], "labels": labels, "length": len(ids), "num_targets": num_targets, **about}
+            )
     return as_columns(rows)

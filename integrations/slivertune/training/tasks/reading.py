@@ -1,11 +1,14 @@
 """How rows of a format become text: by a chat template, or plainly."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from slivertune.core.transformers_internals import today_in_templates
 from slivertune.training.data.formats import DatasetFormat, unread_columns, unread_keys
 from slivertune.training.options.arguments import DataArguments
 
@@ -66,6 +69,23 @@ def choose_reading(args: DataArguments, tokenizer: PreTrainedTokenizerBase, foun
     if found.name == "prompt_response":
         return Reading(format=found, uses_template=args.chat_template is not None)
     return Reading(format=found, uses_template=found.name != "text" and has_template)
+
+
+def template_day(asked: str | None, tokenizer: PreTrainedTokenizerBase, readings: Iterable[Reading]) -> date | None:
+    """Choose the date that a chat template writes.
+
+    Args:
+        asked: `--chat_template_date`; today if None.
+        tokenizer: Has the template, if there is one.
+        readings: Of all datasets.
+
+    Returns:
+        The date; None if no dataset is written by a template that writes today's.
+    """
+    is_written = any(reading.uses_template for reading in readings)
+    if not is_written or not re.search(r"\bstrftime_now\b", str(tokenizer.chat_template)):
+        return None
+    return today_in_templates() if asked is None else date.fromisoformat(asked)
 
 
 def check_settings_are_read(args: DataArguments, readings: Iterable[Reading]) -> None:

@@ -11,6 +11,7 @@ TASK_OPTIONS: dict[str, frozenset[str]] = {
             "dataset_weights",
             "dataset_format",
             "chat_template",
+            "chat_template_date",
         )
     ),
     "classification": frozenset(("text_column", "text_pair_column", "label_column")),

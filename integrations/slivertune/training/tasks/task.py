@@ -56,7 +56,7 @@ class PaddingCollator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Datasets and hooks for a stock `transformers.Trainer`; every field but the last six is an argument of it."""
+    """Datasets and hooks for a stock `transformers.Trainer`; every field but the last seven is an argument of it."""
 
     train_dataset: Any
     """`datasets.Dataset` of tokenised rows."""
@@ -84,3 +84,5 @@ class Task:
     """How the rows were read and which were dropped, for the first lines of a run."""
     chat_template: str | None = None
     """The template that was asked for in place of the tokenizer's, which the saved tokenizer should have."""
+    chat_template_date: str | None = None
+    """The date that the chat template writes, as 2026-01-31; None where it writes none."""

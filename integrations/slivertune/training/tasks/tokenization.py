@@ -2,7 +2,9 @@
 
 import hashlib
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -103,6 +105,53 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
         return []
     # verbose=False: rows longer than the model takes are dealt with by check_lengths.
     return list(tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def split_token_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, borders: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Tokenise a text once, without special tokens, and find the tokens that begin behind borders in it.
+
+    A token that reaches over a border belongs to what comes after it. A tokenizer without offsets (those written in
+    Python) tokenises what is before each border again.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text.
+        borders: Places in it, in characters.
+
+    Returns:
+        The token ids, and for each border the number of tokens before it.
+    """
+    if not tokenizer.is_fast:
+        ids, *beginnings = token_ids(tokenizer, [text, *(text[:border] for border in borders)])
+        return ids, [common_prefix_length((ids, beginning)) for beginning in beginnings]
+    backend: Any = tokenizer.backend_tokenizer
+    # It adds special tokens, which are not wanted, and may leave white space out of the offsets.
+    own, backend.post_processor = backend.post_processor, None
+    try:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    finally:
+        backend.post_processor = own
+    ids = list(encoded["input_ids"])
+    strips = {token for token, added in added_tokens(tokenizer, len(tokenizer)).items() if added.rstrip}
+    # A token of the template may take the white space behind it, and remains the template's.
+    ends = [
+        begin + len(text[begin:end].rstrip()) if token in strips else end
+        for token, (begin, end) in zip(ids, encoded["offset_mapping"], strict=True)
+    ]
+    return ids, [bisect_right(ends, border) for border in borders]
+
+
+@lru_cache(maxsize=4)
+def added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, Any]:
+    """Return the tokens that a tokenizer never divides, by their ids; some have thousands.
+
+    Args:
+        tokenizer: The tokenizer.
+        size: Its length, which changes where tokens are added.
+    """
+    return dict(tokenizer.added_tokens_decoder)
 
 
 def leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,0 +1,56 @@
+"""Turns that say by themselves whether they are to be learned, in the words of several tools."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_LEARNED_IF = {
+    "weight": True,
+    "loss_weight": True,
+    "loss_scale": True,
+    "loss_mask": True,
+    "loss": True,
+    "train": True,
+    "training": True,
+    "trainable": True,
+    "learn": True,
+    "masked": False,
+}
+"""Keys of a message, and for which of true (or 1) and false (or 0) it is learned: OpenAI's and Mistral's `weight`,
+Axolotl's `train` and `training`, ms-swift's `loss` and `loss_scale`, LLaMA-Factory's `loss_weight`, verl's `trainable`,
+torchtune's `masked`."""
+_OF_PARTS = ("train_detail", "training_detail")
+"""Axolotl's keys that mark parts of a turn."""
+KEYS = frozenset((*_LEARNED_IF, *_OF_PARTS))
+
+
+class UnknownWeightError(ValueError):
+    """A value that does not say whether a turn is learned; the message is the same for all rows of a kind."""
+
+
+def asks_to_be_learned(message: Mapping[str, Any]) -> bool | None:
+    """Read whether a message says that it is to be learned.
+
+    Args:
+        message: Its keys; those without a value say nothing.
+
+    Returns:
+        What it says, or None if it says nothing.
+
+    Raises:
+        UnknownWeightError: If a value is neither true, false, 1 nor 0, if two keys contradict each other, or if a key
+            marks parts of the turn.
+    """
+    said: dict[str, bool] = {}
+    for key, value in message.items():
+        if value is None or key not in KEYS:
+            continue
+        if key in _OF_PARTS:
+            raise UnknownWeightError(f"have {key} in a message, and parts of a turn can't be left out of the loss")
+        # True and 1 are equal, and so are 1 and 1.0.
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise UnknownWeightError(f"have {key}={value!r} in a message, which is neither true, false, 1 nor 0")
+        said[key] = bool(value) is _LEARNED_IF[key]
+    if len(set(said.values())) > 1:
+        pairs = " and ".join(f"{key}={message[key]!r}" for key in said)
+        raise UnknownWeightError(f"have {pairs} in one message, which contradict each other")
+    return next(iter(said.values()), None)

@@ -1,0 +1,143 @@
+"""Conversations with a mark in the place of each message's words.
+
+Words can't be searched for in what a chat template wrote: "4" also stands in a date, and what is said twice may be
+written once. So a conversation is written a second time, with marks. A missing mark shows words that are left out.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from slivertune.training.data.conversations import Conversation
+
+_MARK = re.compile(r"Zq(\d{7})qZ", re.IGNORECASE)
+"""Letters and digits, which no template trims or escapes, and all of one length."""
+_ANY_MARK = "Zq-------qZ"
+"""A mark without its number, as long as one."""
+_TAG = re.compile(r"(</?\w+>|<\|[^<>|]{1,40}\|>|\[/?[A-Z_]+\])")
+"""Markup of a message, which templates look for, and which stays in its place."""
+_THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|\[(/?)THINK\]", re.IGNORECASE)
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that transformers hands to templates as its reasoning."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Words:
+    """A stretch of a message's text without markup, or a text in a call of a tool.
+
+    Args:
+        message: The message's place.
+        text: Without white space around it.
+        is_reasoning: Whether templates may leave it out once the conversation went on.
+        is_content: Whether it is of the message's content, or of a call.
+    """
+
+    message: int
+    text: str
+    is_reasoning: bool = False
+    is_content: bool = True
+
+    @property
+    def forms(self) -> Iterator[str]:
+        """How a template may write it: as it is, or escaped as JSON or Python do."""
+        yield self.text
+        yield json.dumps(self.text, ensure_ascii=False)[1:-1]
+        yield json.dumps(self.text)[1:-1]
+        yield repr(self.text)[1:-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MarkedConversation:
+    """A conversation with marks in place of its words.
+
+    Args:
+        conversation: The marked messages.
+        words: By the number of their mark.
+    """
+
+    conversation: Conversation
+    words: list[Words]
+
+
+def mark_words(conversation: Conversation) -> MarkedConversation:
+    """Put a mark in the place of all words of all messages.
+
+    White space around words and markup (`<think>`, `<|channel|>`) stays, since templates read it.
+    """
+    words: list[Words] = []
+    messages = [_mark_message(message, place, words) for place, message in enumerate(conversation.messages)]
+    return MarkedConversation(conversation=replace(conversation, messages=messages), words=words)
+
+
+def find_marks(text: str) -> list[tuple[int, tuple[int, int]]]:
+    """Find the marks in a text: the number of each, and from where to where it stands."""
+    return [(int(each[1]), each.span()) for each in _MARK.finditer(text)]
+
+
+def with_marks_alike(text: str) -> str:
+    """Return a text whose marks have no numbers."""
+    return _MARK.sub(_ANY_MARK, text)
+
+
+def _mark_message(message: dict[str, Any], place: int, words: list[Words]) -> dict[str, Any]:
+    put, marked = partial(_put, words, message=place), dict(message)
+    for key in _REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            marked[key] = _mark_text(message[key], partial(put, is_reasoning=True, is_content=False))
+    is_answer = message["role"] == "assistant"
+    if isinstance(message.get("content"), str):
+        marked["content"] = (_mark_answer if is_answer else _mark_text)(message["content"], put)
+    if is_answer and message.get("tool_calls"):
+        marked["tool_calls"] = _mark_calls(message["tool_calls"], put)
+    return marked
+
+
+def _put(words: list[Words], text: str, **about: Any) -> str:
+    """Note words, and return their mark."""
+    words.append(Words(text=text, **about))
+    return f"Zq{len(words) - 1:07}qZ"
+
+
+def _mark_text(text: str, put: Callable[..., str]) -> str:
+    """Mark the words between tags; where there are none, all of the text."""
+    parts = _TAG.split(text)
+    if not any(part.strip() for part in parts[::2]):
+        return _mark_stretch(text, put)
+    return "".join(part if place % 2 else _mark_stretch(part, put) for place, part in enumerate(parts))
+
+
+def _mark_stretch(text: str, put: Callable[..., str]) -> str:
+    core = text.strip()
+    return text.replace(core, put(core), 1) if core else text
+
+
+def _mark_answer(text: str, put: Callable[..., str]) -> str:
+    """Mark an answer, in which a thought may stand between tags, or before a closing tag alone."""
+    tags = list(_THOUGHT.finditer(text))
+    borders = [0, *(border for tag in tags for border in tag.span()), len(text)]
+    is_close = [bool(tag[1] or tag[2]) for tag in tags]
+    marked = []
+    for place, (begin, end) in enumerate(pairwise(borders)):
+        part, number = text[begin:end], place // 2
+        if place % 2:
+            marked.append(part)
+        elif number < len(tags) and is_close[number]:
+            marked.append(_mark_text(part, partial(put, is_reasoning=True)))
+        else:
+            marked.append(_mark_text(part, put))
+    return "".join(marked)
+
+
+def _mark_calls(value: Any, put: Callable[..., str], *, is_said: bool = False) -> Any:
+    """Mark the name of a called function, and all texts of its arguments."""
+    if isinstance(value, dict):
+        return {
+            key: _mark_calls(item, put, is_said=is_said or key in ("name", "arguments")) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_mark_calls(item, put, is_said=is_said) for item in value]
+    return _mark_stretch(value, put) if is_said and isinstance(value, str) else value

@@ -1,0 +1,135 @@
+"""Special tokens that begin and end a row, and may stand in the data, too: they are written once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from slivertune.training.data.conversations import Conversation, UnusableRowError
+from slivertune.training.tasks.rendering import render
+from slivertune.training.tasks.tokenization import added_tokens, leading_special_tokens
+
+TEMPLATE_REMARK = "special tokens that the chat template writes stand in messages, too; the row has them once"
+_SAMPLE = {"user": "Zq0000000qZ", "assistant": "Zq0000001qZ"}
+"""Words that no template writes by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpecialEnds:
+    """The special tokens at the ends of a row of plain text.
+
+    Args:
+        begin: Those before the text, BOS say; empty if the tokenizer has none.
+        adds_begin: Whether every row gets them, or those rows alone whose text has them.
+        end: The one behind the text, which every row gets.
+    """
+
+    begin: str
+    adds_begin: bool
+    end: str
+
+    @property
+    def remark(self) -> str:
+        """The line about texts that have such tokens themselves."""
+        tokens = " or ".join(repr(token) for token in dict.fromkeys((self.begin, self.end)) if token)
+        return f"{tokens} stands in the data where a row has it anyway; the row has it once"
+
+    def text_once(self, text: str) -> str:
+        """Return a text without the special tokens that its row gets, and with the others once."""
+        return self._begin_once(without_end(text, (self.end,)))
+
+    def pair_once(self, prompt: str, response: str) -> tuple[str, str]:
+        """Return a prompt and a response, of which one row is made, without the special tokens that it gets."""
+        prompt, response = self._begin_once(prompt), without_end(response, (self.end,))
+        if self.adds_begin or (self.begin and prompt.startswith(self.begin)):
+            response = without_begin(response, self.begin)
+        return prompt, response
+
+    def _begin_once(self, text: str) -> str:
+        bare = without_begin(text, self.begin)
+        return bare if self.adds_begin or bare == text else self.begin + bare
+
+
+def special_ends(tokenizer: PreTrainedTokenizerBase) -> SpecialEnds:
+    """Find what stands at the ends of a row of plain text.
+
+    Args:
+        tokenizer: Has an EOS token.
+    """
+    leading = "".join(map(str, tokenizer.convert_ids_to_tokens(leading_special_tokens(tokenizer))))
+    return SpecialEnds(
+        begin=leading or str(tokenizer.bos_token or ""), adds_begin=bool(leading), end=str(tokenizer.eos_token)
+    )
+
+
+def added_ends(tokenizer: PreTrainedTokenizerBase) -> SpecialEnds:
+    """Find what a tokenizer itself puts around a text: [CLS] and [SEP], say, or nothing."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    special = list(encoded["special_tokens_mask"])
+    num_behind = special[::-1].index(0) if 0 in special else 0
+    behind = encoded["input_ids"][len(special) - num_behind :]
+    begin, end = (
+        "".join(map(str, tokenizer.convert_ids_to_tokens(ids))) for ids in (leading_special_tokens(tokenizer), behind)
+    )
+    return SpecialEnds(begin=begin, adds_begin=True, end=end)
+
+
+def without_begin(text: str, token: str) -> str:
+    """Return a text without a special token before it, however often it is there."""
+    rest = text
+    while token and rest.lstrip().startswith(token):
+        rest = rest.lstrip().removeprefix(token)
+    return rest
+
+
+def without_end(text: str, tokens: Iterable[str]) -> str:
+    """Return a text without special tokens behind it, however often they are there."""
+    rest, tokens = text, tuple(token for token in tokens if token)
+    while found := [token for token in tokens if rest.rstrip().endswith(token)]:
+        rest = rest.rstrip().removesuffix(max(found, key=len))
+    return rest
+
+
+def messages_once(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Conversation:
+    """Return a conversation without the special tokens in its messages that the chat template writes anyway.
+
+    These are BOS before a message, and behind one the token that ends a turn.
+
+    Args:
+        tokenizer: Has a chat template.
+        conversation: The messages.
+    """
+    tokens = [str(token) for token in added_tokens(tokenizer, len(tokenizer)).values()]
+    has_ends = [
+        without_begin(text, str(tokenizer.bos_token or "")) != text or text.rstrip().endswith(tuple(tokens))
+        for text in (message.get("content") for message in conversation.messages)
+        if isinstance(text, str)
+    ]
+    if not any(has_ends):
+        return conversation
+    begin, end_of = _written_by_template(tokenizer, tokens)
+    messages = [
+        {**message, "content": without_begin(without_end(message["content"], end_of.get(message["role"], ())), begin)}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in conversation.messages
+    ]
+    return replace(conversation, messages=messages)
+
+
+def _written_by_template(
+    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]
+) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """Find BOS, if the chat template writes it, and by role the tokens that it writes behind a message."""
+    sample = Conversation(messages=[{"role": role, "content": words} for role, words in _SAMPLE.items()])
+    try:
+        text = render(tokenizer, sample)
+    except UnusableRowError:
+        return "", {}
+    begin = str(tokenizer.bos_token or "")
+    ends = {}
+    for role, words in _SAMPLE.items():
+        behind = text.partition(words)[2].lstrip()
+        ends[role] = tuple(token for token in tokens if behind.startswith(token))
+    is_written = begin and begin in text.partition(_SAMPLE["user"])[0]
+    return begin if is_written else "", ends

@@ -1,0 +1,179 @@
+"""Where the words of each message lie in what a chat template wrote, and which messages it passed over.
+
+The text and its marked form are alike but for marks and words, which shows where the words lie.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slivertune.training.data.conversations import UnusableRowError
+from slivertune.training.tasks.marked_words import MarkedConversation, Words, find_marks, with_marks_alike
+from slivertune.training.tasks.rendering import Span
+
+EARLIER_REASONING = "the chat template leaves out the reasoning of earlier turns"
+UNREAD_REASONING = "the chat template leaves out the reasoning of a turn"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenWords:
+    """Where words lie in a text.
+
+    Args:
+        marked: The words.
+        marked_text: The text with marks in their place.
+        marks: The numbers of the marks, in the text's order; a mark may come twice.
+        marked_spans: Where these marks lie in the marked text.
+        spans: Where these words lie in the text itself.
+        is_aligned: Whether the two texts are alike but for marks and words.
+        places_of: By message, which of these marks are its own.
+    """
+
+    marked: MarkedConversation
+    marked_text: str
+    marks: list[int]
+    marked_spans: list[Span]
+    spans: list[Span]
+    is_aligned: bool
+    places_of: dict[int, list[int]]
+
+    def leave_out(self, message: int, spans: Sequence[Span]) -> bool:
+        """Whether words of a message that were written stand in none of these spans of the text."""
+        inside, outside = set[int](), set[int]()
+        for place in self.places_of.get(message, ()):
+            begin, end = self.spans[place]
+            is_inside = any(first <= begin and end <= last for first, last in spans)
+            (inside if is_inside else outside).add(self.marks[place])
+        return bool(outside - inside)
+
+    def surroundings(self, message: int) -> tuple[int, str]:
+        """Find the marked text around a message, as far as the words of others.
+
+        Returns:
+            Where it begins, and the text with all marks alike.
+        """
+        places = self.places_of.get(message)
+        if not places:
+            # It has no words of its own, and is like no other.
+            return 0, str(message)
+        begin = self.marked_spans[places[0] - 1][1] if places[0] else 0
+        after = next((place for place in range(places[0], len(self.marks)) if self._message_of(place) != message), None)
+        end = len(self.marked_text) if after is None else self.marked_spans[after][0]
+        return begin, with_marks_alike(self.marked_text[begin:end])
+
+    def in_text(self, position: int) -> int:
+        """Return the place in the text of a place between the marks of the marked text."""
+        num_before = bisect_right(self.marked_spans, position, key=lambda span: span[1])
+        if not num_before:
+            return position
+        return self.spans[num_before - 1][1] + position - self.marked_spans[num_before - 1][1]
+
+    def messages_in(self, begin: int, end: int) -> set[int]:
+        """Find the assistant's messages that a stretch of the marked text is of.
+
+        One without words is of the turn before it, or else of what comes after it.
+        """
+        first = bisect_left(self.marked_spans, begin, key=lambda span: span[0])
+        last = bisect_right(self.marked_spans, end, key=lambda span: span[1])
+        near = range(first, last) or range(max(first - 1, 0), min(first + 1, len(self.marks)))
+        owners = [self._message_of(place) for place in near]
+        turns = [owner for owner in owners if self.marked.conversation.messages[owner]["role"] == "assistant"]
+        return set(turns) if first < last else set(turns[:1])
+
+    def _message_of(self, place: int) -> int:
+        return self.marked.words[self.marks[place]].message
+
+
+def find_words(marked: MarkedConversation, marked_text: str, text: str) -> WrittenWords:
+    """Find the words of a conversation in what a template wrote of it.
+
+    Args:
+        marked: The conversation with marks.
+        marked_text: What the template wrote of that one.
+        text: What it wrote of the conversation itself.
+
+    Raises:
+        UnusableRowError: If the template changes words.
+    """
+    found = find_marks(marked_text)
+    marks, marked_spans = [number for number, _ in found], [span for _, span in found]
+    spans = _align(marked.words, marks, marked_spans, marked_text, text)
+    is_aligned = spans is not None
+    if spans is None:
+        # A template may write something for certain words alone.
+        spans = _search(marked, marks, text)
+    places_of: dict[int, list[int]] = {}
+    for place, number in enumerate(marks):
+        places_of.setdefault(marked.words[number].message, []).append(place)
+    return WrittenWords(
+        marked=marked,
+        marked_text=marked_text,
+        marks=marks,
+        marked_spans=marked_spans,
+        spans=spans,
+        is_aligned=is_aligned,
+        places_of=places_of,
+    )
+
+
+def check_all_is_written(written: WrittenWords, last: int) -> list[str]:
+    """Refuse a text in which words of a message are missing.
+
+    Args:
+        written: Which words were found.
+        last: Place of the text's last message; reasoning may be missing in those before it.
+
+    Returns:
+        What is to be said of reasoning that is missing.
+
+    Raises:
+        UnusableRowError: If other words of a message up to the last are missing, by the message's role.
+    """
+    conversation, found, remarks = written.marked.conversation, set(written.marks), set[str]()
+    whole = {written.marked.words[number].message for number in found}
+    for number, words in enumerate(written.marked.words):
+        if number in found or words.message > last:
+            continue
+        if words.is_reasoning and (words.message < last or not words.is_content):
+            remarks.add(EARLIER_REASONING if words.message < last else UNREAD_REASONING)
+            continue
+        role = str(conversation.messages[words.message]["role"])
+        if words.message in whole:
+            raise UnusableRowError(f"the chat template leaves out a part of a message of the role {role!r}")
+        raise UnusableRowError(f"the chat template leaves out a message of the role {role!r}")
+    return sorted(remarks)
+
+
+def _align(
+    words: Sequence[Words], marks: Sequence[int], marked_spans: Sequence[Span], marked_text: str, text: str
+) -> list[Span] | None:
+    """Put the words in the place of the marks; None if that is not the text."""
+    borders = [0, *(border for span in marked_spans for border in span), len(marked_text)]
+    between = [marked_text[begin:end] for begin, end in zip(borders[::2], borders[1::2], strict=True)]
+    if not text.startswith(between[0]):
+        return None
+    spans, here = list[Span](), len(between[0])
+    for number, after in zip(marks, between[1:], strict=True):
+        ends = (here + len(form) for form in words[number].forms if text.startswith(form, here))
+        end = next((end for end in ends if text.startswith(after, end)), None)
+        if end is None:
+            return None
+        spans.append((here, end))
+        here = end + len(after)
+    return spans if here == len(text) else None
+
+
+def _search(marked: MarkedConversation, marks: Sequence[int], text: str) -> list[Span]:
+    """Find the words in the text, one after another."""
+    spans, here = list[Span](), 0
+    for number in marks:
+        words = marked.words[number]
+        found = [
+            (place, place + len(form)) for form in dict.fromkeys(words.forms) if (place := text.find(form, here)) >= 0
+        ]
+        if not found:
+            role = str(marked.conversation.messages[words.message]["role"])
+            raise UnusableRowError(f"the chat template leaves out or changes words of a message of the role {role!r}")
+        spans.append(min(found))
+        here = spans[-1][1]
+    return spans

@@ -1,0 +1,173 @@
+"""What chat templates pass over: templates of many families, as the installed trl has them, and every role."""
+
+import re
+from typing import Any
+
+import pytest
+from jinja2 import TemplateError
+
+from slivertune.training.data.conversations import Conversation, UnusableRowError
+from slivertune.training.tasks.chat import encode_conversation
+from slivertune.training.tasks.marked_words import mark_words
+from slivertune.training.tasks.tokenization import IGNORED
+from slivertune.training.tasks.written_words import find_words
+from tests.training.tiny import CHATML, byte_tokenizer, chat_tokenizer, trl_template
+
+# From each family one template of its own, and some that mark by themselves what is learned.
+TEMPLATES = (
+    "cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "gemma4", "glm4moe", "gptoss", "lfm2",
+    "lfm2_2_5", "llama3", "llama3_1", "llama3_2", "muse_glimmer", "nemotron_3_nano", "phi3", "phi3_5", "qwen2_5",
+    "qwen3", "qwen3_5_think", "smolvlm",
+    "gemma3_training", "gptoss_training", "llama3_training", "qwen2_5_training", "qwen3_training",
+)  # fmt: skip
+ASKED, ANSWERED = {"role": "user", "content": " alpha\n"}, {"role": "assistant", "content": "bravo 4"}
+CHAT = [ASKED, ANSWERED, {"role": "user", "content": 'charlie "4" \u00e9'}, {"role": "assistant", "content": "delta"}]
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "lookup", "arguments": {"city": "bern"}}}]}
+SPOKEN = {
+    "system": [
+        [{"role": "system", "content": "echo"}, *CHAT],
+        [*CHAT[:2], {"role": "system", "content": "echo"}, *CHAT[2:]],
+    ],
+    "developer": [
+        [{"role": "developer", "content": "echo"}, *CHAT],
+        [*CHAT[:2], {"role": "developer", "content": "echo"}, *CHAT[2:]],
+    ],
+    "user": [CHAT, [ASKED, {"role": "user", "content": "echo"}, ANSWERED]],
+    "assistant": [CHAT[1:], [ASKED, {"role": "assistant", "content": "echo"}, ANSWERED, *CHAT[2:]]],
+    "tool": [
+        [ASKED, CALL, {"role": "tool", "content": '{"echo": "4"}'}, ANSWERED],
+        [ASKED, {**CALL, "content": "foxtrot"}, {"role": "tool", "content": "echo"}, ANSWERED],
+        [ASKED, ANSWERED, {"role": "tool", "content": "echo"}, *CHAT[2:]],
+    ],
+    "critic": [[*CHAT[:2], {"role": "critic", "content": "echo"}, *CHAT[2:]]],
+}
+"""By role: conversations in which it speaks, at the places where it may."""
+
+
+def words_of(message: dict[str, Any]) -> list[str]:
+    return re.findall("[a-z]{4,}", f"{message.get('content', '')} {'lookup bern' if 'tool_calls' in message else ''}")
+
+
+@pytest.mark.parametrize("role", SPOKEN)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_message_is_written_and_every_turn_learned_or_the_row_is_dropped_with_the_reason(
+    name: str, role: str
+) -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    tokenizer.chat_template = trl_template(name)
+    for messages in SPOKEN[role]:
+        reason = ""
+        try:
+            rows = encode_conversation(tokenizer, Conversation(messages=messages))
+        except UnusableRowError as error:
+            reason = str(error)
+            rows = []
+        if not rows:
+            assert is_justified(tokenizer, messages, reason), reason
+            continue
+        texts = [tokenizer.decode(ids) for ids, _ in rows]
+        learned = "".join(tokenizer.decode([label for label in labels if label != IGNORED]) for _, labels in rows)
+        # One row has all messages: the only one, or that of the last turn.
+        assert [word for message in messages for word in words_of(message) if word not in texts[-1]] == []
+        # Nothing follows a turn that opens the conversation.
+        answers = [each for place, each in enumerate(messages) if each["role"] == "assistant" and place > 0]
+        assert [word for message in answers for word in words_of(message) if word not in learned] == []
+        others = [each for each in messages if each["role"] != "assistant"]
+        assert [word for message in others for word in words_of(message) if word in learned] == []
+
+
+def is_justified(tokenizer: Any, messages: list[dict[str, Any]], reason: str) -> bool:
+    """Whether a conversation can't be written, or loses words, or has turns of which the prompt is not known."""
+    if reason.startswith(("a message of the role 'critic'", "the chat template does not begin the assistant's turn")):
+        return True
+    if "does not write calls of tools" in reason:
+        return "tool_calls" not in tokenizer.chat_template
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, TypeError, ValueError):
+        return reason.startswith("the chat template refuses them")
+    lost = [word for message in messages for word in words_of(message) if word not in text]
+    return reason.startswith("the chat template leaves out") and lost != []
+
+
+def test_most_templates_keep_the_roles_that_they_know() -> None:
+    kept = set()
+    tokenizer = byte_tokenizer(bos=True)
+    for name in TEMPLATES:
+        tokenizer.chat_template = trl_template(name)
+        try:
+            encode_conversation(tokenizer, Conversation(messages=CHAT))
+            kept.add(name)
+        except UnusableRowError:
+            continue
+    # Its messages are lists of parts, which it reads alone.
+    assert kept == {*TEMPLATES} - {"smolvlm"}
+
+
+def encoded(template: str, messages: list[dict[str, Any]]) -> list[str]:
+    remarks: list[str] = []
+    encode_conversation(chat_tokenizer(template), Conversation(messages=messages), remarks=remarks)
+    return remarks
+
+
+WITHOUT_SYSTEM = CHATML.replace(
+    "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
+)
+CONTENT = "{{ message['content'] }}"
+CUT = CHATML.replace(CONTENT, "{{ message['content'].split('--')[0] }}")
+QUOTED = CHATML.replace(CONTENT, "{{ message['content'] | tojson(ensure_ascii=True) }}")
+LOUD = CHATML.replace(CONTENT, "{{ message['content'] | upper }}")
+NEVER_ANALYSIS = CHATML.replace(CONTENT, "{{ message['content'].split('</think>')[-1] }}")
+NO_ANALYSIS = CHATML.replace(
+    CONTENT, "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}"
+)
+THOUGHT = {"role": "assistant", "content": "<think>sum</think>2"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        # Words that stand in the text for another reason: in what the user says, or in the markup.
+        (WITHOUT_SYSTEM, [{"role": "system", "content": "alpha"}, *CHAT], "leaves out a message of the role 'system'"),
+        (WITHOUT_SYSTEM, [{"role": "system", "content": "user"}, *CHAT], "leaves out a message of the role 'system'"),
+        (CUT, [{"role": "user", "content": "What? -- alpha"}, ANSWERED, *CHAT], "leaves out or changes words of"),
+        (LOUD, CHAT, "leaves out or changes words of a message of the role 'user'"),
+        (NEVER_ANALYSIS, [ASKED, THOUGHT], "leaves out a part of a message of the role 'assistant'"),
+        ("{% if tool_calls %}{% endif %}" + CHATML, [ASKED, {**CALL, "content": "so"}], "leaves out a part of a mess"),
+    ],
+)
+def test_words_that_are_not_written_cost_the_row(template: str, messages: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UnusableRowError, match=message):
+        encoded(template, messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        (QUOTED, CHAT, []),
+        (CHATML.replace("}}<", " | trim }}<"), [{"role": "user", "content": " <b>x</b>\n"}, ANSWERED], []),
+        (CHATML, [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": "</s>"}], []),
+        (CHATML, [{"role": "user", "content": "same"}, {"role": "assistant", "content": "same"}] * 2, []),
+        (CHATML, [{"role": "system", "content": ""}, *CHAT], []),
+        # Each turn is learned in a row of its own, in which its thought stands.
+        (NO_ANALYSIS, [ASKED, THOUGHT, ASKED, THOUGHT], ["leaves out the reasoning of earlier turns"]),
+        (NEVER_ANALYSIS, [ASKED, THOUGHT, *CHAT], ["leaves out the reasoning of earlier turns"]),
+        (CHATML, [ASKED, {**ANSWERED, "reasoning_content": "sum"}], ["leaves out the reasoning of a turn"]),
+    ],
+)
+def test_words_that_are_written_otherwise_or_are_earlier_thoughts_are_found(
+    template: str, messages: list[dict[str, Any]], said: list[str]
+) -> None:
+    assert encoded(template, messages) == [f"the chat template {line}" for line in said]
+
+
+def test_words_lie_where_they_are_written_though_they_are_escaped() -> None:
+    tokenizer, conversation = chat_tokenizer(QUOTED), Conversation(messages=CHAT)
+    marked = mark_words(conversation)
+    text, marked_text = (
+        tokenizer.apply_chat_template(each.messages, tokenize=False) for each in (conversation, marked.conversation)
+    )
+    written = find_words(marked, marked_text, text)
+    assert written.is_aligned
+    assert [text[begin:end] for begin, end in written.spans] == ["alpha", "bravo 4", r"charlie \"4\" \u00e9", "delta"]
+    assert written.in_text(len(marked_text)) == len(text) and written.in_text(0) == 0
