@@ -197,6 +197,10 @@ def test_several_processes_make_the_same_rows(monkeypatch: pytest.MonkeyPatch) -
             {"splits": splits_of(PAIRS), "max_length": 24, "truncate": True, **NAMED},
             r"1 of 2 rows .* leave no room for a response in max_length=24 tokens \(row 1,",
         ),
+        (
+            {"splits": splits_of(PAIRS), "chat_template": "{{ messages[0].content }}", **NAMED},
+            r"2 of 2 rows of the train split can't be used \(the chat template .* 'assistant'\) \(rows 0, 1, ",
+        ),
     ],
 )
 def test_what_can_not_be_trained_so_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -1,3 +1,4 @@
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -5,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import processors
-from transformers import AddedToken, BloomConfig, GPT2Config, LlamaConfig, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    AddedToken,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizer,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 import slivertune.training.tasks.tokenization as tokenization
 from slivertune.training.tasks.tokenization import (
@@ -106,6 +115,45 @@ def test_a_text_is_tokenised_once_and_parted_at_borders(
     assert [tokenizer.decode(ids[start:end]) for start, end in pieces] == [
         part.replace("<end>  ", "<end>") for part in parts
     ]
+
+
+class LettersAndLines(PreTrainedTokenizer):
+    """A tokenizer written in Python: letters, and line breaks by twos where there are."""
+
+    @property
+    def vocab_size(self) -> int:
+        return 130
+
+    def get_vocab(self) -> dict[str, int]:
+        return {**{chr(code): code for code in range(128)}, "\n\n": 128, "<unk>": 129}
+
+    def _tokenize(self, text: str, **options: Any) -> list[str]:
+        return re.findall("\n\n|.|\n", text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self.get_vocab()[token]
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return {number: token for token, number in self.get_vocab().items()}[index]
+
+
+@pytest.mark.parametrize(
+    ("text", "borders", "places", "num_tokenised"),
+    [("ab\n\ncd", [2, 4], [2, 3], 12), ("ab\n\ncd", [3, 5], [2, 4], 20), ("ab", [], [], 4), ("ab", [2, 2], [2, 2], 4)],
+)
+def test_a_tokenizer_without_offsets_tokenises_parts(
+    text: str, borders: list[int], places: list[int], num_tokenised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, count, whole = LettersAndLines(unk_token="<unk>"), 0, LettersAndLines._tokenize
+
+    def counted(self: LettersAndLines, text: str, **options: Any) -> list[str]:
+        nonlocal count
+        count += len(text)
+        return whole(self, text)
+
+    monkeypatch.setattr(LettersAndLines, "_tokenize", counted)
+    ids, found = split_token_ids(tokenizer, text, borders)
+    assert ("".join(tokenizer.convert_ids_to_tokens(ids)), found, count) == (text, places, num_tokenised)
 
 
 def test_padding_falls_back_on_the_end_of_text_token() -> None:

@@ -132,6 +132,12 @@ THOUGHT = {"role": "assistant", "content": "<think>sum</think>2"}
         (WITHOUT_SYSTEM, [{"role": "system", "content": "user"}, *CHAT], "leaves out a message of the role 'system'"),
         (CUT, [{"role": "user", "content": "What? -- alpha"}, ANSWERED, *CHAT], "leaves out or changes words of"),
         (LOUD, CHAT, "leaves out or changes words of a message of the role 'user'"),
+        # Joined, they are written as nobody wrote them.
+        (
+            CHATML.replace(CONTENT, "{{ message['content'] | replace(' ', '_') }}"),
+            [ASKED, ANSWERED],
+            "or changes words",
+        ),
         (NEVER_ANALYSIS, [ASKED, THOUGHT], "leaves out a part of a message of the role 'assistant'"),
         ("{% if tool_calls %}{% endif %}" + CHATML, [ASKED, {**CALL, "content": "so"}], "leaves out a part of a mess"),
     ],
@@ -159,6 +165,14 @@ def test_words_that_are_written_otherwise_or_are_earlier_thoughts_are_found(
     template: str, messages: list[dict[str, Any]], said: list[str]
 ) -> None:
     assert encoded(template, messages) == [f"the chat template {line}" for line in said]
+
+
+@pytest.mark.parametrize("tool", [{"name": "user"}, {"type": "function", "function": {"name": "user"}}])
+def test_tools_that_the_template_reads_and_does_not_write_cost_the_row(tool: dict[str, Any]) -> None:
+    conversation = Conversation(messages=CHAT, tools=[tool])
+    with pytest.raises(UnusableRowError, match="the chat template does not write tools"):
+        encode_conversation(chat_tokenizer("{% if tools %}Tools:\n{% endif %}" + CHATML), conversation)
+    assert encode_conversation(chat_tokenizer("{{ tools | tojson }}" + CHATML), conversation)
 
 
 def test_words_lie_where_they_are_written_though_they_are_escaped() -> None:

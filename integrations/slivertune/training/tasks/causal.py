@@ -20,6 +20,7 @@ from slivertune.training.tasks.labelled_rows import (
     drop_unusable,
     encode_chats,
     encode_responses,
+    leave_out_faulty,
     refuse_unclear,
 )
 from slivertune.training.tasks.reading import Reading, check_settings_are_read, choose_reading, template_day
@@ -272,6 +273,7 @@ def _encode_split(
     if is_lenient:
         encoded, notes = drop_unusable(encoded, found.target, max_length=max_length, split=split)
     else:
+        encoded = leave_out_faulty(encoded, split=split, skip=args.skip_empty_rows)
         encoded = leave_out(
             encoded,
             np.asarray(column_values(encoded, "num_targets")) == 0,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from slivertune.training.data.columns import ROW_COLUMN, column_values, describe_rows
+from slivertune.training.data.columns import ROW_COLUMN, column_values, describe_rows, leave_out
 from slivertune.training.data.conversations import UnusableRowError, read_conversation, read_plain
 from slivertune.training.data.formats import DatasetFormat
 from slivertune.training.data.turn_weights import UnknownWeightError
@@ -118,6 +118,27 @@ def refuse_unclear(encoded: Any, *, split: str) -> None:
             f"{found}. Write weight: 0 for a turn that is only read and weight: 1 for one that is learned, or leave "
             "the key out"
         )
+
+
+def leave_out_faulty(encoded: Any, *, split: str, skip: bool) -> Any:
+    """Refuse or leave out rows of named columns that can't be written.
+
+    Args:
+        encoded: What `encode_responses` or `encode_chats` made, as a numbered `datasets.Dataset`.
+        split: Name of the split, for messages.
+        skip: Leave such rows out, and say how many, in place of an error.
+
+    Returns:
+        The other rows.
+
+    Raises:
+        ValueError: If there are such rows and `skip` is off, or nothing is left.
+    """
+    faults = column_values(encoded, "fault")
+    first = next(filter(None, faults), "")
+    is_faulty = np.asarray([bool(fault) for fault in faults])
+    way_out = "correct them, or leave them out with --skip_empty_rows"
+    return leave_out(encoded, is_faulty, f"can't be used ({first})", split=split, skip=skip, way_out=way_out)
 
 
 def describe_remarks(encoded: Any, *, split: str) -> list[str]:

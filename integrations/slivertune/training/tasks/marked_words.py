@@ -25,12 +25,16 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that transformers hands to templates as its reasoning."""
 
 
+TOOLS = -1
+"""In the place of a message: the functions that the assistant may call."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words:
-    """A stretch of a message's text without markup, or a text in a call of a tool.
+    """A stretch of a message's text without markup, a text in a call of a tool, or the name of a tool.
 
     Args:
-        message: The message's place.
+        message: The message's place; `TOOLS` for a tool.
         text: Without white space around it.
         is_reasoning: Whether templates may leave it out once the conversation went on.
         is_content: Whether it is of the message's content, or of a call.
@@ -64,13 +68,14 @@ class MarkedConversation:
 
 
 def mark_words(conversation: Conversation) -> MarkedConversation:
-    """Put a mark in the place of all words of all messages.
+    """Put a mark in the place of all words of all messages, and of the names of tools.
 
     White space around words and markup (`<think>`, `<|channel|>`) stays, since templates read it.
     """
     words: list[Words] = []
     messages = [_mark_message(message, place, words) for place, message in enumerate(conversation.messages)]
-    return MarkedConversation(conversation=replace(conversation, messages=messages), words=words)
+    tools = [_mark_tool(tool, words) for tool in conversation.tools or ()] or None
+    return MarkedConversation(conversation=replace(conversation, messages=messages, tools=tools), words=words)
 
 
 def find_marks(text: str) -> list[tuple[int, tuple[int, int]]]:
@@ -94,6 +99,15 @@ def _mark_message(message: dict[str, Any], place: int, words: list[Words]) -> di
     if is_answer and message.get("tool_calls"):
         marked["tool_calls"] = _mark_calls(message["tool_calls"], put)
     return marked
+
+
+def _mark_tool(tool: Any, words: list[Words]) -> Any:
+    """Mark the name of a function; templates read types and names of its parameters."""
+    if not isinstance(tool, dict):
+        return tool
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": _mark_tool(tool["function"], words)}
+    return {**tool, "name": _put(words, tool["name"], message=TOOLS)} if isinstance(tool.get("name"), str) else tool
 
 
 def _put(words: list[Words], text: str, **about: Any) -> str:

@@ -5,7 +5,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import takewhile
+from itertools import accumulate, chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -112,8 +112,8 @@ def split_token_ids(
 ) -> tuple[list[int], list[int]]:
     """Tokenise a text once, without special tokens, and find the tokens that begin behind borders in it.
 
-    A token that reaches over a border belongs to what comes after it. A tokenizer without offsets (those written in
-    Python) tokenises what is before each border again.
+    A token that reaches over a border belongs to what comes after it. Tokenizers written in Python have no offsets.
+    They tokenise the parts between borders as well; if that makes other tokens, they tokenise what is before each.
 
     Args:
         tokenizer: The tokenizer.
@@ -124,7 +124,11 @@ def split_token_ids(
         The token ids, and for each border the number of tokens before it.
     """
     if not tokenizer.is_fast:
-        ids, *beginnings = token_ids(tokenizer, [text, *(text[:border] for border in borders)])
+        parts = [text[begin:end] for begin, end in pairwise((0, *borders, len(text)))]
+        ids, *ids_of_parts = token_ids(tokenizer, [text, *parts])
+        if list(chain.from_iterable(ids_of_parts)) == ids:
+            return ids, list(accumulate(map(len, ids_of_parts[:-1])))
+        beginnings = token_ids(tokenizer, [text[:border] for border in borders])
         return ids, [common_prefix_length((ids, beginning)) for beginning in beginnings]
     backend: Any = tokenizer.backend_tokenizer
     # It adds special tokens, which are not wanted, and may leave white space out of the offsets.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slivertune.training.data.conversations import UnusableRowError
-from slivertune.training.tasks.marked_words import MarkedConversation, Words, find_marks, with_marks_alike
+from slivertune.training.tasks.marked_words import TOOLS, MarkedConversation, Words, find_marks, with_marks_alike
 from slivertune.training.tasks.rendering import Span
 
 EARLIER_REASONING = "the chat template leaves out the reasoning of earlier turns"
@@ -77,7 +77,8 @@ class WrittenWords:
         last = bisect_right(self.marked_spans, end, key=lambda span: span[1])
         near = range(first, last) or range(max(first - 1, 0), min(first + 1, len(self.marks)))
         owners = [self._message_of(place) for place in near]
-        turns = [owner for owner in owners if self.marked.conversation.messages[owner]["role"] == "assistant"]
+        messages = self.marked.conversation.messages
+        turns = [owner for owner in owners if owner != TOOLS and messages[owner]["role"] == "assistant"]
         return set(turns) if first < last else set(turns[:1])
 
     def _message_of(self, place: int) -> int:
@@ -137,6 +138,8 @@ def check_all_is_written(written: WrittenWords, last: int) -> list[str]:
         if words.is_reasoning and (words.message < last or not words.is_content):
             remarks.add(EARLIER_REASONING if words.message < last else UNREAD_REASONING)
             continue
+        if words.message == TOOLS:
+            raise UnusableRowError("the chat template does not write tools")
         role = str(conversation.messages[words.message]["role"])
         if words.message in whole:
             raise UnusableRowError(f"the chat template leaves out a part of a message of the role {role!r}")
@@ -172,7 +175,7 @@ def _search(marked: MarkedConversation, marks: Sequence[int], text: str) -> list
             (place, place + len(form)) for form in dict.fromkeys(words.forms) if (place := text.find(form, here)) >= 0
         ]
         if not found:
-            role = str(marked.conversation.messages[words.message]["role"])
+            role = "tool" if words.message == TOOLS else str(marked.conversation.messages[words.message]["role"])
             raise UnusableRowError(f"the chat template leaves out or changes words of a message of the role {role!r}")
         spans.append(min(found))
         here = spans[-1][1]
