@@ -120,6 +120,15 @@ def test_only_the_completion_of_a_prompt_is_learned_though_the_prompt_has_answer
     assert row == [("read", BEGINNING + "2<|im_end|>\n" + SECOND), *end]
 
 
+@pytest.mark.parametrize("answer", ["</think>", "<think></think>", "<b>", "<|im_start|>"])
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_an_answer_of_markup_alone_is_learned(template: str, answer: str) -> None:
+    messages = [*TWO_TURNS[:2], {"role": "assistant", "content": answer}, *TWO_TURNS[3:]]
+    (row,) = encoded(template, messages)
+    end = "<|im_end|>\n" if template is CHATML else "<|im_end|>"
+    assert [text for kind, text in row if kind == "learned"] == [f"{answer}{end}", f"4{end}"]
+
+
 @pytest.mark.parametrize("said", [{"weight": 0}, {"train": False}, {"loss": False}, {"masked": True}])
 @pytest.mark.parametrize("template", [CHATML, MARKED, IN_TWO_BLOCKS])
 @pytest.mark.parametrize("place", [2, 4])

@@ -223,7 +223,7 @@ def _learn(
     Raises:
         UnusableRowError: If words of a learned turn lie elsewhere.
     """
-    if any(written.leave_out(place, spans) for place, spans in learned.items()):
+    if any(not spans or written.leave_out(place, spans) for place, spans in learned.items()):
         raise UnusableRowError("the chat template writes words of an assistant's turn outside of what is learned")
     spans = sorted({span for spans in learned.values() for span in spans})
     ids, places = split_token_ids(tokenizer, text, [border for span in spans for border in span])

@@ -93,10 +93,12 @@ def _mark_message(message: dict[str, Any], place: int, words: list[Words]) -> di
     for key in _REASONING_KEYS:
         if isinstance(message.get(key), str):
             marked[key] = _mark_text(message[key], partial(put, is_reasoning=True, is_content=False))
-    is_answer = message["role"] == "assistant"
-    if isinstance(message.get("content"), str):
-        marked["content"] = (_mark_answer if is_answer else _mark_text)(message["content"], put)
-    if is_answer and message.get("tool_calls"):
+    is_answer, has_calls = message["role"] == "assistant", bool(message.get("tool_calls"))
+    if isinstance(text := message.get("content"), str):
+        # An answer of nothing but a thought's tags has words by them, unless it calls a tool.
+        has_words = is_answer and (has_calls or bool(_THOUGHT.sub("", text).strip()))
+        marked["content"] = (_mark_answer if has_words else _mark_text)(text, put)
+    if is_answer and has_calls:
         marked["tool_calls"] = _mark_calls(message["tool_calls"], put)
     return marked
 
