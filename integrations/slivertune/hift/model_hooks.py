@@ -287,12 +287,18 @@ class ModelHooks:
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """Note that it ran; give a GradScaler, which fails where no gradient is, zeros of the smallest parameter.
+        """Note that it ran."""
+        self._ran, self._runs_backward = True, False
+        if self._may_be_scaled and not self._reached:
+            # After what else is done then: FSDP2 brings its gradients.
+            at_end_of_backward(self._give_zeros)
+
+    def _give_zeros(self) -> None:
+        """Give a GradScaler, which fails where no gradient is, zeros of the smallest parameter.
 
         Nothing tells that there is one before it looks for gradients, whatever the dtype of the forward.
         """
-        self._ran, self._runs_backward = True, False
-        if self._may_be_scaled and not self._reached and self._witness is None and not self.has_gradient():
+        if not self._reached and self._witness is None and not self.has_gradient():
             self._witness = min(self._active.values(), key=lambda parameter: parameter.numel())
             self._witness.grad = torch.zeros_like(self._witness)
 
