@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slivertune import __version__
+from slivertune.core.masking import learn, masked
 from slivertune.core.option_parser import OptionParser
 from slivertune.core.presets import example_names, preset_names, preset_path, run_file_names
 from slivertune.core.terminal_text import print_line
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `deepspeed` puts the local rank before all others; it is in the environment too.
     words = sys.argv[1:] if argv is None else argv
     arguments = [each for each in words if not each.startswith(("--local_rank=", "--local-rank="))]
+    learn(arguments)
+    if argv is None:
+        # Trackers publish the command line of their process.
+        sys.argv[1:] = masked(words)
     debug = arguments[:1] == ["--debug"]
     if debug:
         del arguments[0]
@@ -202,7 +207,7 @@ def _train(argv: list[str], *, debug: bool) -> int:
             coordinator.reach(1)
             if arguments.folder.is_finished:
                 if coordinator.is_first:
-                    print(f"slivertune train: {describe_finished(arguments)}")
+                    print_line(f"slivertune train: {describe_finished(arguments)}", sys.stdout)
                 return 0
             run = assemble(arguments, console, coordinator)
             is_ready = True
@@ -240,7 +245,7 @@ def _quiet_bitsandbytes() -> None:
 
 def _complain(command: str, error: Exception, code: int, *, debug: bool, where: str = "") -> int:
     if debug:
-        traceback.print_exception(error)
+        print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     text = " ".join(str(error).split())
     kind = "" if isinstance(error, (ValueError, RuntimeError, OSError)) and text else f"{type(error).__name__}: "
     print_line(f"slivertune {command}: error{where}: {kind}{text}", sys.stderr)

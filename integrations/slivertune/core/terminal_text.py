@@ -6,17 +6,20 @@ import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
+from slivertune.core.masking import masked
+
 _INDENT = " " * 4
 
 
 def print_line(line: str, stream: TextIO, *, command: Sequence[str] = ()) -> None:
-    """Print a line of words, and behind it a command that may be copied.
+    """Print a line of words, and behind it a command that may be copied; secrets in both are masked.
 
     Args:
         line: The words.
         stream: Where to; a terminal gets lines of its width, and a command in lines that a shell puts together again.
         command: The words of the command.
     """
+    line, command = masked(line), masked(list(command))
     if not stream.isatty():
         print(" ".join(filter(None, [line, shlex.join(command)])), file=stream, flush=True)
         return

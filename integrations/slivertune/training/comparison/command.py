@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from slivertune.core.masking import masked
 from slivertune.planning.plot import require_matplotlib, save
 from slivertune.training.comparison.arguments import CompareArguments, parse_compare_arguments
 from slivertune.training.comparison.comparison import TRAIN_PROGRAM, Comparison, as_json
@@ -33,7 +34,9 @@ def run_compare(argv: Sequence[str], *, program: Sequence[str] = TRAIN_PROGRAM) 
     console = make_console()
     with one_voice(console):
         record = Record(arguments.folder)
-        comparison = Comparison(arguments, record, console, lambda line: console.print(line, markup=False), program)
+        comparison = Comparison(
+            arguments, record, console, lambda line: console.print(masked(line), markup=False), program
+        )
         results = comparison.run()
         title = _title(arguments, comparison.amount)
         remarks = notes(results, is_searched=arguments.rates is not None)

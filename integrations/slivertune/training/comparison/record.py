@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from slivertune.core import atomic
+from slivertune.core.masking import masked
 from slivertune.training.comparison.outcome import Outcome
 from slivertune.training.comparison.trial import Trial
 
@@ -42,11 +43,12 @@ class Kept(Generic[_Measured]):
         found = self._record.values[self._kind].get(name)
         if found is None:
             return None
-        if found["command"] != list(words):
+        command = masked(list(words))
+        if found["command"] != command:
             raise ValueError(
                 f"{self._record.path} has {name!r} by another command, {shlex.join(found['command'])}, and this would "
-                f"be {shlex.join(words)}; their figures don't belong in one table: name another --output_dir, or give "
-                "the old settings"
+                f"be {shlex.join(command)}; their figures don't belong in one table: name another --output_dir, or "
+                "give the old settings"
             )
         measured: _Measured = self._class(**found[self._field])
         return measured
@@ -91,7 +93,8 @@ class Record:
         return values
 
     def write(self) -> None:
-        """Write what is known."""
+        """Write what is known, without secrets."""
+        self.values = masked(self.values)
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic.write_json(self.path, self.values)
 

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from slivertune.core.activation_room import check_can_measure
 from slivertune.core.kept_activations import without_checkpointing
+from slivertune.core.masking import MASK, Secret, is_secret, learn, masked
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.training.early_stopping import check_early_stopping
@@ -32,8 +33,7 @@ from slivertune.training.ranks.processes import (
 
 _Dataclass = TypeVar("_Dataclass")
 
-_SECRET = "hub_token"
-"""Is not kept with a run; the one that `hf auth login` stores is found without it."""
+_TRAINERS = frozenset(item.name for item in dataclasses.fields(TrainingArguments))
 _DERIVED = frozenset(("sample_prompt", "dataloader_pin_memory"))
 """Defaults that follow from all else and from the machine."""
 
@@ -76,7 +76,10 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         SilentError: If the first process found no folder.
     """
     coordinator = coordinator or LaunchCoordinator()
+    learn(argv)
     typed = given_values(argv, lambda path: coordinator.decide("the config file", lambda: read_settings(path)))
+    learn(values=typed)
+    _check_secrets(typed)
     _check_total_limit(typed.get("save_total_limit"))
     given = frozenset(typed)
     method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
@@ -110,6 +113,10 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     }
     training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
     check_processes(training, coordinator.world_size, four_bit=model.load_in_4bit)
+    for name in filter(is_secret, _TRAINERS):
+        if getattr(training, name):
+            # The Trainer pickles its arguments into each checkpoint.
+            setattr(training, name, Secret(getattr(training, name)))
     training.mixed_precision = precision.autocast
     method.check(given, training)
     _check_task(data, tokens, training)
@@ -127,7 +134,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         folder=folder,
         given=given,
         values=again,
-        command=("slivertune", "train", *argv),
+        command=masked(("slivertune", "train", *argv)),
     )
 
 
@@ -166,10 +173,26 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
 def _settings_again(values: Mapping[str, Any], given: frozenset[str], mixed: str) -> dict[str, Any]:
     """What makes the same run again, in another folder; with the precision that a launcher may have asked for."""
     precision = {} if mixed == "no" else {mixed: True}
-    left_out = {"output_dir", "resume_from_checkpoint", _SECRET, *(_DERIVED - given)}
+    # A token is not kept; the one that `hf auth login` stores is found without it.
+    left_out = {"output_dir", "resume_from_checkpoint", *filter(is_secret, values), *(_DERIVED - given)}
     kept = {name: value for name, value in {**values, **precision}.items() if name not in left_out}
     # What the Trainer fills into a mapping is not what was asked for.
     return copy.deepcopy(kept)
+
+
+def _check_secrets(given: Mapping[str, Any]) -> None:
+    """Refuse a mask in place of a secret, and secrets that the Trainer would pickle and send to trackers."""
+    for name, value in given.items():
+        if MASK in str(value):
+            raise ValueError(
+                f"--{name} {value} has {MASK} where a secret was left out of a command that was kept; give the secret "
+                "itself, or leave the option out"
+            )
+        if name in _TRAINERS and not is_secret(name) and masked(value) != value:
+            raise ValueError(
+                f"--{name} {masked(value)} holds a secret, which the Trainer would keep with each checkpoint and send "
+                "to trackers; give it in the environment, as HF_TOKEN or WANDB_API_KEY"
+            )
 
 
 def _check_total_limit(limit: int | None) -> None:

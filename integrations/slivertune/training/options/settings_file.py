@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from slivertune.core.atomic import atomic_file
+from slivertune.core.masking import masked
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.help import common_options
 from slivertune.training.options.parse import TrainArguments
@@ -64,7 +65,7 @@ def _settled(arguments: TrainArguments) -> dict[str, Any]:
     for item in dataclasses.fields(arguments.method.options):
         if item.name in values:
             values[item.name] = getattr(arguments.method.options, item.name)
-    return {name: _plain(value) for name, value in values.items() if value is not None}
+    return masked({name: _plain(value) for name, value in values.items() if value is not None})
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from slivertune.core.masking import masked
 from slivertune.interop.training_metrics import TOKENS_PER_SECOND
 
 _SUMMARIES = ("train_loss", "eval_runtime")
@@ -197,7 +198,11 @@ class _ConsoleHandler(logging.Handler):
 
 
 def _print(console: Console, line: str) -> None:
-    """Print a line; a terminal would cut one that is too long wherever its edge is, a file keeps it whole."""
+    """Print a line without its secrets.
+
+    A terminal would cut a long line wherever its edge is, a file keeps it whole.
+    """
+    line = masked(line)
     if console.is_terminal:
         line = "\n".join(wrapped(each, console.width) for each in line.split("\n"))
     console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from rich.text import Text
 from slivertune import __version__
 from slivertune.core import atomic
 from slivertune.core.ledger import Census
+from slivertune.core.masking import masked
 from slivertune.planning.planned_time import PlannedTime
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.assemble import Run
@@ -133,7 +134,7 @@ def write_results(results: Results, output_folder: Path) -> Path:
         The file.
     """
     path = output_folder / RESULTS_NAME
-    atomic.write_json(path, results.as_json())
+    atomic.write_json(path, masked(results.as_json()))
     return path
 
 
@@ -153,7 +154,7 @@ def print_results(results: Results, console: Console, results_path: Path, pictur
             "evaluation accuracy", f"{results.before['eval_accuracy']:.2%}", f"{results.after['eval_accuracy']:.2%}"
         )
     console.print(
-        f"\n{results.method}: {results.num_steps} updates of {results.model} on {results.dataset}",
+        masked(f"\n{results.method}: {results.num_steps} updates of {results.model} on {results.dataset}"),
         markup=False,
         soft_wrap=not console.is_terminal,
     )
@@ -186,7 +187,7 @@ def _figures(results: Results, results_path: Path, picture: Path | None) -> Tabl
     grid = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for name, value in rows:
         if value:
-            grid.add_row(name, Text(str(value)))
+            grid.add_row(name, Text(masked(str(value))))
     return grid
 
 
@@ -230,7 +231,7 @@ def _print_sample(sample: Sample, console: Console) -> None:
     for name, text in parts.items():
         if text is not None:
             console.print(f"[{name}]", style="bold", markup=False, highlight=False)
-            console.print(Text(text.strip("\n")), soft_wrap=not console.is_terminal)
+            console.print(Text(masked(text.strip("\n"))), soft_wrap=not console.is_terminal)
 
 
 def describe(run: Run) -> None:

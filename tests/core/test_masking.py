@@ -1,0 +1,80 @@
+import copy
+import pickle
+import shlex
+
+import pytest
+
+from slivertune.core import masking
+from slivertune.core.masking import MASK, Secret, is_secret, learn, masked
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, "_known", set())
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *((name, True) for name in ("--hub_token", "--hub-token", "token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")),
+        *((name, True) for name in ("MY_PASSWORD", "api_key", "CLEARML_API_SECRET_KEY", "push_to_hub_token")),
+        *(
+            (name, False)
+            for name in ("--token_ratio", "--sample_tokens", "--token_tile_size", "--token_pattern", "key")
+        ),
+        *((name, False) for name in ("pad_token", "eos_token", "include_num_input_tokens_seen", "seed", "--tokens")),
+    ],
+)
+def test_a_secret_is_told_by_its_name(name: str, found: bool) -> None:
+    assert is_secret(name) is found
+
+
+@pytest.mark.parametrize(
+    ("text", "without"),
+    [
+        ("slivertune train --hub_token s --seed 3", f"slivertune train --hub_token {MASK} --seed 3"),
+        ("--hub-token='s t' --seed 3", f"--hub-token={MASK} --seed 3"),
+        (f"--hub_token '{MASK}' --seed 3", f"--hub_token '{MASK}' --seed 3"),
+        ("unrecognized arguments: --token abc", f"unrecognized arguments: --token {MASK}"),
+        ("argument --hub_token: expected one argument", "argument --hub_token: expected one argument"),
+        ("at https://me:pass@host/a.csv?x=1", f"at https://{MASK}@host/a.csv?x=1"),
+        ("s3://host/a?X-Amz-Signature=abc&x=1", f"s3://host/a?X-Amz-Signature={MASK}&x=1"),
+        ('{"api_key": "abc", "eos_token": "x"}', f'{{"api_key": "{MASK}", "eos_token": "x"}}'),
+        (f"a hf_{'x' * 34}.", f"a {MASK}."),
+        (
+            "--token_ratio 0.3 --sample_tokens 4 me@host a/hf_model",
+            "--token_ratio 0.3 --sample_tokens 4 me@host a/hf_model",
+        ),
+    ],
+)
+def test_secrets_in_a_text_are_masked_and_nothing_else(text: str, without: str) -> None:
+    assert masked(text) == without and masked(without) == without
+
+
+def test_in_lists_and_mappings_the_name_before_a_value_tells() -> None:
+    words = ["train", "--hub_token", "s", "--token=t", "--seed", "3"]
+    assert masked(words) == ["train", "--hub_token", MASK, f"--token={MASK}", "--seed", "3"]
+    assert masked(tuple(words)) == tuple(masked(words))
+    assert masked({"hub_token": "s", "nested": [{"api_key": "s"}], "eos_token": "</s>", "steps": 3, "token": None}) == {
+        "hub_token": MASK,
+        "nested": [{"api_key": MASK}],
+        "eos_token": "</s>",
+        "steps": 3,
+        "token": None,
+    }
+    assert masked("".join(shlex.join(masked(words)))) == shlex.join(masked(words))
+
+
+def test_what_was_learned_is_masked_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "of the environment")
+    monkeypatch.setenv("OTHER_TOKEN", "true")
+    learn(["--hub_token", "first one", "--api-key=second"], {"hub_token": "third one", "more": {"password": "fourth"}})
+    text = "true: first one, second, third one, fourth, of the environment"
+    assert masked(text) == f"true: {', '.join([MASK] * 5)}"
+
+
+def test_a_secret_is_itself_to_who_reads_it_and_the_mask_in_a_pickle_and_a_repr() -> None:
+    secret = Secret("s3cret")
+    assert (f"Bearer {secret}", secret) == ("Bearer s3cret", "s3cret")
+    assert pickle.loads(pickle.dumps({"a": [secret]})) == {"a": [MASK]} and "s3cret" not in repr([secret])
+    assert copy.deepcopy([secret]) == copy.copy([secret]) == ["s3cret"]

@@ -1,0 +1,118 @@
+"""Nothing that a run or a comparison keeps or shows has a secret of its command, its file or its environment."""
+
+import shlex
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from slivertune.cli import main
+from slivertune.core import masking
+from slivertune.core.masking import MASK
+from tests.training.tiny_runs import UNMEASURED, Runs, complaint, train_arguments
+
+TOKEN, KEY, PASSWORD = "hf-of-the-hub-4711", "of the environment", "pass-of-a-url"
+SECRETS = (TOKEN, KEY, PASSWORD)
+PROMPT = f"https://me:{PASSWORD}@host {KEY}"
+
+
+@pytest.fixture(autouse=True)
+def secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, "_known", set())
+    monkeypatch.setenv("SOME_API_KEY", KEY)
+
+
+def assert_kept_nowhere(folder: Path, printed: str) -> None:
+    """Search all files, in which pickles have texts as they are, and what was printed."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    found = [(path, each) for path in files for each in SECRETS if each.encode() in path.read_bytes()]
+    assert found == [] and [each for each in SECRETS if each in printed] == []
+
+
+def typed(how: str, folder: Path) -> tuple[list[str], list[str]]:
+    """What comes before all options and after them."""
+    if how == "in a file":
+        (folder / "run.yaml").write_text(f"hub_token: {TOKEN}\n", encoding="utf-8")
+        return [str(folder / "run.yaml")], []
+    return [], {"as two words": ["--hub_token", TOKEN], "as one word": [f"--hub-token={TOKEN}"]}[how]
+
+
+@pytest.mark.parametrize("how", ["as two words", "as one word", "in a file"])
+def test_a_run_keeps_and_shows_no_secret(
+    how: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = typed(how, tmp_path)
+    words = runs.arguments("out", "--save_steps", "3", "--sample_prompt", PROMPT, *UNMEASURED, *after)
+    words = [*words[:1], *before, *words[1:], "--max_steps", "3", "--resume_from_checkpoint", "auto"]
+    monkeypatch.setattr("sys.argv", ["slivertune", *words])
+    assert main() == 0
+    # A second time it says that it is finished, and by which command.
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert MASK in captured.out and "nothing was trained" in captured.out
+    assert_kept_nowhere(runs["out"], captured.out + captured.err + " ".join(sys.argv))
+    for folder in ("model", "checkpoint-3"):
+        kept = torch.load(runs["out"] / folder / "training_args.bin", weights_only=False)
+        assert kept.hub_token == MASK and kept.seed == 42
+    # What was kept is no command until the secrets are filled in.
+    assert f"has {MASK} where a secret was left out" in complaint(
+        capsys, ["train", str(runs["out"] / "slivertune_run.yaml")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError(f"no entry with {TOKEN} and {PROMPT}"), 1)]
+)
+def test_a_run_that_ends_early_shows_no_secret(
+    error: BaseException, code: int, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.Trainer.train", Mock(side_effect=error))
+    words = runs.arguments("out", "--hub_token", TOKEN, "--sample_prompt", PROMPT, *UNMEASURED)
+    said = complaint(runs._capsys, ["--debug", *words], code)
+    assert [each for each in SECRETS if each in said] == [] and MASK in said
+
+
+def test_a_comparison_keeps_and_shows_no_secret(
+    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def run(words: list[str], *_: object) -> None:
+        ran.append(words)
+        assert main([*words[2:], "--max_steps", "1"]) == 0
+
+    monkeypatch.setattr("slivertune.training.comparison.comparison.run_process", run)
+    folder = tmp_path / "compared"
+    common = train_arguments(tiny_base, texts, tmp_path, *UNMEASURED)[7:]
+    common = common[common.index("--max_length") :]
+    words = ["compare", "--output_dir", str(folder), "--rows", "dense", f"m2:--method hift --hub_token {TOKEN}"]
+    words += ["--model_name_or_path", str(tiny_base), "--dataset", str(texts), *common]
+    words += ["--hub_token", TOKEN, "--sample_prompt", PROMPT]
+    assert main(words) == 0
+    # The runs themselves had it; and the same command finds that all is there.
+    assert all(TOKEN in each for each in ran) and len(ran) == 2
+    assert main(words) == 0 and len(ran) == 2
+    captured = capsys.readouterr()
+    assert_kept_nowhere(folder, captured.out + captured.err)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--run_name", KEY],
+        ["--hub_model_id", f"https://me:{PASSWORD}@host/x"],
+        ["--accelerator_config", f'{{"api_key": "{TOKEN}"}}'],
+        ["--deepspeed", f'{{"comet": {{"api_key": "{TOKEN}"}}}}'],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_secret_that_the_trainer_would_pickle_and_publish_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = complaint(capsys, ["train", *words])
+    assert f"{words[0]} " in said and "holds a secret" in said and [each for each in SECRETS if each in said] == []
+    assert list(tmp_path.iterdir()) == [], shlex.join(words)
