@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from slivertune.planning.arguments import Sweep, parse_plan_arguments
+from slivertune.planning.methods import planned_options
 from slivertune.planning.request import PlanRequest
 
 MODEL = ("--model", "llama-2-7b")
@@ -63,10 +64,14 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "offload_parameters": True,
     }
     assert typed.keys() == {item.name for item in fields(PlanRequest)}
-    words = list(MODEL)
-    for name, value in typed.items():
-        words += [f"--{name}", *(value if isinstance(value, tuple) else [str(value).lower()])]
-    assert parse_plan_arguments(words).given == typed
+    of_methods = planned_options()
+    for method, own in of_methods.items():
+        others = {name for names in of_methods.values() for name in names} - set(own)
+        of_method = {name: value for name, value in {**typed, "method": method}.items() if name not in others}
+        words = list(MODEL)
+        for name, value in of_method.items():
+            words += [f"--{name}", *(value if isinstance(value, tuple) else [str(value).lower()])]
+        assert parse_plan_arguments(words).given == of_method
     assert parse_plan_arguments(MODEL).given == {}
 
 
@@ -109,7 +114,8 @@ def test_every_numeric_field_can_be_swept() -> None:
     numeric -= {item.name for item in fields(PlanRequest) if isinstance(item.default, bool)}
     for name in (*numeric, "token_ratio", "density"):
         one = "0.5" if name in ("token_ratio", "density") else "1"
-        sweep = parse_plan_arguments([*MODEL, "--sweep", f"{name}={one}"]).sweep
+        method = next((owner for owner, own in planned_options().items() if name in own), "dense")
+        sweep = parse_plan_arguments([*MODEL, "--method", method, "--sweep", f"{name}={one}"]).sweep
         assert sweep == Sweep(field=name, values=(float(one),))
 
 

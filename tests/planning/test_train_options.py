@@ -1,9 +1,14 @@
 """Every option of `slivertune train` is a plan's under the same name, or stands here with its reason."""
 
+from itertools import product
+
 import pytest
 
 from slivertune.planning.arguments import argument_fields, parse_plan_arguments
+from slivertune.planning.methods import planned_methods, planned_options
 from slivertune.planning.parser import make_parser as make_plan_parser
+from slivertune.planning.request import PlanRequest
+from slivertune.training.methods.registry import TRAIN_METHODS, check_method
 from slivertune.training.options.parser import make_parser as make_train_parser
 from slivertune.training.options.table import RENAMED
 
@@ -101,7 +106,10 @@ def test_names_of_the_model_are_the_same_in_both_commands() -> None:
     ("words", "given"),
     [
         (("--layers-per-group=3",), {"layers_per_group": 3}),
-        (("--lora-target-modules", "q-proj", "v"), {"lora_target_modules": ("q-proj", "v")}),
+        (
+            ("--method", "lora", "--lora-target-modules", "q-proj", "v"),
+            {"method": "lora", "lora_target_modules": ("q-proj", "v")},
+        ),
         (("--activation_checkpointing", "true"), {"gradient_checkpointing": True}),
     ],
 )
@@ -109,3 +117,49 @@ def test_names_may_be_written_with_hyphens_as_train_takes_them(
     words: tuple[str, ...], given: dict[str, object]
 ) -> None:
     assert parse_plan_arguments(["--model", "x", *words]).given == given
+
+
+OWN = [(owner, name) for owner, names in planned_options().items() for name in names]
+
+
+def value_of(name: str) -> str:
+    """One that the option's parser takes."""
+    values = {"state": "disk", "gradients": "host", "waiting": "nf4", "weights": "host", "master": "fp32"}
+    default = getattr(PlanRequest(), name)
+    return values.get(name) or ("momentum" if name == "selection" else "1" if default is None else str(default).lower())
+
+
+@pytest.mark.parametrize(("method", "option"), [*product(planned_methods(), OWN)], ids=str)
+def test_an_option_of_another_method_is_refused_as_train_refuses_it(method: str, option: tuple[str, str]) -> None:
+    owner, name = option
+    words = ["--model", "x", "--method", method, f"--{name}", value_of(name)]
+    if method == owner:
+        assert parse_plan_arguments(words).given.keys() == {"method", name}
+        check_method(TRAIN_METHODS[method], frozenset({name}))
+        return
+    with pytest.raises(ValueError, match=f"--{name}: only --method {owner} reads this") as of_plan:
+        parse_plan_arguments(words)
+    with pytest.raises(ValueError) as of_train:  # noqa: PT011
+        check_method(TRAIN_METHODS[method], frozenset({name}))
+    assert str(of_plan.value) == str(of_train.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "owner"),
+    [
+        (["--density", "0.1"], "sft"),
+        (["--method", "lora", "--layers_per_group", "auto"], "hift"),
+        (["--method", "lora", "--sweep", "layers_per_group=1,2"], "hift"),
+        (["--sweep", "method=dense,lora", "--packed"], "sft"),
+        (["--sweep", "method=dense,sft", "--packed"], None),
+        (["--sweep", "density=0.1,0.2", "--method", "sft"], None),
+        (["--method", "lora", "--save_total_limit", "2"], None),
+        (["--compare", "--gpu", "4090", "--density", "0.1"], None),
+    ],
+)
+def test_methods_that_are_swept_or_compared_read_their_own_options(words: list[str], owner: str | None) -> None:
+    if owner is None:
+        parse_plan_arguments(["--model", "x", *words])
+        return
+    with pytest.raises(ValueError, match=f"only --method {owner} reads this"):
+        parse_plan_arguments(["--model", "x", *words])

@@ -9,6 +9,7 @@ from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.byte_text import parse_memory_size
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, known_cards
 from slivertune.planning.largest import LargestField
+from slivertune.planning.methods import check_options_are_read, planned_methods, planned_options
 from slivertune.planning.parser import make_parser
 from slivertune.planning.request import KINDS, PlanRequest, kinds_of, option
 from slivertune.planning.shipped import SHIPPED_MODELS
@@ -295,6 +296,7 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
             f"--bf16 {str(words.bf16).lower()} is another precision to each method; --compare has them all as "
             "slivertune train --bf16 makes them, so leave it out there, and with --sweep method=... give --precision"
         )
+    _check_method_reads(given, sweep, is_comparison="compare" in values)
     given = words.settle(given)
     chooses_layers = given.get("layers_per_group") == "auto"
     if chooses_layers:
@@ -303,6 +305,17 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     if fits_card:
         del values["fit_bytes"]
     return PlanArguments(given=given, chooses_layers=chooses_layers, fits_card=fits_card, **values)
+
+
+def _check_method_reads(given: dict[str, Any], sweep: Sweep | None, *, is_comparison: bool) -> None:
+    """Refuse options of other methods, as `slivertune train` does; `--compare` plans every method."""
+    methods = {given.get("method", PlanRequest().method)}
+    names = {*given}
+    if sweep is not None and sweep.field == "method":
+        methods = set(sweep.values)
+    elif sweep is not None:
+        names.add(sweep.field)
+    check_options_are_read(set(planned_methods()) if is_comparison else methods, names, planned_options())
 
 
 def _with_underscores(word: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,10 @@ _NOT_IN_4BIT = {
 }
 
 
+_OF_ANY_RUN = frozenset({"save_total_limit"})
+"""The Trainer's options, which every run takes and only some methods' plans read."""
+
+
 def register_planned(name: str, method: PlannedMethod) -> None:
     """Let `slivertune plan` know a method of another package.
 
@@ -141,6 +145,30 @@ def planned(name: str) -> PlannedMethod:
         module, _, kind = method.partition(".")
         method = _methods[name] = getattr(import_module(f"slivertune.planning.{module}"), kind)()
     return method
+
+
+def check_options_are_read(
+    methods: Collection[str], given: Collection[str], own: Mapping[str, Collection[str]]
+) -> None:
+    """Refuse options that no method of a run or a plan reads, in the words that planning and training share.
+
+    Args:
+        methods: The method; several where a plan sweeps over them.
+        given: Names of the options that the user set.
+        own: Options that belong to one method alone, by its name.
+
+    Raises:
+        ValueError: If an option would be ignored.
+    """
+    for other, names in own.items():
+        unused = [f"--{name}" for name in names if name in given]
+        if other not in methods and unused:
+            raise ValueError(f"{', '.join(unused)}: only --method {other} reads this; leave it out or choose {other}")
+
+
+def planned_options() -> dict[str, list[str]]:
+    """Options of `slivertune plan` that one method alone reads, by its name."""
+    return {name: sorted(planned(name).settings - _OF_ANY_RUN) for name in planned_methods()}
 
 
 def given_arguments(request: PlanRequest, names: Sequence[str]) -> list[str]:

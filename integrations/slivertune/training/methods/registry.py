@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 
 from slivertune.interop.methods import register_method
-from slivertune.planning.methods import clash_with_method
+from slivertune.planning.methods import check_options_are_read, clash_with_method
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
@@ -62,12 +62,8 @@ def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
         ValueError: If a setting would be ignored.
         ImportError: If it needs a library that is not installed.
     """
-    for other in TRAIN_METHODS.values():
-        unused = [f"--{name}" for name in _options_of(other) if name in given]
-        if other is not method and unused:
-            raise ValueError(
-                f"{', '.join(unused)}: only --method {other.name} reads this; leave it out or choose {other.name}"
-            )
+    own = {name: _options_of(other) for name, other in TRAIN_METHODS.items()}
+    check_options_are_read({method.name}, given, own)
     if method.requires is not None:
         _require(method.requires, f"--method {method.name}")
 
