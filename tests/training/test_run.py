@@ -213,6 +213,26 @@ def test_a_folder_with_something_in_it_is_never_written_over(runs: Runs) -> None
 
 
 @pytest.mark.parametrize(
+    ("first", "raised"),
+    # 36 rows are trained on, 12 an update.
+    [
+        (("--max_steps", "3"), ("--max_steps", "6")),
+        (("--max_steps", "-1", "--num_train_epochs", "1"), ("--max_steps", "-1", "--num_train_epochs", "2")),
+    ],
+    ids=["updates", "epochs"],
+)
+def test_the_command_of_a_finished_run_goes_on_when_its_goal_is_raised(
+    first: tuple[str, ...], raised: tuple[str, ...], runs: Runs
+) -> None:
+    more = ("--lr_scheduler_type", "constant", "--per_device_train_batch_size", "12", *UNMEASURED)
+    runs.train("whole", *more, *raised, method="dense")
+    for words, num_steps in ((first, 3), (first, 3), (raised, 6), (first, 6)):
+        results = runs.train("parts", *more, *words, "--resume_from_checkpoint", "auto", method="dense")
+        assert results["num_steps"] == num_steps
+    assert_same_bits(runs["whole"], runs["parts"])
+
+
+@pytest.mark.parametrize(
     ("method", "weights", "autocast", "dtype"),
     [("hift", "bf16", "no", torch.bfloat16), ("dense", "fp32", "bf16", torch.float32)],
 )

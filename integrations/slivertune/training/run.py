@@ -100,8 +100,8 @@ def describe_finished(arguments: TrainArguments) -> str:
     command = shlex.join(results["command"])
     return (
         f"the run in {folder} is finished after {results['num_steps']} updates; nothing was trained. It was started "
-        f"by: {command}. To train on, raise --max_steps or --num_train_epochs with --resume_from_checkpoint true; to "
-        "start again, name another --output_dir"
+        f"by: {command}. To train on, raise --max_steps or --num_train_epochs; to start again, name another "
+        "--output_dir"
     )
 
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,6 +10,7 @@ from slivertune.core.manifest import MANIFEST_NAME, find_damage, write_manifest
 from slivertune.training.output.folders import (
     SETTINGS_NAME,
     START_NAME,
+    Goal,
     RunFolder,
     checkpoint_folders,
     choose_run_folder,
@@ -169,6 +171,43 @@ def test_auto_leaves_a_finished_run_alone_unless_it_has_gone_on() -> None:
         Path("mine/results.json").write_text(text)
         with pytest.raises(ValueError, match=r"mine/results\.json can't be read"):
             choose_run_folder("hift", "mine", "auto")
+
+
+@pytest.mark.parametrize(
+    ("log", "goal", "is_raised"),
+    [
+        # 4 updates an epoch: 2 epochs.
+        ((8, 8, 2.0), Goal(num_train_epochs=2), False),
+        ((8, 8, 2.0), Goal(num_train_epochs=2.25), True),
+        ((8, 8, 2.0), Goal(num_train_epochs=1), False),
+        ((8, 8, 2.0), Goal(max_steps=8), False),
+        ((8, 8, 2.0), Goal(max_steps=9, num_train_epochs=1), True),
+        ((8, 8, 2.0), Goal(max_steps=7, num_train_epochs=9), False),
+        # It stopped early, after 5 of them; and 3 updates are 0.75 epochs.
+        ((8, 5, 1.25), Goal(num_train_epochs=2), False),
+        ((8, 5, 1.25), Goal(num_train_epochs=3), True),
+        ((3, 3, 0.75), Goal(num_train_epochs=0.7), False),
+        ((3, 3, 0.75), Goal(num_train_epochs=1), True),
+        # Nothing is known but the updates that it made.
+        (None, Goal(max_steps=9), True),
+        (None, Goal(max_steps=5), False),
+        (None, Goal(num_train_epochs=9), False),
+    ],
+)
+def test_auto_goes_on_where_the_goal_of_a_finished_run_was_raised(
+    log: tuple[int, int, float] | None, goal: Goal, is_raised: bool
+) -> None:
+    num_steps = 8 if log is None else log[1]
+    checkpoint = make_checkpoint(Path("mine"), num_steps)
+    write_json(Path("mine/results.json"), {"num_steps": num_steps, "command": ["slivertune", "train"]})
+    if log is not None:
+        write_json(Path("mine/trainer_state.json"), dict(zip(("max_steps", "global_step", "epoch"), log, strict=True)))
+    folder = choose_run_folder("hift", "mine", "auto", goal)
+    assert (folder.is_finished, folder.checkpoint) == (not is_raised, checkpoint)
+    shutil.rmtree(checkpoint)
+    if is_raised:
+        with pytest.raises(ValueError, match=f"is finished after {num_steps} updates and kept no checkpoint"):
+            choose_run_folder("hift", "mine", "auto", goal)
 
 
 def test_what_a_kill_has_left_of_a_write_does_not_keep_a_run_from_its_folder() -> None:

@@ -48,8 +48,8 @@ _TRAINERS: dict[str, str] = {
     "resume_from_checkpoint": (
         "a checkpoint's folder; or true for the newest whole one; or auto for the newest whole one, and the start "
         "where there is none, so that one command both starts and continues a run: given again after a kill it goes "
-        "on in the same folder, by default the newest of runs/METHOD; a run that is finished it leaves alone, and "
-        "says so"
+        "on in the same folder, by default the newest of runs/METHOD; a finished run goes on where max_steps or "
+        "num_train_epochs was raised, and else it is left alone, with a line that says so"
     ),
     "logging_strategy": "when a line of the log is due",
     "logging_steps": "updates between two of them, by default the method's cycle, of HiFT and a turn",

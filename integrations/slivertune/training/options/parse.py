@@ -22,7 +22,7 @@ from slivertune.training.models import Precision, choose_precision
 from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
 from slivertune.training.options.config_file import read_settings
 from slivertune.training.options.parser import given_values
-from slivertune.training.output.folders import RunFolder, choose_run_folder
+from slivertune.training.output.folders import Goal, RunFolder, choose_run_folder
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
     asks_for,
@@ -102,7 +102,9 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     check_engine_precision(values, precision.autocast)
     folder = coordinator.decide(
         "the run's folder",
-        lambda: choose_run_folder(method.name, values.get("output_dir"), values.get("resume_from_checkpoint")),
+        lambda: choose_run_folder(
+            method.name, values.get("output_dir"), values.get("resume_from_checkpoint"), _build(Goal, values)
+        ),
     )
     again = _settings_again(values, given, mixed)
     values |= {

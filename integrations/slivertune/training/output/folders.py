@@ -5,6 +5,7 @@ Which of its checkpoints are whole, which is the newest of them, and which may g
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slivertune.core.atomic import is_partial
@@ -26,6 +28,8 @@ SETTINGS_NAME = "slivertune_run.yaml"
 """The file with its settings that it writes beside that one."""
 
 _RUNS = Path("runs")
+_ROUNDING = 1e-6
+"""Of an update, by which a number of epochs times the updates of one may be off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +44,32 @@ class RunFolder:
     """Whether the run in it has come to its end, and nothing is left to do."""
 
 
-def choose_run_folder(method: str, asked: str | None, resume: str | None) -> RunFolder:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """How long a run is to train."""
+
+    max_steps: int = -1
+    """Updates; 0 or less where epochs decide."""
+    num_train_epochs: float = 3.0
+
+    def exceeds(self, folder: Path, num_steps: int) -> bool:
+        """Tell whether it asks for more updates than a finished run was asked for.
+
+        Args:
+            folder: The run's, whose log knows how many updates were planned and how many an epoch has.
+            num_steps: Updates that it made; fewer than planned where it stopped early.
+        """
+        log = _read_log(folder)
+        planned = max(num_steps, int(log.get("max_steps") or 0))
+        if self.max_steps > 0:
+            return self.max_steps > planned
+        epoch = log.get("epoch")
+        if not epoch or not log.get("global_step"):
+            return False
+        return math.ceil(self.num_train_epochs * log["global_step"] / epoch - _ROUNDING) > planned
+
+
+def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: Goal | None = None) -> RunFolder:
     """Choose where a run writes and what it continues from.
 
     Args:
@@ -48,6 +77,7 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None) -> Run
         asked: `--output_dir`.
         resume: `--resume_from_checkpoint`: "true" for the newest whole checkpoint; "auto" for the same, or the start
             where there is none; or the path of one.
+        goal: How long the run is to train; a finished run goes on where it exceeds the run's own.
 
     Returns:
         The folder, which need not exist yet, and the checkpoint if the run is resumed.
@@ -66,7 +96,7 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None) -> Run
     if resume.lower() == "true":
         return _continue_newest(method, folder)
     if resume.lower() == "auto":
-        return _start_or_continue(method, folder)
+        return _start_or_continue(method, folder, goal or Goal())
     return _continue_from(Path(resume).expanduser(), folder)
 
 
@@ -94,8 +124,8 @@ def _continue_newest(method: str, asked: Path | None) -> RunFolder:
     return RunFolder(path=folder, checkpoint=checkpoint, notes=tuple(f"passed over: {line}" for line in passed_over))
 
 
-def _start_or_continue(method: str, asked: Path | None) -> RunFolder:
-    """The newest whole checkpoint of a run, or its start; a run that has ended is left alone."""
+def _start_or_continue(method: str, asked: Path | None, goal: Goal) -> RunFolder:
+    """The newest whole checkpoint of a run, or its start; a run that has reached the goal is left alone."""
     # By default the folder that the first of these commands has made, be it empty; not another for each.
     ours = [
         path
@@ -108,7 +138,13 @@ def _start_or_continue(method: str, asked: Path | None) -> RunFolder:
     results = read_results(folder)
     # Resumed with more steps, it has checkpoints beyond its first results.
     if results is not None and (checkpoint is None or checkpoint_step(checkpoint) <= results["num_steps"]):
-        return RunFolder(path=folder, checkpoint=checkpoint, is_finished=True)
+        if not goal.exceeds(folder, results["num_steps"]):
+            return RunFolder(path=folder, checkpoint=checkpoint, is_finished=True)
+        if checkpoint is None:
+            raise ValueError(
+                f"the run in {folder} is finished after {results['num_steps']} updates and kept no checkpoint to train "
+                "on from; start again in another --output_dir, with a --save_strategy other than no"
+            )
     if checkpoint is not None:
         return RunFolder(path=folder, checkpoint=checkpoint, notes=notes)
     if _is_occupied(folder) and not _is_of_a_run(folder):
@@ -153,6 +189,17 @@ def read_results(folder: Path) -> dict[str, Any] | None:
         f"{path} can't be read: a run of slivertune train has a number as its num_steps and a list of words as its "
         "command; move it away to go on"
     )
+
+
+def _read_log(folder: Path) -> dict[str, Any]:
+    """Read what the Trainer's log of a finished run says of its length; nothing where it can't be read."""
+    try:
+        state: Any = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    names = ("max_steps", "global_step", "epoch")
+    is_known = isinstance(state, dict) and all(isinstance(state.get(name), int | float) for name in names)
+    return {name: state[name] for name in names} if is_known else {}
 
 
 def _continue_from(checkpoint: Path, asked: Path | None) -> RunFolder:
