@@ -23,6 +23,9 @@ OLDEST_STAMP := $(OLDEST)/.installed-axolotl
 AXOLOTL := axolotl addict numba llvmlite
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
+# Variables that a command to go on with must name again, if they were given.
+SET := PYTHON VENV CONSTRAINTS TORCH_PIP_ARGS
+
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-oldest docs lint format clean
 
@@ -31,7 +34,8 @@ help:  ## List the targets
 	@echo '  Variables: ARGS="--method dense" (passed on by train and test), PYTHON, VENV, WORKERS, THREADS, TORCH_PIP_ARGS'
 
 train: $(STAMP)  ## Fine-tune: the embedded default, or what ARGS asks for
-	@$(BIN)/slivertune train $(ARGS)
+	@SLIVERTUNE_MAKE='make$(if $(filter $(CURDIR),$(PWD)),, -C $(CURDIR)) train $(strip $(foreach name,$(SET),$(if $(filter command,$(origin $(name))),$(name)=$($(name)))))' \
+		$(BIN)/slivertune train $(ARGS)
 
 test: $(if $(strip $(ARGS)),$(DEV_STAMP),lint)  ## Lint, type-check and run the tests, but for the slow ones; ARGS=path: pytest alone
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" $(ARGS)

@@ -16,6 +16,7 @@ from slivertune.core.masking import learn, masked
 from slivertune.core.option_parser import OptionParser
 from slivertune.core.presets import example_names, preset_names, preset_path, run_file_names
 from slivertune.core.terminal_text import print_line
+from slivertune.core.typed_command import typed_command
 
 _FAILED = 1
 _BAD_ARGUMENTS = 2
@@ -52,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         output = getattr(options, "output_dir", None)
         there = "is whole" if output is not None and Path(output).exists() else "was not written"
-        end = "" if output is None else f"; {output} {there}"
+        end, command = "" if output is None else f"; {output} {there}", tuple[str, ...]()
         if options.command == "compare":
-            end = "; the same command goes on with what is missing"
-        _say(f"slivertune {options.command}: interrupted{end}")
+            end, command = "; continue with what is missing:", typed_command(*arguments)
+        _say(f"slivertune {options.command}: interrupted{end}", command)
         return _INTERRUPTED
     except Exception as error:
         bad_arguments = (ValueError,) if reads_itself else (ValueError, FileExistsError, FileNotFoundError)

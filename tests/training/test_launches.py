@@ -219,11 +219,20 @@ def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(runs:
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line(runs: Runs, tmp_path: Path) -> None:
-    more = ("--max_steps", "5000", "--save_steps", "5", "--save_total_limit", "2", "--memory_ledger", "off")
-    arguments = runs.arguments("out", *more, method="dense")
-    process = start((*TORCHRUN, *arguments), tmp_path)
-    await_checkpoint(runs["out"], process)
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_ctrl_c_leaves_a_whole_checkpoint_of_that_update_and_one_line(
+    launcher: str, runs: Runs, tmp_path: Path
+) -> None:
+    more = ["--max_steps", "100000", "--save_steps", "100000", "--logging_steps", "1", "--memory_ledger", "off"]
+    command: tuple[str, ...] = {"torchrun": TORCHRUN, "accelerate": ACCELERATE}.get(launcher, ())
+    if launcher == "deepspeed":
+        build_deepspeed_collectives()
+        more += ["--deepspeed", zero2_config(tmp_path)]
+        command = ("deepspeed", "--num_accelerators=2", "--master_port=29583", "--module", "slivertune")
+    process = start((*command, *runs.arguments("out", *more, method="dense")), tmp_path)
+    assert process.stdout is not None
+    while not (read := process.stdout.readline()).startswith("step "):
+        assert read, finish(process)
     os.killpg(process.pid, signal.SIGINT)
     code, _, said = finish(process)
     assert code != 0

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from slivertune.core.typed_command import typed_command
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.configs import ModelFigures
@@ -64,7 +65,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     for note in plan.notes:
         say(f"note: {note}")
     if command.arguments is not None:
-        say(f"to run it: {shlex.join(command.arguments)}")
+        say(f"to run it: {shlex.join(typed_command(*command.arguments[1:]))}")
     for note in command.notes:
         say(f"note: {note}")
     if answer.limits is None:

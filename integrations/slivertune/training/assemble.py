@@ -22,6 +22,7 @@ from slivertune.training.data.splits import check_datasets, load_datasets
 from slivertune.training.early_stopping import EarlyStopping
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
 from slivertune.training.embedded.corpus import reference_splits
+from slivertune.training.interruption import Interruption
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import attach_tokens
@@ -68,6 +69,7 @@ class Run:
     metrics: TrainingMetrics
     """Counts updates, tokens and their time, and completes the Trainer's log."""
     guard: NonFiniteGuard
+    interruption: Interruption
     compilation: BlockCompilation
     """Compiles nothing unless `--torch_compile` asks for it."""
     ledger: LedgerLines | None
@@ -93,6 +95,7 @@ class Run:
 
     def close(self) -> None:
         """Take everything off the model and the screen, also after a failure."""
+        self.interruption.close()
         self.display.close()
         if self.ledger is not None:
             self.ledger.close()
@@ -208,6 +211,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         offloaded = OffloadedActivationsHandle(trained_model)
     # Last of all that write into checkpoints.
     keep_manifest_last(trainer, marker)
+    interruption = Interruption(display.say)
+    trainer.add_callback(interruption)
     stop_at_the_end(trainer)
     return Run(
         arguments=arguments,
@@ -226,6 +231,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         display=display,
         metrics=metrics,
         guard=guard,
+        interruption=interruption,
         compilation=compilation,
         ledger=_add_ledger(trainer, arguments, display, coordinator),
         probe=make_probe(

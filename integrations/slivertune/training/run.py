@@ -1,6 +1,5 @@
 """`slivertune train`: evaluate, train, evaluate again, save the model, report."""
 
-import os
 import shlex
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from slivertune.core import atomic
+from slivertune.core.typed_command import typed_command
 from slivertune.training.assemble import Run
 from slivertune.training.early_stopping import check_best_metric
 from slivertune.training.options.arguments import enum_value
@@ -21,11 +21,9 @@ from slivertune.training.output.largest_batch import LargestBatch
 from slivertune.training.output.plan_line import DevicePeak, batch_of, plan_run
 from slivertune.training.output.planned_update import plan_update
 from slivertune.training.output.report import Results, Sample, describe, print_results, write_results
+from slivertune.training.ranks.launchers import is_started_by_launcher
 from slivertune.training.run_report.command import draw_at_the_end
 from slivertune.training.run_report.run_log import write_run_log
-
-_SET_BY_LAUNCHERS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
-"""Environment variables of processes that torchrun, deepspeed and accelerate launch start."""
 
 
 def execute(run: Run, console: Console) -> Results:
@@ -56,15 +54,16 @@ def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
     """
     folder = Path(str(arguments.training.output_dir))
     checkpoint, _ = newest_whole(folder, read_files=False)
-    program, words = arguments.command[:2], arguments.command[2:]
-    launcher = ""
-    if any(name in os.environ for name in _SET_BY_LAUNCHERS):
-        program = ("-m", *program)
+    words, launcher = arguments.command[2:], ""
+    if checkpoint is not None:
+        words = _without_options(words, ("output_dir", "resume_from_checkpoint"))
+        words = (*words, "--output_dir", str(folder), "--resume_from_checkpoint", "true")
+    command = [*typed_command("train", *words)]
+    if is_started_by_launcher():
+        command = ["-m", "slivertune", "train", *words]
         launcher = "the launcher that started this run (accelerate launch, torchrun, deepspeed), its options, and "
     if checkpoint is None:
-        return f"interrupted before the first checkpoint; start again with: {launcher}".rstrip(), [*program, *words]
-    words = _without_options(words, ("output_dir", "resume_from_checkpoint"))
-    command = [*program, *words, "--output_dir", str(folder), "--resume_from_checkpoint", "true"]
+        return f"interrupted before the first checkpoint; start again with: {launcher}".rstrip(), command
     return f"interrupted; the last whole checkpoint is {checkpoint}; continue with: {launcher}".rstrip(), command
 
 
@@ -97,7 +96,7 @@ def describe_finished(arguments: TrainArguments) -> str:
     folder = arguments.folder.path
     results = read_results(folder)
     assert results is not None, "found when the settings were read"
-    command = shlex.join(results["command"])
+    command = shlex.join(typed_command(*results["command"][1:]))
     return (
         f"the run in {folder} is finished after {results['num_steps']} updates; nothing was trained. It was started "
         f"by: {command}. To train on, raise --max_steps or --num_train_epochs; to start again, name another "

@@ -36,12 +36,16 @@ def test_an_interruption_ends_the_process(tmp_path: Path, monkeypatch: pytest.Mo
     place = tmp_path / "pid"
 
     def interrupt(status: Status, text: str) -> None:
-        if place.exists() and place.read_text(encoding="utf-8"):
+        if "saving" not in text and place.exists() and place.read_text(encoding="utf-8"):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Status, "update", interrupt)
-    code = f"import os, time; open({str(place)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = (
+        "import os, signal, sys, time; signal.signal(signal.SIGINT, lambda *_: (print('saved'), sys.exit(130)));"
+        f"open({str(place)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
     with pytest.raises(KeyboardInterrupt):
         run_process(["-c", code], tmp_path / "log", "title", QUIET)
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "saved\n", "it ends by itself"
     with pytest.raises(ProcessLookupError):
         os.kill(int(place.read_text(encoding="utf-8")), 0)

@@ -1,11 +1,15 @@
 """Runs of a comparison, each a process of its own, whose output goes to a file beside its folder."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+
+from slivertune.training.ranks.launchers import COMPARED
 
 _PATIENCE = 0.3
 """Seconds between two looks at what a process has said."""
@@ -28,20 +32,32 @@ def run_process(words: Sequence[str], log: Path, title: str, console: Console) -
 
     Raises:
         FailedError: If it ends with another code than 0.
-        KeyboardInterrupt: After Ctrl-C, which the process gets from the terminal as well; it has ended by then.
+        KeyboardInterrupt: After Ctrl-C, which the process gets as well. It has ended by then: by itself, when its run
+            has saved a checkpoint, or at a second Ctrl-C.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output, console.status(title) as status:
-        process = subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, COMPARED: "1"},
+        )
         try:
             while process.poll() is None:
                 try:
                     process.wait(_PATIENCE)
                 except subprocess.TimeoutExpired:
                     status.update(f"{title}: {_last_line(log)}")
-        except BaseException:
-            process.terminate()
-            process.wait()
+        except BaseException as error:
+            try:
+                if isinstance(error, KeyboardInterrupt):
+                    status.update(f"{title}: saving a checkpoint; Ctrl-C again ends at once")
+                    process.send_signal(signal.SIGINT)
+                    process.wait()
+            finally:
+                process.terminate()
+                process.wait()
             raise
     if process.returncode:
         raise FailedError(_complaint(log, process.returncode))

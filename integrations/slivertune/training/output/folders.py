@@ -63,10 +63,10 @@ class Goal:
         planned = max(num_steps, int(log.get("max_steps") or 0))
         if self.max_steps > 0:
             return self.max_steps > planned
-        epoch = log.get("epoch")
-        if not epoch or not log.get("global_step"):
+        if not log.get("epoch"):
             return False
-        return math.ceil(self.num_train_epochs * log["global_step"] / epoch - _ROUNDING) > planned
+        updates_per_epoch = float(log["global_step"] / log["epoch"])
+        return math.ceil(self.num_train_epochs * updates_per_epoch - _ROUNDING) > planned
 
 
 def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: Goal | None = None) -> RunFolder:

@@ -16,6 +16,7 @@ from slivertune import __version__
 from slivertune.core import atomic
 from slivertune.core.ledger import Census
 from slivertune.core.masking import masked
+from slivertune.core.typed_command import typed_command
 from slivertune.planning.planned_time import PlannedTime
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.assemble import Run
@@ -178,7 +179,7 @@ def _figures(results: Results, results_path: Path, picture: Path | None) -> Tabl
         ("updates skipped", results.num_skipped and f"{results.num_skipped} (a loss or gradient was not finite)"),
         ("model", results.model_folder),
         ("deltas", results.delta_folder),
-        ("model", merge_command and f"not saved, as {reason}{shlex.join(merge_command)}"),
+        ("model", merge_command and f"not saved, as {reason}{shlex.join(typed_command(*merge_command[1:]))}"),
         ("ends with", results.best_checkpoint and f"the model of {results.best_checkpoint}, the best evaluated"),
         ("last checkpoint", results.checkpoint),
         ("figures", results_path),

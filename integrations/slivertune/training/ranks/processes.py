@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from slivertune.core.layout import Layout
 from slivertune.parallel.accelerate_internals import forget_state
+from slivertune.parallel.consistency.heartbeat import guard, world_size
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.zero.shm_comm import check_build
 from slivertune.parallel.zero.unsupported import fill_buckets
@@ -110,6 +111,22 @@ def check_processes(training: TrainingArguments, world_size: int, *, four_bit: b
     plugin: Any = training.deepspeed_plugin if four_bit else None
     if plugin is not None and plugin.zero_stage == 3:
         raise ValueError(clash_with_zero3())
+
+
+def is_on_any_rank(is_here: bool, device: torch.device, doing: str) -> bool:
+    """Ask all ranks whether something is so on one of them. A collective.
+
+    Args:
+        is_here: Whether it is so on this one.
+        device: Where the ranks' numbers are reduced.
+        doing: What the ranks are doing, for the error of one that does not come.
+    """
+    if world_size() == 1:
+        return is_here
+    found = torch.tensor(float(is_here), device=device)
+    with guard(doing):
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return bool(found)
 
 
 def settle_layout(trainer: Trainer) -> Layout:

@@ -1,0 +1,39 @@
+"""Commands to copy, by the name of the program as it was typed: `python -m slivertune`, a path, or `make train`."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_NAME = "slivertune"
+MAKE_VARIABLE = "SLIVERTUNE_MAKE"
+"""Environment variable in which the Makefile gives the words of `make train`, which takes options as ARGS."""
+
+
+def typed_command(*words: str) -> tuple[str, ...]:
+    """Name the program of a command as it was typed for this process.
+
+    Args:
+        *words: The command without its program, such as `train` and its options.
+
+    Returns:
+        The words for a shell, to be joined by `shlex.join`.
+    """
+    make = os.environ.get(MAKE_VARIABLE)
+    if make and words[:1] == ("train",):
+        # Make takes $$ for a dollar sign.
+        return (*shlex.split(make), f"ARGS={shlex.join(words[1:]).replace('$', '$$')}")
+    return (*_program(sys.argv, sys.orig_argv), *words)
+
+
+def _program(argv: Sequence[str], typed: Sequence[str]) -> tuple[str, ...]:
+    """Find what was typed before the command's own words, where this process is the command."""
+    script = Path(argv[0]) if argv else Path()
+    if script.parts[-2:] == (_NAME, "__main__.py"):
+        return tuple(typed[: len(typed) - len(argv) + 1])
+    if script.stem != _NAME:
+        return (_NAME,)
+    found = shutil.which(_NAME)
+    return (_NAME,) if found is not None and Path(found).samefile(script) else (str(script),)

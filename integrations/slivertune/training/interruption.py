@@ -1,0 +1,111 @@
+"""Ctrl-C in a run: the first ends the update and saves a checkpoint, a second ends the run at once."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, SchedulerType
+
+from slivertune.training.ranks.launchers import is_launched, sends_sigterm
+from slivertune.training.ranks.processes import is_on_any_rank
+
+_AGAIN_S = 3.0
+"""A launcher passes Ctrl-C on to processes that the terminal has told already; so long it is the same one."""
+_DOING = "asking for Ctrl-C on any rank"
+
+
+class Interruption(TrainerCallback):
+    """Saves a checkpoint at the end of the update in which Ctrl-C came, and then raises KeyboardInterrupt.
+
+    Costs one number's all-reduce per update where there are several ranks, so that all of them save. Add it after the
+    callback that marks checkpoints as whole.
+
+    Args:
+        say: Shows a line to the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._process: int | None = None
+        self._asked_at: float | None = None
+        self._is_training = False
+        self._is_saving = False
+        self._replaced: dict[int, Any] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take Ctrl-C from here on, unless a shell has this process ignore it."""
+        self._is_training = True
+        if threading.current_thread() is not threading.main_thread() or self._process is not None:
+            return
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            return
+        self._process = os.getpid()
+        self._replaced[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
+        if sends_sigterm():
+            self._replaced[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_terminate)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Have a checkpoint saved if Ctrl-C came; a due evaluation is left out unless training depends on it."""
+        if not is_on_any_rank(self._asked_at is not None, args.device, _DOING):
+            return
+        self._save(args, control)
+        depends = args.metric_for_best_model is not None or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+        # After an evaluation, `best` decides anew whether to save.
+        if not depends or args.save_strategy == SaveStrategy.BEST:
+            control.should_evaluate = False
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Have a checkpoint saved if Ctrl-C came in an evaluation between two updates."""
+        if self._is_training and is_on_any_rank(self._asked_at is not None, args.device, _DOING):
+            self._save(args, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End the run when the checkpoint is whole.
+
+        Raises:
+            KeyboardInterrupt: If that is what it was saved for.
+        """
+        if self._is_saving:
+            raise KeyboardInterrupt
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let what follows the last update come to its end."""
+        self._is_training = False
+
+    def close(self) -> None:
+        """Give Ctrl-C back, but for that which a launcher passes on once more."""
+        for number, handler in self._replaced.items():
+            signal.signal(number, signal.SIG_IGN if self._asked_at is not None and is_launched() else handler)
+        self._replaced.clear()
+
+    def _save(self, args: TrainingArguments, control: TrainerControl) -> None:
+        # A checkpoint of the model alone can't be trained on from to the same bits.
+        args.save_only_model = False
+        control.should_save = self._is_saving = True
+
+    def _on_interrupt(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
+            return  # a forked worker of the data, which its parent ends
+        if self._asked_at is not None:
+            if is_launched() and time.monotonic() < self._asked_at + _AGAIN_S:
+                return
+            raise KeyboardInterrupt
+        self._asked_at = time.monotonic()
+        doing = "ending this update and saving a checkpoint" if self._is_training else "evaluating and saving the model"
+        # The signal may have come in the midst of a line.
+        with suppress(RuntimeError):
+            self._say(f"interrupted: {doing}; Ctrl-C again ends at once")
+
+    def _on_terminate(self, number: int, frame: Any) -> None:
+        if self._asked_at is None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

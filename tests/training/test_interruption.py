@@ -1,0 +1,125 @@
+"""Ctrl-C while a run trains: the checkpoint stands, and the printed command goes on to the bits of a whole run."""
+
+import functools
+import shlex
+import signal
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import LlamaForCausalLM, Trainer
+
+from slivertune.cli import main
+from slivertune.training.interruption import Interruption
+from slivertune.training.output.folders import newest_whole
+from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Take Ctrl-C as a command in the foreground does, and give it back."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, calls: set[int], *, in_training: bool = True) -> None:
+    """Let Ctrl-C come inside of these batches, counted from 1, of training or of evaluations."""
+    owner, name = (LlamaForCausalLM, "forward") if in_training else (Trainer, "prediction_step")
+    original, count = getattr(owner, name), 0
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        output = original(self, *args, **kwargs)
+        if not in_training or (self.training and not isinstance(output.logits, FakeTensor)):
+            count += 1
+            if count in calls:
+                signal.raise_signal(signal.SIGINT)
+        return output
+
+    monkeypatch.setattr(owner, name, call)
+
+
+EVALUATED = ("--eval_strategy", "steps", "--eval_steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "call", "in_training", "step"),
+    [
+        pytest.param("hift", (), 3, True, 3, id="before the first checkpoint"),
+        pytest.param("sft", ("--density", "0.1", "--gradient_accumulation_steps", "2"), 5, True, 3, id="accumulating"),
+        pytest.param("dense", ("--save_strategy", "no", "--save_only_model"), 1, True, 1, id="saving nothing"),
+        pytest.param("dense", ("--save_strategy", "epoch", *EVALUATED), 2, True, 2, id="with an evaluation due"),
+        # The evaluation before the training has one batch.
+        pytest.param("hift", EVALUATED, 2, False, 2, id="in an evaluation between updates"),
+        pytest.param("hift", ("--token_ratio", "0.4"), 4, True, 4, marks=pytest.mark.slow, id="tokens"),
+        pytest.param("lora", ("--lora_dropout", "0.1"), 4, True, 4, marks=pytest.mark.slow, id="lora"),
+    ],
+)
+def test_the_first_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_bits(
+    method: str,
+    more: tuple[str, ...],
+    call: int,
+    in_training: bool,
+    step: int,
+    runs: Runs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = (*more, *UNMEASURED)
+    runs.train("whole", *more, method=method)
+    with monkeypatch.context() as patched:
+        interrupted(patched, {call}, in_training=in_training)
+        assert main(runs.arguments("parts", *more, method=method)) == 130
+    captured = capsys.readouterr()
+    assert "interrupted: ending this update and saving a checkpoint; Ctrl-C again ends at once" in captured.out
+    checkpoint, passed_over = newest_whole(runs["parts"])
+    assert checkpoint == runs["parts"] / f"checkpoint-{step}" and passed_over == []
+    said, _, command = captured.err.strip().splitlines()[-1].partition("continue with: ")
+    assert f"the last whole checkpoint is {checkpoint}" in said
+    program, *words = shlex.split(command)
+    assert program == "slivertune" and main(words) == 0
+    assert_same_bits(runs["whole"], runs["parts"])
+
+
+def test_a_second_ctrl_c_ends_at_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(monkeypatch, {2, 3})
+    more = ("--gradient_accumulation_steps", "4", "--save_steps", "1", *UNMEASURED)
+    assert "before the first checkpoint; start again with: slivertune train" in runs.complaint(*more, code=130)
+    assert not list(runs["out"].glob("checkpoint-*"))
+
+
+def test_ctrl_c_after_the_last_update_lets_the_run_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(monkeypatch, {2}, in_training=False)
+    assert runs.train("out", "--save_strategy", "no", *UNMEASURED)["num_steps"] == 6
+    assert "interrupted: evaluating and saving the model; Ctrl-C again ends at once" in runs.printed()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_launcher_that_passes_ctrl_c_on_does_not_end_the_saving(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIVERTUNE_COMPARED", "1")
+    interrupted(monkeypatch, {2, 3})
+    assert main(runs.arguments("out", "--gradient_accumulation_steps", "4", *UNMEASURED)) == 130
+    assert f"the last whole checkpoint is {runs['out'] / 'checkpoint-1'}" in capsys.readouterr().err
+
+
+def test_a_shell_that_lets_ctrl_c_be_ignored_is_obeyed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupted(monkeypatch, {2})
+    assert runs.train("out", *UNMEASURED)["num_steps"] == 6
+
+
+def test_a_worker_of_the_data_leaves_ctrl_c_to_its_parent() -> None:
+    said: list[str] = []
+    interruption, nothing = Interruption(said.append), Mock()
+    interruption.on_train_begin(nothing, nothing, nothing)
+    interruption._process = -1
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    interruption.close()
+    assert said == [] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
