@@ -1,3 +1,4 @@
+import re
 import shutil
 import subprocess
 import tarfile
@@ -214,3 +215,8 @@ def test_make_train_installs_no_development_tools_and_make_test_does(checkout: P
     assert all(
         "pip" not in commands(target) for target in ("train", "test", "test-all", "test-oldest", "lint", "format")
     )
+
+
+def test_no_message_names_an_extra_of_this_package_which_is_not_published(checkout: Path) -> None:
+    sources = (checkout / "integrations").rglob("*.py")
+    assert [path for path in sources if re.search(r"slivertune\[|the extra \w", path.read_text(encoding="utf-8"))] == []

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slivertune.core.missing_library import missing_library
+
 ADAPTER_CONFIG = "adapter_config.json"
 TRAINED_CONFIG = "trained_model_config.json"
 """Configuration of the trained model, beside the adapter.
@@ -83,7 +85,7 @@ def open_adapter(folder: Path) -> Adapter:
         ValueError: If it is damaged, no LoRA, or a LoRA that is no sum of the base and a delta.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ImportError(f"{folder} is an adapter, and merging it needs peft; pip install 'slivertune[peft]'")
+        raise ImportError(missing_library(f"{folder} is an adapter, and merging it", "peft"))
     config = read_json(folder / ADAPTER_CONFIG)
     kind = config.get("peft_type")
     if kind != "LORA":

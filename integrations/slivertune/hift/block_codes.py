@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from slivertune.core.missing_library import missing_library
 from slivertune.core.torch_internals import is_without_data
 
 WaitingForm = Literal["int8", "nf4"]
@@ -57,7 +58,7 @@ def check_available(form: WaitingForm) -> None:
     """Refuse a form whose package is not installed.
 
     Raises:
-        ImportError: Naming the extra to install.
+        ImportError: Naming the library to install.
     """
     if form == "nf4":
         _bitsandbytes()
@@ -158,6 +159,6 @@ def _bitsandbytes() -> Any:
         from bitsandbytes import functional
     except ImportError as error:
         raise ImportError(
-            'waiting="nf4" needs bitsandbytes: pip install "slivertune[bitsandbytes]"; waiting="int8" needs nothing'
+            missing_library('waiting="nf4"', "bitsandbytes", 'take waiting="int8", which needs nothing')
         ) from error
     return functional

@@ -74,7 +74,7 @@ class HiFTConfig:
       what earlier backward passes bring waits on the host."""
     waiting: WaitingForm | None = None
     """Hold the linear weights of the blocks that are not training on the device in fewer bits: `int8` (8.25 bits a bf16
-    weight) or `nf4` (4.13 bits, the extra bitsandbytes). The active group, embeddings, norms and heads are exact, what
+    weight) or `nf4` (4.13 bits, with bitsandbytes). The active group, embeddings, norms and heads are exact, what
     is saved is exact, and exact weights wait on the host, as fp32 masters where there are such. Forwards and the
     gradients of inputs, evaluation too, run on what lies on the device. With `weights="host"` the codes wait on the
     host, too. None holds all weights exact."""

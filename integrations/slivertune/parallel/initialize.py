@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.missing_library import missing_library
 from slivertune.core.sliver import Sliver
 from slivertune.parallel.adapters import check_before, engine_adapter_of
 from slivertune.parallel.consistency.heartbeat import check_agreement
@@ -75,7 +76,7 @@ def initialize(
     try:
         import deepspeed
     except ImportError as error:
-        raise ImportError("slivertune.initialize needs DeepSpeed: pip install 'slivertune[deepspeed]'") from error
+        raise ImportError(missing_library("slivertune.initialize", "deepspeed")) from error
     arguments: dict[str, Any] = {
         "args": args,
         "model": model,

@@ -39,7 +39,7 @@ def run_plan(argv: Sequence[str]) -> None:
 
     Raises:
         ValueError: If what was asked for does not hold together or can't be planned, or if nothing fits.
-        ImportError: If a library is needed that is not installed, naming the extra.
+        ImportError: If a library is needed that is not installed, which is named.
     """
     arguments = parse_plan_arguments(argv)
     if arguments.plot is not None:

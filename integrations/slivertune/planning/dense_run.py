@@ -12,6 +12,7 @@ from torch import nn
 from slivertune.core.adapter_casts import skip_needless_casts
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
+from slivertune.core.missing_library import missing_library
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
@@ -134,7 +135,7 @@ class PlannedLora(PlannedDense):
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError as error:
-            raise ImportError("method='lora' is PEFT's; install slivertune[peft], or take another method") from error
+            raise ImportError(missing_library("method='lora'", "peft", "take another method")) from error
         config = LoraConfig(
             task_type=_PEFT_TASKS[request.task],
             r=request.lora_rank,

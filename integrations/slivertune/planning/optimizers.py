@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import torch
 
+from slivertune.core.missing_library import missing_library
 from slivertune.planning.kernels import Kernels
 
 OptimizerName = Literal["adamw", "sgd_momentum", "sgd", "adafactor", "adagrad", "adamw8bit"]
@@ -53,7 +54,5 @@ def _adamw8bit() -> type[torch.optim.Optimizer]:
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
-        raise ImportError(
-            "optimizer='adamw8bit' is bitsandbytes'; install slivertune[bitsandbytes], or take another optimizer"
-        ) from error
+        raise ImportError(missing_library("optimizer='adamw8bit'", "bitsandbytes", "take another optimizer")) from error
     return AdamW8bit

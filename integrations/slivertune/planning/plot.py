@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slivertune.core.atomic import atomic_file
+from slivertune.core.missing_library import missing_library
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.methods import planned
@@ -37,10 +38,10 @@ def require_matplotlib(asked: str = "--plot") -> None:
         asked: What needs it.
 
     Raises:
-        ImportError: If matplotlib is not installed, naming the extra.
+        ImportError: If matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"{asked} needs matplotlib, which is not installed; pip install 'slivertune[plot]'")
+        raise ImportError(missing_library(asked, "matplotlib"))
 
 
 def draw(answer: Answer | SweepAnswer, path: Path) -> None:

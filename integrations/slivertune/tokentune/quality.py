@@ -13,6 +13,7 @@ from rich.progress import Progress
 from torch import nn
 
 from slivertune.core.atomic import atomic_file
+from slivertune.core.missing_library import missing_library
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.hook import find_model
 
@@ -66,7 +67,7 @@ class GradientQuality:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("the plot needs matplotlib: pip install 'slivertune[plot]'") from error
+            raise ImportError(missing_library("the plot", "matplotlib")) from error
         figure = Figure(figsize=(9, 4), layout="constrained")
         panels: Any = figure.subplots(1, 2)
         titles = {"cosine": "cosine to the dense gradient", "norm_ratio": "norm, as a share of the dense one"}

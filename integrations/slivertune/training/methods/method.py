@@ -58,7 +58,7 @@ class TrainingMethod:
     options_class: ClassVar[type] = NoOptions
     """A dataclass made for `transformers.HfArgumentParser`: options that this method alone reads."""
     requires: ClassVar[str | None] = None
-    """A module that it needs, and that an extra of this package of the same name installs."""
+    """A library that it needs, by its name for import and pip."""
     bf16_use: ClassVar[Bf16Use] = "autocast"
     """What `--bf16` means."""
     takes_4bit: ClassVar[bool] = False

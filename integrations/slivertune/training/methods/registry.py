@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 
+from slivertune.core.missing_library import missing_library
 from slivertune.interop.methods import register_method
 from slivertune.planning.methods import check_options_are_read, clash_with_method
 from slivertune.training.methods.dense import DenseMethod
@@ -93,6 +94,6 @@ def _options_of(method: type[TrainingMethod]) -> list[str]:
 
 
 def _require(module: str, setting: str) -> None:
-    """Say how to install a library that is not there, before anything is loaded; its extra has its name."""
+    """Say how to install a library that is not there, before anything is loaded."""
     if importlib.util.find_spec(module) is None:
-        raise ImportError(f"{setting} needs {module}, which is not installed; pip install 'slivertune[{module}]'")
+        raise ImportError(missing_library(setting, module))

@@ -92,7 +92,7 @@ class RunArguments:
         default=True,
         metadata={
             "help": "At the end, draw the run's log into report.png in --output_dir, as slivertune report does; needs "
-            "the extra plot."
+            "matplotlib."
         },
     )
     sample_tokens: int = field(
