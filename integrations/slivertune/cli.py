@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import signal
 import sys
 import traceback
@@ -21,6 +22,7 @@ from slivertune.core.typed_command import typed_command
 _FAILED = 1
 _BAD_ARGUMENTS = 2
 _INTERRUPTED = 130
+_LONG_NUMBER = re.compile(r"\d{100,}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -247,7 +249,9 @@ def _quiet_bitsandbytes() -> None:
 def _complain(command: str, error: Exception, code: int, *, debug: bool, where: str = "") -> int:
     if debug:
         print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    text = " ".join(str(error).split())
+    text = _LONG_NUMBER.sub(
+        lambda found: f"{found[0][:20]}... ({len(found[0]):,} digits)", " ".join(str(error).split())
+    )
     kind = "" if isinstance(error, (ValueError, RuntimeError, OSError)) and text else f"{type(error).__name__}: "
     print_line(f"slivertune {command}: error{where}: {kind}{text}", sys.stderr)
     return code

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NoReturn
 from slivertune.core.removed_settings import say_removed, say_removed_value
 from slivertune.core.suggestions import did_you_mean
 
+_NEGATIVE = re.compile(r"-(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|infinity|nan)$", re.IGNORECASE)
+
 
 class OptionParser(argparse.ArgumentParser):
     """Raises where argparse would print its usage and exit, and suggests what was meant."""
@@ -20,6 +22,8 @@ class OptionParser(argparse.ArgumentParser):
         # A prefix of an option would change its meaning with every option that is added.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._typed: list[str] = []
+        # argparse takes -1e-4 and -inf for options, and says that the one before lacks its value.
+        self._negative_number_matcher = _NEGATIVE
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; what was typed is kept for suggestions."""

@@ -28,7 +28,7 @@ gradient_checkpointing_kwargs: {use_reentrant: false}
 report_to: [tensorboard, wandb]
 lr_scheduler_kwargs: {min_lr: 1e-5}
 warmup_steps: .1
-max_grad_norm: -1
+max_grad_norm: 0.5
 response_separator: ""
 resume_from_checkpoint: auto
 """
@@ -36,7 +36,7 @@ TYPED = (
     *("--method", "sft", "--model", "base", "--learning_rate", "1e-4", "--dataset", "a.jsonl", "b.jsonl"),
     *("--dataset_weights", "0.5", "0.5", "--packing", "--bf16", "false", "--no_chunked_cross_entropy"),
     *("--memory_ledger", "off", "--save_strategy", "no", "--gradient_checkpointing"),
-    *("--warmup_steps", ".1", "--max_grad_norm", "-1", "--response_separator", ""),
+    *("--warmup_steps", ".1", "--max_grad_norm", "0.5", "--response_separator", ""),
     *("--resume_from_checkpoint", "auto"),
 )
 MAPPINGS = {

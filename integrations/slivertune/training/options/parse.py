@@ -80,7 +80,6 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     typed = given_values(argv, lambda path: coordinator.decide("the config file", lambda: read_settings(path)))
     learn(values=typed)
     _check_secrets(typed)
-    _check_total_limit(typed.get("save_total_limit"))
     given = frozenset(typed)
     method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
     check_method(method_class, given)
@@ -195,11 +194,6 @@ def _check_secrets(given: Mapping[str, Any]) -> None:
                 f"--{name} {masked(value)} holds a secret, which the Trainer would keep with each checkpoint and send "
                 "to trackers; give it in the environment, as HF_TOKEN or WANDB_API_KEY"
             )
-
-
-def _check_total_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
 
 
 def _mixed_precision(values: dict[str, Any]) -> str:

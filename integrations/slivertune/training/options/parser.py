@@ -12,6 +12,7 @@ from slivertune.core.removed_settings import is_only_value
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
 from slivertune.training.options.config_file import SUFFIXES, Setting, read_settings
 from slivertune.training.options.help import PrintHelp
+from slivertune.training.options.number_rules import check_number
 from slivertune.training.options.table import RENAMED, Option, option_classes, option_named, train_options
 
 _OTHER_WORDS = {
@@ -81,13 +82,16 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
     Raises:
         ValueError: If an option is not known, or its value can't be read; names the line of a file.
     """
-    parser = make_parser()
+    parser, options = make_parser(), train_options()
     # argparse fills in a default only where the namespace has nothing yet.
     absent = object()
     nothing = dict.fromkeys(vars(parser.parse_args([])), absent)
 
     def parse(words: Sequence[str]) -> dict[str, Any]:
         given = vars(parser.parse_args(list(words), argparse.Namespace(**nothing)))
+        for name, value in given.items():
+            if value is not absent and name in options:
+                check_number(options[name], value)
         trackers = given["report_to"]
         if isinstance(trackers, list) and len(trackers) == 1:
             given["report_to"] = trackers[0]

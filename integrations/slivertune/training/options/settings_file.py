@@ -25,6 +25,10 @@ _LEFT_OUT = """
 """
 
 
+_LONGEST_NUMBER = 20
+"""Digits of a number that a word may be; Python reads thousands of them by no means."""
+
+
 def write_settings(arguments: TrainArguments, path: Path) -> None:
     """Write the settings of a run; the file appears whole or not at all.
 
@@ -72,7 +76,8 @@ def _plain(value: Any) -> Any:
     """A number that was read as a word, or as 8.0, as people write it: 8."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    is_number = isinstance(value, str) and value.isascii() and value.isdecimal() and str(int(value)) == value
+    is_short = isinstance(value, str) and len(value) < _LONGEST_NUMBER
+    is_number = is_short and value.isascii() and value.isdecimal() and str(int(value)) == value
     return int(value) if is_number else value
 
 
