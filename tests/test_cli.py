@@ -28,6 +28,7 @@ from tests.training.tiny_runs import UNMEASURED, Runs, complaint, results_of
     ("arguments", "parts"),
     [
         (["--version"], [f"slivertune {__version__}\n"]),
+        ([], ["train", "merge", "compare", "report"]),
         (["--help"], ["train", "merge", "unmerge", "path", "--version", "--debug"]),
         (["train", "--help"], ["--layers_per_group", "examples:"]),
         (["train", "--help", "all"], ["--layers_per_group", "--fsdp_config"]),
@@ -117,7 +118,6 @@ def test_an_unknown_preset_is_one_line_and_code_2(name: str, said: str, capsys: 
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["dance"],
         ["path"],
         ["merge", "deltas"],
@@ -126,7 +126,7 @@ def test_an_unknown_preset_is_one_line_and_code_2(name: str, said: str, capsys: 
         ["unmerge", "merged", "--model_name_or_path", "base", "--output_dir", "out"],
     ],
 )
-def test_no_command_or_an_unknown_one_is_code_2(arguments: list[str]) -> None:
+def test_an_unknown_command_or_one_without_its_arguments_is_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2

@@ -79,3 +79,10 @@ def test_commands_of_launchers_run_as_shown(launcher: str, page: str, folder: Pa
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert results_of(Path("runs") / launcher)["world_size"] == 2
+
+
+def test_the_table_has_every_command(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    shown = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert set(re.findall(r"^\| `slivertune (\w+)`", page, re.MULTILINE)) == set(shown) and len(shown) > 6

@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(arguments[1:], debug=debug)
     # So have `plan` and `compare`, and what they plan and train with is torch.
     reads_itself = arguments[:1] in (["plan"], ["compare"])
-    options = argparse.Namespace(command=arguments[0]) if reads_itself else _make_parser().parse_args(arguments)
+    options = (
+        argparse.Namespace(command=arguments[0]) if reads_itself else _make_parser().parse_args(arguments or ["-h"])
+    )
     try:
         _act(options, arguments[1:])
     except KeyboardInterrupt:

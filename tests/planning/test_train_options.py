@@ -110,6 +110,10 @@ def test_names_of_the_model_are_the_same_in_both_commands() -> None:
             ("--method", "lora", "--lora-target-modules", "q-proj", "v"),
             {"method": "lora", "lora_target_modules": ("q-proj", "v")},
         ),
+        (
+            ("--method", "lora", "--lora_target_modules", "q_proj,v_proj"),
+            {"method": "lora", "lora_target_modules": ("q_proj", "v_proj")},
+        ),
         (("--activation_checkpointing", "true"), {"gradient_checkpointing": True}),
     ],
 )

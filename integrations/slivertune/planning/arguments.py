@@ -285,7 +285,7 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     """
     # What was not typed is absent.
     values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
+        name: _names(value) if isinstance(value, list) else value
         for name, value in vars(make_parser(argument_fields()).parse_args(map(_with_underscores, argv))).items()
     }
     given = {name: values.pop(name) for name in tuple(values) if name in KINDS}
@@ -316,6 +316,11 @@ def _check_method_reads(given: dict[str, Any], sweep: Sweep | None, *, is_compar
     elif sweep is not None:
         names.add(sweep.field)
     check_options_are_read(set(planned_methods()) if is_comparison else methods, names, planned_options())
+
+
+def _names(words: list[str]) -> tuple[str, ...]:
+    """Names of modules, which a space or a comma parts."""
+    return tuple(part.strip() for word in words for part in word.split(",") if part.strip())
 
 
 def _with_underscores(word: str) -> str:

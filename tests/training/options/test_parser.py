@@ -182,3 +182,16 @@ def test_what_is_no_option_or_no_value_of_one_is_an_error_that_names_the_line(te
 def test_a_mistyped_word_is_an_error_that_says_what_was_meant(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         given_values(words.split())
+
+
+@pytest.mark.parametrize("option", ["lora_target_modules", "sft_target_modules", "label_names"])
+@pytest.mark.parametrize("text", ["q_proj,v_proj", "q_proj, v_proj", "[q_proj, v_proj]"])
+def test_a_comma_parts_names_in_a_file_and_where_they_are_typed(option: str, text: str) -> None:
+    expected = {option: ["q_proj", "v_proj"]}
+    assert given_values([write(f"{option}: {text}\n")]) == expected
+    assert given_values([f"--{option}", *text.strip("[]").split(" ")]) == expected
+
+
+def test_a_comma_in_the_name_of_a_file_or_a_column_parts_nothing() -> None:
+    words = ["--dataset", "a,b.jsonl", "--column_names", "a,b", "c"]
+    assert given_values(words) == {"dataset": ["a,b.jsonl"], "column_names": ["a,b", "c"]}

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -73,6 +74,25 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(m
         with pytest.raises(ValueError, match=f"output_dir {folder} could not be written: {reason}"):
             choose_run_folder("hift", folder, None)
     assert [call.args[0] for call in refuse.call_args_list] == [Path.cwd(), Path("mine")]
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        (
+            "/proc/mine",
+            "output_dir /proc/mine could not be written: No such file or directory; it needs a folder /proc",
+        ),
+        ("x" * 300, "can't be a folder: File name too long; name another"),
+        ("a\0b", "can't be a folder: embedded null byte; name another"),
+    ],
+    ids=["proc", "long", "null"],
+)
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_folder_that_can_not_be_made_is_refused_by_its_name(folder: str, said: str, resume: str | None) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        choose_run_folder("hift", folder, resume)
+    assert list(Path().iterdir()) == []
 
 
 def test_the_newest_checkpoint_of_the_newest_default_folder_is_continued() -> None:

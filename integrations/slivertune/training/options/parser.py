@@ -46,6 +46,10 @@ _OTHER_WORDS = {
 """What these options are called elsewhere: in `slivertune plan`, in TRL, in axolotl and LlamaFactory."""
 
 
+_NAMES_APART = frozenset(("lora_target_modules", "sft_target_modules", "label_names", "include_for_metrics"))
+"""Lists of names of which none has a comma, so that one between two names parts them."""
+
+
 class _TrainParser(OptionParser, HfArgumentParser):
     other_words = _OTHER_WORDS
 
@@ -92,6 +96,8 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
         for name, value in given.items():
             if value is not absent and name in options:
                 check_number(options[name], value)
+            if name in _NAMES_APART and isinstance(value, list):
+                given[name] = [part.strip() for word in value for part in word.split(",") if part.strip()]
         trackers = given["report_to"]
         if isinstance(trackers, list) and len(trackers) == 1:
             given["report_to"] = trackers[0]

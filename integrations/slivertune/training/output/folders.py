@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ START_NAME = "slivertune_run.json"
 SETTINGS_NAME = "slivertune_run.yaml"
 """The file with its settings that it writes beside that one."""
 
+_LONGEST_SHOWN = 80
 _RUNS = Path("runs")
 _ROUNDING = 1e-6
 """Of an update, by which a number of epochs times the updates of one may be off."""
@@ -230,12 +232,27 @@ def _default_folders(method: str) -> itertools.chain[Path]:
 
 def _check_place(folder: Path) -> None:
     """Refuse a place where no folder can be, or none that can be written."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        if "\0" in str(folder):
+            # Of such a name `Path.exists` says that it is not there.
+            raise ValueError("embedded null byte")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"output_dir {str(folder)[:_LONGEST_SHOWN]!r} can't be a folder: {reason}; name another"
+        ) from error
     if not there.is_dir():
         where = "is a file" if there == folder else f"lies under {there}, which is a file"
         raise FileExistsError(f"output_dir {folder} {where}; name a folder, which need not exist yet")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"output_dir {cannot_write(folder, f'{there} is not writable for this user', there)}")
+    try:
+        # Rights are not all: /proc, a full quota, a name that is too long.
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"output_dir {cannot_write(folder, str(error.strerror), there)}") from error
 
 
 def _is_occupied(folder: Path) -> bool:
