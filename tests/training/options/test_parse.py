@@ -312,3 +312,22 @@ def test_a_missing_library_is_named_as_pip_does(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
     with pytest.raises(ImportError, match=re.escape(message)):
         parse_train_arguments(arguments)
+
+
+@pytest.mark.parametrize("method", ["dense", "hift", "sft", "lora"])
+@pytest.mark.parametrize("asked", ["typed", "by a launcher"])
+def test_bf16_without_support_is_said_alike_for_all_methods(
+    method: str, asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "slivertune")
+    words = ["--method", method, *(["--bf16"] if asked == "typed" else [])]
+    if asked != "typed":
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr("slivertune.training.ranks.processes.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    arguments = parse_train_arguments(words)
+    assert arguments.training.device.type == "cpu" and "use_cpu" not in arguments.values
+    assert "no GPU is here; --bf16 computes on the CPU" in caplog.text
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    with pytest.raises(ValueError, match="--bf16 needs a GPU with bf16, and the one that is here has none"):
+        parse_train_arguments(words)

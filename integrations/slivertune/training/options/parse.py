@@ -26,6 +26,7 @@ from slivertune.training.output.folders import Goal, RunFolder, choose_run_folde
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
     asks_for,
+    bf16_values,
     check_engine_precision,
     check_processes,
     device_values,
@@ -112,6 +113,8 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         "output_dir": str(folder.path),
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
+    # Not kept with the settings, which may make the run again where a GPU is.
+    values |= bf16_values(values) if mixed == "bf16" else {}
     training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
     check_processes(training, coordinator.world_size, four_bit=model.load_in_4bit)
     for name in filter(is_secret, _TRAINERS):

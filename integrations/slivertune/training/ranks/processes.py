@@ -3,6 +3,7 @@
 All beside what `slivertune.attach` does.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from slivertune.parallel.layout import layout_of
 from slivertune.parallel.zero.shm_comm import check_build
 from slivertune.parallel.zero.unsupported import fill_buckets
 from slivertune.planning.methods import clash_with_zero3
+
+_LOG = logging.getLogger(__name__)
 
 
 def asks_for(engine: Literal["deepspeed", "fsdp"], values: dict[str, Any]) -> bool:
@@ -90,6 +93,28 @@ def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
             "bf16 is asked for, by --bf16, --weights_dtype or the launcher, and under DeepSpeed the Trainer takes it "
             "on GPUs with bf16 alone, of which none is here; leave it out, as by accelerate launch --mixed_precision no"
         )
+
+
+def bf16_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Say alike for all methods where bf16 is computed that was asked for by --bf16 or a launcher.
+
+    Args:
+        values: What the user typed, by name.
+
+    Returns:
+        Fields of `TrainingArguments` and their values: without a GPU, bf16 is computed on the CPU.
+
+    Raises:
+        ValueError: If there is a GPU that has no bf16.
+    """
+    if values.get("use_cpu", False) or asks_for("deepspeed", values) or is_torch_bf16_gpu_available():
+        return {}
+    if torch.accelerator.is_available():
+        raise ValueError(
+            "--bf16 needs a GPU with bf16, and the one that is here has none; leave it out, or add --use_cpu"
+        )
+    _LOG.info("no GPU is here; --bf16 computes on the CPU")
+    return {"use_cpu": True}
 
 
 def check_processes(training: TrainingArguments, world_size: int, *, four_bit: bool = False) -> None:
