@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from slivertune import SFT, HiFT, SFTConfig
+from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.models import (
     LAYERS,
     assert_same_bits,
@@ -56,6 +57,27 @@ def test_detach_gives_back_what_was_free_and_takes_every_hook_away(gradients: An
     assert trainable(model) == set(), "the second call has nothing to give back"
     with pytest.raises(RuntimeError, match=r"after detach\(\).*reattach"):
         hift.step()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_after_detach_a_checkpointed_model_whose_embedding_is_frozen_trains_as_before(use_reentrant: bool) -> None:
+    model, batch = tiny_llama(), token_batches(1)[0]
+    enable_checkpointing(model, {"use_reentrant": use_reentrant})
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()]
+    model.get_input_embeddings().requires_grad_(False)
+    num_hooks = hooks_of(model)
+    with pytest.warns(UserWarning, match="HiFT keeps them frozen"):
+        model, hift = hift_over(model, torch.optim.AdamW, lr=1e-2)
+    train(model, hift, [batch] * 2, 2)
+    hift.detach()
+    hift.reattach()
+    train(model, hift, [batch] * 2, 2)
+    hift.detach()
+    assert hooks_of(model) == num_hooks
+    assert [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()] == functions
+    model(**batch).loss.backward()
+    assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
 
 
 @pytest.mark.parametrize("what", ["the model", "a part of it", "a wrapper of it"])

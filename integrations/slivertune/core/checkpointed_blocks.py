@@ -28,17 +28,19 @@ class CheckpointedBlocksHandle(ModelHandle):
         model: A transformers model, or a PEFT model around one; checkpointing may be switched on later.
 
     Raises:
-        ValueError: If transformers checkpoints no block of the model.
+        ValueError: If transformers checkpoints no block of the model, and `needs_blocks`.
     """
 
     is_innermost: ClassVar[bool] = False
     """Whether no other stand-in comes between this one and the function itself."""
     feature: Feature | None = None
     """What it is, as `refused_pairs` names it; None of what goes with everything."""
+    needs_blocks: ClassVar[bool] = True
+    """Whether a model without such blocks is refused."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.blocks = find_checkpointed_blocks(model)
+        self.blocks = find_checkpointed_blocks(model) if self.needs_blocks else checkpointed_blocks(model)
         """What transformers checkpoints, from the bottom to the top."""
         self._place_of = {
             layer: index
@@ -69,6 +71,14 @@ class CheckpointedBlocksHandle(ModelHandle):
         """Whether any block is checkpointed now."""
         return any(block.gradient_checkpointing for block in self.blocks)
 
+    def wants(self, function: Callable[..., Any]) -> bool:
+        """Whether to stand before a function that checkpoints a layer; before every one, unless a subclass says no.
+
+        Args:
+            function: The layer's own, or another stand-in.
+        """
+        return True
+
     def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
         """Run a layer's forward.
 
@@ -84,7 +94,7 @@ class CheckpointedBlocksHandle(ModelHandle):
     def _put(self, *_: Any) -> None:
         for layer, place in self._place_of.items():
             own = checkpointing_of(layer)
-            if own is None or any(each.handle is self for each in _stand_ins(own)):
+            if own is None or not self.wants(own) or any(each.handle is self for each in _stand_ins(own)):
                 continue
             last = next(reversed(list(_stand_ins(own))), None) if self.is_innermost else None
             if last is None:
@@ -134,14 +144,11 @@ class BeforeCheckpointing(StandIn):
         return self.handle.run(self.function, self._layer, self._place, forward, args)
 
 
-def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLayer, ...]:
-    """The modules that transformers checkpoints, but for those inside of others, from the bottom to the top.
+def checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLayer, ...]:
+    """Find the modules that transformers checkpoints, but for those inside of others, from the bottom to the top.
 
     Args:
         model: Any module.
-
-    Raises:
-        ValueError: If there is none.
     """
     found: list[GradientCheckpointingLayer] = []
     inside: set[nn.Module] = set()
@@ -149,13 +156,26 @@ def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLay
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             found.append(module)
             inside.update(module.modules())
+    return tuple(found)
+
+
+def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLayer, ...]:
+    """Find what `checkpointed_blocks` finds in a model that has such blocks.
+
+    Args:
+        model: Any module.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = checkpointed_blocks(model)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no block that transformers checkpoints by itself "
             "(GradientCheckpointingLayer), so that none can keep its activations alone, or let its input wait on the "
             "host; leave keep_activations and offload_activations out"
         )
-    return tuple(found)
+    return found
 
 
 def records_graph(block: nn.Module, inputs: Any) -> bool:

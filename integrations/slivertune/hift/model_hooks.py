@@ -20,6 +20,7 @@ from slivertune.core.layers import Layer
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of, with_tensors_replaced
 from slivertune.core.parameters import check_form, held_parameters, settle_requires_grad, whole_shape
+from slivertune.core.reentrant import RecordingCheck, ReentrantBlocks, has_other_reentrant
 from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, compiled_call_of, running_backward
 from slivertune.hift.piece import Weight
 
@@ -81,6 +82,12 @@ class ModelHooks:
         self._outermost: nn.Module | None = None
         self._anchor = torch.zeros((), requires_grad=True)
         self._has_warned_of_compilation = False
+        self._reentrant = ReentrantBlocks(model)
+        self._recording = RecordingCheck()
+        self._reached_now: set[int] = set()
+        self._not_reached = set(self._trained)
+        """Parameters, by identity, that the last backward of their turn has brought no gradient, or none has yet."""
+        self._truncated: list[Any] = []
 
     def attach(self) -> None:
         """Freeze all that is trained, until its turn, and hook the model."""
@@ -88,7 +95,8 @@ class ModelHooks:
             self._warn_of_compilation()
         for _, parameter in self._trained.values():
             parameter.requires_grad_(False)
-        self._handles = [self.model.register_forward_pre_hook(_truncate_backward)]
+        self._reentrant = ReentrantBlocks(self.model)
+        self._handles = [self.model.register_forward_pre_hook(ModuleHook(self._truncate_backward))]
         for module in _entry_modules(self.model, self._layers):
             self._handles += [
                 module.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True),
@@ -101,6 +109,10 @@ class ModelHooks:
             return
         for handle in (*self._handles, *self._gradient_hooks):
             handle.remove()
+        self._recording.end()
+        self._reentrant.remove()
+        while self._truncated:
+            self._truncated.pop().enable_input_require_grads()
         self._handles, self._gradient_hooks = [], []
         for _, parameter in self._trained.values():
             parameter.requires_grad_(True)
@@ -120,6 +132,7 @@ class ModelHooks:
 
         def note_gradient(parameter: torch.Tensor) -> None:
             self._reached = True
+            self._reached_now.add(id(parameter))
             arrived = parameter.grad
             on_gradient(parameter)
             # In its place may stand what lies on the host.
@@ -155,6 +168,9 @@ class ModelHooks:
     def end_update(self) -> bool:
         """A step is over, or its gradients are given up; whether a backward has run, and none reached the group."""
         missed = self._ran and not self._reached
+        if self._ran:
+            self._not_reached = (self._not_reached | self._active.keys()) - self._reached_now
+        self._reached_now.clear()
         self._ran = self._reached = False
         self._drop_witness()
         return missed
@@ -241,6 +257,17 @@ class ModelHooks:
         if self.checks_model:
             self.check()
         self.settle()
+        if not torch.compiler.is_compiling():
+            self._reentrant.prepare()
+            self._watch_recording()
+
+    def _watch_recording(self) -> None:
+        """Have the modules watched of whose parameters no gradient is known to come."""
+        watched = {key: self._trained[key][0] for key in self._active if key in self._not_reached}
+        if watched:
+            held = held_parameters(self.model)
+            modules = {module: watched[id(each)] for module, each in held if id(each) in watched}
+            self._recording.begin(self.model, modules)
 
     @torch.compiler.disable(reason="the warning is for the user")  # type: ignore[untyped-decorator]
     def _warn_of_compilation(self) -> None:
@@ -259,6 +286,7 @@ class ModelHooks:
         if self._outermost is not module:
             return None
         self._outermost = None
+        self._recording.end()
         if isinstance(sys.exception(), torch.OutOfMemoryError):
             self._on_lack_of_memory()
         self._on_forward_end(sys.exception() is None)
@@ -307,6 +335,18 @@ class ModelHooks:
             self._witness.grad = None
             self._witness = None
 
+    def _truncate_backward(self, model: nn.Module, inputs: Any) -> None:
+        """Undo `enable_input_require_grads`, which transformers 5 calls along with checkpointing.
+
+        With the embedding's output requiring a gradient, backward would run through every frozen block down to it. A
+        model that calls reentrant checkpointing by itself needs it that way, so there it stays.
+        """
+        for module in model.modules():
+            if getattr(module, "_require_grads_hooks", None) and not has_other_reentrant(module):
+                module.disable_input_require_grads()  # type: ignore[operator]
+                if module not in self._truncated:
+                    self._truncated.append(module)
+
 
 def _entry_modules(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]:
     """The model, and the modules in it that hold a whole layer and more: what a training loop may call by itself."""
@@ -334,20 +374,3 @@ class _Anchor(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.tell()
         return None, None, None
-
-
-def _truncate_backward(model: nn.Module, inputs: Any) -> None:
-    """Undo `enable_input_require_grads`, which transformers 5 calls along with checkpointing.
-
-    With the embedding's output requiring a gradient, backward would run through every frozen block down to it.
-    Reentrant checkpointing needs it that way, so there it stays.
-    """
-    for module in model.modules():
-        if getattr(module, "_require_grads_hooks", None) and not _is_reentrant(module):
-            module.disable_input_require_grads()  # type: ignore[operator]
-
-
-def _is_reentrant(model: nn.Module) -> bool:
-    checkpointed = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
-    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in checkpointed)
-    return next((getattr(each, "keywords", {}).get("use_reentrant") is not False for each in functions), False)

@@ -178,7 +178,8 @@ class Rotation:
             warnings.warn(
                 f"no gradient reached group {group} ({f'{first} and {len(others)} more' if others else first}): its "
                 "turn passes without an update; optimizer.skipped_turns counts such steps, and this warning comes once "
-                "a group",
+                "a group. If torch.utils.checkpoint runs a function of these weights, use_reentrant=True loses their "
+                "gradients; pass use_reentrant=False",
                 UserWarning,
                 stacklevel=5,
             )

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
 from slivertune.core.parameters import held_parameters, settle_requires_grad
+from slivertune.core.reentrant import RecordingCheck, ReentrantBlocks
 from slivertune.core.torch_internals import version_of
 from slivertune.deltas.names import name_before
 from slivertune.sft.config import PhiGradient
@@ -63,11 +64,14 @@ class ModelHooks:
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self.is_on = False
         """Whether the model has it."""
-        self._handles: list[RemovableHandle | DeltaLayer] = []
+        self._handles: list[RemovableHandle | DeltaLayer | ReentrantBlocks] = []
         self._required: dict[int, tuple[nn.Parameter, bool]] = {}
         """Parameters of the model, by identity, and whether each is to require a gradient."""
         self._trained: dict[int, str] = {}
         self._versions: list[int] = []
+        self._recording = RecordingCheck()
+        self._not_reached = list(weights)
+        """Tensors that the last step has met no gradient of, or none has yet."""
 
     def put_on(self, *, with_delta_parameters: bool = True) -> None:
         """Freeze the model, and see to each trained tensor's gradient.
@@ -83,6 +87,9 @@ class ModelHooks:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(at)))
             else:
                 self._handles.append(self._layer_class(weight, at, self._gradient_sync, self._phi_gradient))
+        modules = {weight.target.module for weight in self._weights}
+        self._reentrant = ReentrantBlocks(self._model, lambda block: not modules.isdisjoint(block.modules()))
+        self._handles.append(self._reentrant)
         if not self._gradient_sync.communicator.is_alone:
             self._handles += self._gradient_sync.watch(self._model)
         # On a layer, as a model that is a container would count it among its layers and call it.
@@ -110,6 +117,7 @@ class ModelHooks:
         _on_models.discard(self)
         for handle in self._handles:
             handle.remove()
+        self._recording.end()
         self._handles, self._required, self._trained = [], {}, {}
         if hasattr(self._owner, DELTA_PARAMETERS_NAME):
             delattr(self._owner, DELTA_PARAMETERS_NAME)
@@ -196,12 +204,19 @@ class ModelHooks:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.check()
             settle_requires_grad(self._required.values())
+            self._reentrant.prepare()
+            self._recording.begin(self._model, {weight.target.module: weight.name for weight in self._not_reached})
+
+    def note_gradients(self) -> None:
+        """Note of which tensors the step that begins has no gradient: the next forward watches their modules."""
+        self._not_reached = [weight for weight in self._weights if weight.phi.grad is None]
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Freeze again when the backward begins, in which checkpointed layers run once more.
 
         Where a training forward has met nothing that is trained, the user's backward finds an end nevertheless.
         """
+        self._recording.end()
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         tensors = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]

@@ -268,6 +268,7 @@ class SFT(CheckpointedSliver):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._hooks.note_gradients()
         if all(weight.phi.grad is None for weight in self._weights):
             self._note_idle_step()
             return loss
@@ -298,7 +299,8 @@ class SFT(CheckpointedSliver):
             warnings.warn(
                 f"no gradient has reached any of the {len(self._weights)} trained tensors (the first is "
                 f"{self._weights[0].name}) in the last {IDLE_STEPS} steps, none of which was an update; check that the "
-                "loss depends on them, or name others with SFTConfig(targets=...)",
+                "loss depends on them, call torch.utils.checkpoint.checkpoint with use_reentrant=False, or name others "
+                "with SFTConfig(targets=...)",
                 stacklevel=4,
             )
 

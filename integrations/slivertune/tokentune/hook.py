@@ -11,6 +11,7 @@ from torch import nn
 from slivertune.core.compiled_blocks import runs_compiled
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook
+from slivertune.core.reentrant import ReentrantBlocks, check_recorded
 from slivertune.core.saved_values import is_count
 from slivertune.core.token_tiles import runs_in_tiles
 from slivertune.core.token_wise import norms_outside
@@ -175,6 +176,8 @@ class TokenTuneHandle(ModelHandle):
         configs = {id(each.config): each.config for each in intercepted if hasattr(each, "config")}
         _hooked_models.add(model)
         self._undo.append(lambda: _hooked_models.discard(model))
+        self._reentrant = ReentrantBlocks(model)
+        self._undo.append(self._reentrant.remove)
         parent = next(module for module in model.modules() if self._layers in list(module.children()))
         self._check = model_check(self._layers, parent, self._wrapped, (model.config, *configs.values()), has_attention)
         self._undo.append(parent.register_forward_hook(ModuleHook(self._leave_layers)).remove)
@@ -221,6 +224,7 @@ class TokenTuneHandle(ModelHandle):
                 model, shrinks=self._head in ("causal", "token"), is_awaited=selection.awaits_backward
             )
         self._check()
+        self._reentrant.prepare()
         is_scored_outside = bool(kwargs.get(FUSED_HEAD))
         if is_scored_outside and not self.is_scored_outside:
             refuse_unknown_loss(model)
@@ -283,6 +287,8 @@ class TokenTuneHandle(ModelHandle):
         rows = selection.of_forward or self._draw(hidden, self._call)
         rows.forget_parts()
         may_train = layer_rows.has_other_forwards or any(each.requires_grad for each in layer.parameters())
+        if may_train:
+            check_recorded(type(layer).__name__)
         if hidden.requires_grad or may_train:
             rows.live_layers.add(id(layer_rows))
 
@@ -298,13 +304,13 @@ class TokenTuneHandle(ModelHandle):
                     "is not computed for tokens that are not selected; this model is not supported"
                 )
             hidden = rows.split(hidden, "tokens")[0]
-        hidden = mark_passed(hidden, self._selection, rows)
-        if isinstance(output, torch.Tensor):
-            return hidden
-        if isinstance(output, tuple):
-            return (hidden, *output[1:])
-        output[next(iter(output))] = hidden
-        return output
+            if isinstance(output, torch.Tensor):
+                output = hidden
+            elif isinstance(output, tuple):
+                output = (hidden, *output[1:])
+            else:
+                output[next(iter(output))] = hidden
+        return mark_passed(output, self._selection, rows)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
         call, rows = self._call, self._selection.of_forward

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from slivertune.core.outputs import with_tensors_replaced
 from slivertune.core.torch_internals import (
     NO_BACKWARD,
     at_end_of_backward,
@@ -251,18 +252,18 @@ def in_backward() -> bool:
 
 
 @uncompiled
-def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -> torch.Tensor:
-    """The layers' output. When the backward passes it, layers that it computes again are this forward's.
+def mark_passed(output: Any, selection: SelectionContext, rows: Rows) -> Any:
+    """Mark the layers' output. When the backward passes it, layers that it computes again are this forward's.
 
     Within a backward, nodes run in the reverse order of their making, so that the layers of a later forward are done
     before an earlier one's output is passed.
 
     Args:
-        hidden: The output.
+        output: A nest of tensors, any of which the loss may be made of: hidden states, and what was pooled of them.
         selection: What modules ask.
         rows: The running forward's selection.
     """
-    passed, mark = hidden.view_as(hidden), _NotPassed()
+    mark = _NotPassed()
 
     def enter(gradient: torch.Tensor) -> None:
         if selection.is_removed and rows.is_checkpointed:
@@ -278,7 +279,12 @@ def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -
         # alive, so that both would wait for the garbage collector.
         at_end_of_backward(rows.forget_parts)
 
-    if passed.requires_grad:
+    def marked(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        passed = tensor.view_as(tensor)
         passed.register_hook(enter)
         selection.not_passed.add(mark)
-    return passed
+        return passed
+
+    return with_tensors_replaced(output, marked)

@@ -1,0 +1,240 @@
+"""Reentrant checkpointing (`torch.utils.checkpoint` with `use_reentrant=True`) of blocks whose input needs no gradient.
+
+Torch records a reentrant checkpoint only if a tensor among its positional arguments requires a gradient, whatever the
+parameters inside. Pixels, mel spectrograms and the output of frozen layers require none, so the gradients of every
+weight inside would be dropped. Blocks that transformers checkpoints get such an argument here. Any other
+checkpoint is refused where trained modules run inside of one that is not recorded.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from slivertune.core.checkpointed_blocks import CheckpointedBlocksHandle
+from slivertune.core.compiled_blocks import runs_compiled
+from slivertune.core.module_hook import ModuleHook
+from slivertune.core.outputs import with_tensors_replaced
+from slivertune.core.torch_internals import apply_function, compiled_call_of
+from slivertune.core.transformers_internals import checkpointing_of
+
+
+def is_trainable(module: nn.Module) -> bool:
+    """Whether any parameter of a module requires a gradient."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+class ReentrantBlocks(CheckpointedBlocksHandle):
+    """Records the reentrant checkpoint of every block that trains, whatever its input.
+
+    A block whose input requires no gradient is given a scalar that does. Values and gradients do not change, no
+    gradient of the input is computed, and blocks that do not train stay unrecorded. Tensors that a block is given by
+    keyword or in a nest, and those that it returns in one, get their gradients as well.
+
+    Args:
+        model: Any model; `prepare` follows checkpointing that is switched on later.
+        trains: Whether a block has anything that is trained.
+    """
+
+    is_innermost: ClassVar[bool] = True  # only what torch checkpoints
+    needs_blocks: ClassVar[bool] = False
+    refusal_to_copy = "what records reentrant checkpoints belongs to one model; a copy of the model is without it"
+
+    def __init__(self, model: nn.Module, trains: Callable[[nn.Module], bool] = is_trainable) -> None:
+        super().__init__(model)
+        self._trains = trains
+        self._undo.append(self._take_off)
+
+    def prepare(self) -> None:
+        """Stand before the checkpointing of the blocks that is reentrant now; called before each training forward."""
+        self._put()
+
+    def wants(self, function: Callable[..., Any]) -> bool:
+        """Whether a function checkpoints in the reentrant way."""
+        return is_reentrant(function)
+
+    def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
+        """Checkpoint a forward so that it is recorded if anything in or below it trains."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return own(forward, *args)
+        by_position = {id(each): each for each in args if isinstance(each, torch.Tensor)}
+        nest = _tensors_of((args, dict(getattr(forward, "keywords", {}))))
+        nested = [each for key, each in nest.items() if each.requires_grad and key not in by_position]
+        anchors: list[torch.Tensor] = []
+        if not nested and not any(each.requires_grad for each in by_position.values()):
+            if not self._trains(layer):
+                return own(forward, *args)
+            anchors = [torch.zeros((), requires_grad=True)]
+        call = _PositionalCall(forward, [id(each) for each in args], [id(each) for each in nested])
+        results = own(call, *args, *nested, *anchors)
+        return call.take_output((results,) if isinstance(results, torch.Tensor) else results)
+
+
+class _PositionalCall:
+    """A block's forward to which all tensors that require a gradient come by position, and which returns a tuple.
+
+    The graph holds this object, which so holds no tensor beyond the forward's own keywords.
+
+    Args:
+        forward: The block's, with its keywords (`functools.partial`).
+        args: The identities of its positional arguments.
+        nested: The identities of the tensors that follow them, which lie in keywords and nests. An anchor may come
+            last, which requires a gradient.
+    """
+
+    def __init__(self, forward: Callable[..., Any], args: Sequence[int], nested: Sequence[int]) -> None:
+        self._forward, self._args, self._nested = forward, args, nested
+        self._output: Any = None
+        self._is_running = True
+
+    def __call__(self, *given: Any) -> tuple[torch.Tensor, ...]:
+        """Run the forward, now and again in the backward, on the tensors that torch passes."""
+        place = dict(zip((*self._args, *self._nested), given, strict=False))
+
+        def replaced(nest: Any) -> Any:
+            return with_tensors_replaced(nest, lambda tensor: place.get(id(tensor), tensor))
+
+        args = [each if isinstance(each, torch.Tensor) else replaced(each) for each in given[: len(self._args)]]
+        # A partial function takes these in place of its own.
+        output = self._forward(*args, **replaced(dict(getattr(self._forward, "keywords", {}))))
+        if self._is_running:
+            self._output = output
+        results = tuple(_tensors_of(output).values())
+        anchors = given[len(self._args) + len(self._nested) :]
+        # If a block has used none of its parameters, torch finds nothing from which to go backward.
+        if anchors and torch.is_grad_enabled() and not any(each.requires_grad for each in results):
+            results = tuple(_anchored(each, anchors[0]) for each in results)
+        return results
+
+    def take_output(self, results: Iterable[torch.Tensor]) -> Any:
+        """Return what the block has returned, with the tensors that torch has recorded.
+
+        Args:
+            results: The tensors.
+        """
+        output, self._output, self._is_running = self._output, None, False
+        recorded = dict(zip(_tensors_of(output), results, strict=True))
+        return with_tensors_replaced(output, lambda tensor: recorded[id(tensor)])
+
+
+class RecordingCheck:
+    """Refuses a training forward in which a module runs inside of a checkpoint that torch does not record.
+
+    It hooks the modules that it is told to watch for one forward. Compiled modules are not watched, since a hook would
+    become part of their graph.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self, model: nn.Module, modules: Mapping[nn.Module, str]) -> None:
+        """Watch modules until `end`.
+
+        Args:
+            model: Holds them.
+            modules: Modules that hold trained parameters, each with the name of one of these.
+        """
+        self.end()
+        if not modules or any(runs_compiled(each) or compiled_call_of(each) is not None for each in model.modules()):
+            return
+        for module, name in modules.items():
+            self._handles.append(module.register_forward_pre_hook(ModuleHook(_checks_recording(name))))
+
+    def end(self) -> None:
+        """Take the hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def check_recorded(name: str) -> None:
+    """Refuse to run a trained module inside of an autograd function that is not recorded, as a reentrant checkpoint.
+
+    Costs a walk over the Python stack where gradients are disabled, else nothing.
+
+    Args:
+        name: A trained parameter of the module.
+
+    Raises:
+        RuntimeError: Naming the parameter, and the way out.
+    """
+    if torch.is_grad_enabled():
+        return
+    context = _outermost_function()
+    if context is not None and not any(context.needs_input_grad):
+        raise RuntimeError(
+            f"{name} is trained, but runs under reentrant checkpointing ({type(context).__name__}), which loses its "
+            "gradient: no tensor among the positional arguments of the checkpoint requires a gradient. Call "
+            "torch.utils.checkpoint.checkpoint with use_reentrant=False"
+        )
+
+
+def is_reentrant(function: Any) -> bool:
+    """Whether what checkpoints a block does so in the reentrant way, which is torch's own default.
+
+    Args:
+        function: A block's, as transformers sets it; None if the block was never checkpointed.
+    """
+    return function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False
+
+
+def has_other_reentrant(model: nn.Module) -> bool:
+    """Whether a model calls reentrant checkpointing by itself, beside the blocks that transformers checkpoints.
+
+    Args:
+        model: A model of transformers, or a part of one.
+    """
+    switched_on = {
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False) and is_reentrant(checkpointing_of(module))
+    }
+    blocks = {module for module in switched_on if isinstance(module, GradientCheckpointingLayer)}
+    return any(blocks.isdisjoint(module.modules()) for module in switched_on - blocks)
+
+
+def _outermost_function() -> Any:
+    """The context of the outermost autograd function whose forward runs now; None outside of any."""
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, FunctionCtx):
+                found = context
+        frame = frame.f_back
+    return found
+
+
+def _checks_recording(name: str) -> Callable[..., None]:
+    return lambda *_: check_recorded(name)
+
+
+def _tensors_of(nest: Any) -> dict[int, torch.Tensor]:
+    """The tensors of a nest by identity, each once."""
+    found: dict[int, torch.Tensor] = {}
+    with_tensors_replaced(nest, lambda tensor: found.setdefault(id(tensor), tensor))
+    return found
+
+
+def _anchored(tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    is_differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return apply_function(_Anchor, tensor, anchor) if is_differentiable else tensor
+
+
+class _Anchor(torch.autograd.Function):
+    """The identity, recorded although its tensor requires no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None
