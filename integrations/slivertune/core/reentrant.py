@@ -6,7 +6,7 @@ weight inside would be dropped. Blocks that transformers checkpoints get such an
 checkpoint is refused where trained modules run inside of one that is not recorded.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar
@@ -200,7 +200,7 @@ def has_other_reentrant(model: nn.Module) -> bool:
 
 def _outermost_function() -> Any:
     """The context of the outermost autograd function whose forward runs now; None outside of any."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     found = None
     while frame is not None:
         code = frame.f_code
