@@ -14,7 +14,7 @@ from torch import nn
 import slivertune as st
 from slivertune import HiFT, HiFTConfig
 from slivertune.core import activation_room, kept_activations
-from slivertune.core.refused_pairs import REFUSED_PAIRS, RefusedPair, refuse_together
+from slivertune.core.refused_pairs import REFUSED_PAIRS, Feature, RefusedPair, refuse_together
 from tests.helpers.compilation import IGNORED
 from tests.helpers.models import tiny_llama, token_batches
 
@@ -132,10 +132,30 @@ def test_after_the_first_is_removed_the_second_comes() -> None:
     model(**BATCH)
 
 
-def test_a_part_without_the_feature_may_be_compiled() -> None:
+@pytest.mark.parametrize("compiles_first", [False, True])
+@pytest.mark.parametrize("feature", ["waiting", "weights='host'"])
+def test_a_part_without_the_feature_may_be_compiled(feature: Feature, compiles_first: bool) -> None:
     model = _model()
-    _hift(model, waiting="int8")
-    model.lm_head.compile(**COMPILE)
+    steps = [lambda: DOORS[feature]["HiFT"](model), lambda: model.lm_head.compile(**COMPILE)]
+    for step in steps[::-1] if compiles_first else steps:
+        step()
+    model(**BATCH).loss.backward()
+    model.kept.step()
+
+
+def test_what_is_compiled_below_an_offloaded_block_is_left_alone() -> None:
+    model = _model()
+    for block in model.model.layers:
+        block.mlp.compile(**COMPILE)
+    with st.offload_activations(model):
+        model(**BATCH).loss.backward()
+
+
+def test_what_is_kept_from_compilation_is_not_compiled() -> None:
+    model = _model()
+    for block in model.model.layers:
+        block.mlp.forward = torch.compiler.disable(block.mlp.forward)
+    _hift(model, weights="host")
     model(**BATCH).loss.backward()
     model.kept.step()
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,8 @@ def test_a_count_is_an_integer_from_zero_on(value: Any, fits: bool) -> None:
         (0.0, True),
         (1, True),
         (None, True),
+        (np.float64(0.5), True),
+        (np.float32(0.5), True),
         (torch.tensor(0.5), True),
         (True, False),
         (-1e-3, False),

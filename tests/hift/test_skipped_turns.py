@@ -20,7 +20,7 @@ import transformers as hf
 from torch import nn
 from torch.amp import GradScaler
 
-from slivertune import HiFT
+from slivertune import HiFT, HiFTConfig
 from tests.helpers.models import (
     BLOCKS,
     HIDDEN,
@@ -327,6 +327,37 @@ def test_skipped_turns_resume_in_mid_cycle_to_the_bit() -> None:
         run(case, again, resumed, range(start, STEPS))
         assert resumed.skipped_turns == hift.skipped_turns and resumed.updates == hift.updates
         assert_same_bits(again, model)
+
+
+class Halves(nn.Module):
+    """Two heads over one input, each a layer, whose losses have a backward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(inputs).pow(2).mean(), self.other(inputs).pow(2).mean()
+
+
+@pytest.mark.parametrize("forwards", ["one", "each before its backward", "all before"])
+def test_a_backward_that_misses_the_group_takes_nothing_from_one_that_reaches_it(forwards: str) -> None:
+    model = seeded(Halves, 0)
+    layers = [["one"], ["other"]]
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers=layers), lr=0.1)
+    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    for update in range(4):
+        before = weights(model)
+        active = "one" if update % 2 == 0 else "other"
+        losses = model(inputs) if forwards == "one" else None
+        more = [model(inputs) for _ in range(2)] if forwards == "all before" else None
+        for index in (1, 0) if active == "one" else (0, 1):  # the missing one first
+            now = more[index] if more else losses or model(inputs)
+            now[index].backward(retain_graph=True)
+        hift.step()
+        moved = {name for name, weight in weights(model).items() if not torch.equal(weight, before[name])}
+        assert moved == {f"{active}.weight", f"{active}.bias"}
+        hift.zero_grad()
 
 
 def test_a_state_of_before_turns_were_counted_is_read() -> None:

@@ -59,7 +59,7 @@ class CheckpointedBlocksHandle(ModelHandle):
             RuntimeError: If the model has what does not go with this.
         """
         if self.feature is not None:
-            self._undo.append(attach_feature(model, self.feature))
+            self._undo.append(attach_feature(model, self.feature, self.blocks))
         self._put()
         self._undo.append(self._take_off)
         # Checkpointing that is switched on anew comes with a function of its own.

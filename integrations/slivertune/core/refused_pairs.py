@@ -9,7 +9,7 @@ module around it or another function in place of its forward, or by `compile_blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,12 +76,13 @@ REFUSED_PAIRS = (
 )
 
 
-def attach_feature(model: nn.Module, feature: Feature) -> Callable[[], None]:
+def attach_feature(model: nn.Module, feature: Feature, places: Iterable[nn.Module]) -> Callable[[], None]:
     """Refuse what a model has that does not go with a feature, now and when it comes later.
 
     Args:
         model: The model; call this before the feature's stand-ins are put on it.
         feature: What is about to be attached.
+        places: The modules on which its stand-ins are put.
 
     Returns:
         Ends it.
@@ -89,7 +90,7 @@ def attach_feature(model: nn.Module, feature: Feature) -> Callable[[], None]:
     Raises:
         RuntimeError: If the model has something that does not go with the feature.
     """
-    refuse_beside(model, feature)
+    refuse_at(model, feature, places)
     if not any("torch.compile" in (pair.first, pair.second) for pair in _pairs_of(feature)):
         return lambda: None
     undo = [put_stand_in(each, "compile", _CheckedCompile(each)) for each in model.modules()]
@@ -113,10 +114,25 @@ def refuse_beside(model: nn.Module, feature: Feature) -> None:
     Raises:
         RuntimeError: Naming both.
     """
-    present = {each for module in model.modules() for each in _features_on(module)}
-    for pair in _pairs_of(feature):
-        if (pair.second if pair.first == feature else pair.first) in present:
-            raise RuntimeError(str(pair))
+    _refuse({each for module in model.modules() for each in _features_on(module)}, feature)
+
+
+def refuse_at(model: nn.Module, feature: Feature, places: Iterable[nn.Module]) -> None:
+    """Refuse what does not go with a feature on some modules; what is compiled elsewhere in the model is left alone.
+
+    Args:
+        model: The model.
+        feature: What is about to be attached.
+        places: The modules.
+
+    Raises:
+        RuntimeError: Naming both.
+    """
+    at = set(map(id, places))
+    for module in model.modules():
+        if "torch.compile" in _features_on(module) and any(id(each) in at for each in module.modules()):
+            _refuse({"torch.compile"}, feature)
+    _refuse({each for module in model.modules() for each in _features_on(module)} - {"torch.compile"}, feature)
 
 
 def refuse_together(asked: Mapping[Feature, str | None]) -> None:
@@ -132,6 +148,12 @@ def refuse_together(asked: Mapping[Feature, str | None]) -> None:
         first, second = asked.get(pair.first), asked.get(pair.second)
         if first is not None and second is not None:
             raise ValueError(f"{first} does not go with {second}: {pair.reason}. Leave out one of the two")
+
+
+def _refuse(present: Collection[Feature], feature: Feature) -> None:
+    for pair in _pairs_of(feature):
+        if (pair.second if pair.first == feature else pair.first) in present:
+            raise RuntimeError(str(pair))
 
 
 def _pairs_of(feature: Feature) -> list[RefusedPair]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def is_step(value: Any) -> bool:
     """Whether a value counts steps as optimizers do: a number, or a tensor of one, from 0 on."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.dtype != torch.bool and is_step(value.item())
-    return type(value) in (int, float) and 0 <= value < COUNT_LIMIT
+    return _is_number(value) and 0 <= value < COUNT_LIMIT
 
 
 def is_rate(value: Any) -> bool:
@@ -27,7 +28,12 @@ def is_rate(value: Any) -> bool:
         return True
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.is_floating_point() and is_rate(float(value))
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return _is_number(value) and math.isfinite(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number of Python or numpy, as schedules compute them."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -105,6 +111,6 @@ def _is_like(value: Any, own: Any) -> bool:
 def _kind(value: Any) -> str:
     if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
         return "flag"
-    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if _is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return "number"
     return "text" if isinstance(value, str) else "container" if isinstance(value, (list, tuple, dict)) else "other"

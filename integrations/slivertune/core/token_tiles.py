@@ -101,7 +101,7 @@ class TokenTilesHandle(ModelHandle):
                     f"the forward of {paths[module]} was replaced by {vars(module)['forward']!r}; call tile_tokens "
                     "before TokenTune and whatever else replaces it, and once for a model"
                 )
-        self._undo.append(attach_feature(model, "tile_tokens"))
+        self._undo.append(attach_feature(model, "tile_tokens", found))
         for module in found:
             tiles = _Tiles(module, paths[module], tile_size, recompute_context)
             self._undo.append(put_stand_in(module, "forward", tiles))

@@ -4,7 +4,6 @@ Everything else of the library reaches these through this file. `RELIED_ON` says
 test can tell with a clear word which has moved.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -160,11 +159,15 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
     ]
 
 
-def without_recompile_limit() -> AbstractContextManager[None]:
-    """Let torch compile a function as often as it is given something new, where it would stop after eight times."""
+def with_recompile_limit(limit: int) -> AbstractContextManager[None]:
+    """Let torch compile a function so often before it runs it as it is, if its own limit is lower.
+
+    Args:
+        limit: Compilations; torch's own limits are 8 at a time, and 256 in all.
+    """
     config: Any = torch._dynamo.config
-    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
-    return config.patch(limits)  # type: ignore[no-any-return]
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    return config.patch({name: max(limit, getattr(config, name)) for name in names})  # type: ignore[no-any-return]
 
 
 def tensor_without_memory(kind: type[Tensor], like: torch.Tensor) -> Tensor:
@@ -262,10 +265,18 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a module was compiled: in place, by another module around it, or by another function as its forward."""
     forward = vars(module).get("forward")
     return (
-        compiled_call_of(module) is not None
-        or uncompiled_module(module) is not module
-        or hasattr(forward, "_torchdynamo_orig_callable")
+        compiled_call_of(module) is not None or uncompiled_module(module) is not module or is_compiled_function(forward)
     )
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether `torch.compile` returned a function; `torch.compiler.disable` marks its functions alike.
+
+    A wrapper of such a function, made by `functools.wraps`, has its attributes but wraps another one.
+    """
+    own = getattr(function, "__dict__", {})
+    original = own.get("_torchdynamo_orig_callable")
+    return original is not None and own.get("__wrapped__") is original and "_torchdynamo_disable" not in own
 
 
 def runs_in_compiled_module() -> bool:

@@ -45,7 +45,8 @@ def choose_inputs(model: Any, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
 def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     rows = int(model.get_input_embeddings().weight.shape[0])
     # Ids of padding, images and such are read as what they stand for.
-    special = {value for name, value in model.config.to_dict().items() if name.endswith("token_id")}
+    named = [value for name, value in model.config.to_dict().items() if name.endswith("token_id")]
+    special = {each for value in named for each in (value if isinstance(value, (list, tuple)) else [value])}
     spread = (each for each in range(0, rows, max(1, rows // (2 * _NUM_TOKENS))) if each not in special)
     return torch.tensor([list(dict.fromkeys((*(each for each in tokens if each < rows), *spread)))[:_NUM_TOKENS]])
 

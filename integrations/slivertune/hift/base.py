@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from slivertune.core.torch_internals import is_compiled_function
 from slivertune.hift.unsupported_optimizers import refuse_class, refuse_instance
 
 Unit = Literal["elements", "tensors", "group"]
@@ -209,7 +210,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, rebuilt: torch.optim.Optim
 
 def _warn_of_compiled_step(optimizer: torch.optim.Optimizer) -> None:
     """Say that a step which was compiled on the instance alone is not what HiFT's instances run."""
-    if hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable"):
+    if is_compiled_function(vars(optimizer).get("step")):
         name = type(optimizer).__name__
         warnings.warn(
             f"the step of this {name} was compiled on the instance. HiFT builds one {name} per group, and runs their "

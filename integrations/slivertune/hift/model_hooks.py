@@ -54,7 +54,7 @@ class ModelHooks:
         on_forward_end: Callable[[bool], None] = lambda has_succeeded: None,
         on_lack_of_memory: Callable[[], None] = lambda: None,
         checks_model: bool = True,
-        may_be_scaled: bool = True,
+        may_be_scaled: bool,
     ) -> None:
         self.model = model
         """The model."""
@@ -132,6 +132,8 @@ class ModelHooks:
 
         def note_gradient(parameter: torch.Tensor) -> None:
             self._reached = True
+            if parameter is self._witness:
+                self._witness = None  # another backward has added a gradient to its zeros
             self._reached_now.add(id(parameter))
             arrived = parameter.grad
             on_gradient(parameter)
@@ -308,6 +310,7 @@ class ModelHooks:
         task = running_backward()
         if task != self._task:
             self._task, self._runs_backward = task, True
+            self._drop_witness()
             self.settle()
             for listener in self._listeners:
                 listener()

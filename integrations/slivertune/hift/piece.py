@@ -3,12 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from slivertune.core.hyperparameters import differs, in_form_of, own_copy
-from slivertune.core.torch_internals import without_recompile_limit
+from slivertune.core.torch_internals import with_recompile_limit
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.rotation import LearningRate
@@ -18,6 +18,10 @@ ParamGroups = Sequence[dict[str, Any]]
 
 OwnHyperparameters = Mapping[int, dict[str, Any]]
 """What the base optimizer's instances changed in their param groups by themselves, by index of the param group."""
+
+
+RECOMPILE_LIMIT = 8
+"""Compilations of a step, beside two for each instance of the base optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +145,10 @@ class Instance:
             tells it under `PARAM_GROUP`, since an engine may step them one by one.
     """
 
+    _num_made: ClassVar[int] = 0
+
     def __init__(self, optimizer: torch.optim.Optimizer, indices: Sequence[int] | None = None) -> None:
+        Instance._num_made += 1
         self.optimizer = optimizer
         """The instance itself."""
         self._indices = indices
@@ -163,8 +170,11 @@ class Instance:
                     pushed[key] = own_copy(value)
 
     def step(self) -> None:
-        """Step; a class whose step is compiled compiles it for each instance, and each size of a piece."""
-        with without_recompile_limit():
+        """Step; a class whose step is compiled compiles it for each instance, and each size of a piece.
+
+        Where each step is compiled anew, as torch does for its own optimizers whose state moves, torch gives up.
+        """
+        with with_recompile_limit(RECOMPILE_LIMIT + 2 * Instance._num_made):
             self.optimizer.step()
 
     def adapted(self) -> dict[int, dict[str, Any]]:

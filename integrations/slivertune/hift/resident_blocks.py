@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from slivertune.core.layers import find_blocks
-from slivertune.core.refused_pairs import refuse_beside
+from slivertune.core.refused_pairs import refuse_at
 from slivertune.core.torch_internals import set_buffer
 from slivertune.hift.host_weights import HostWeights, Movable, WaitingBlock
 from slivertune.hift.prefetch import unused_bytes
@@ -58,8 +58,8 @@ class StreamedModel:
     """Their hooks; there from `attach` on."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
-        refuse_beside(model, "weights='host'")
         self._found = find_blocks(model)
+        refuse_at(model, "weights='host'", [each for _, block in self._found for each in block.modules()])
         _check(model, self._found)
         self.device = compute_device(model)
         """Where the model computes."""

@@ -84,7 +84,9 @@ class StreamedBlocks:
         Raises:
             RuntimeError: If the model or a block is compiled.
         """
-        self._undo.append(attach_feature(model, "weights='host'"))
+        self._undo.append(
+            attach_feature(model, "weights='host'", [each for block in self._modules for each in block.modules()])
+        )
         own = weakref.proxy(self)
         for index, module in enumerate(self._modules):
             before, after = partial(StreamedBlocks._before, own, index), partial(StreamedBlocks._after, own, index)

@@ -68,7 +68,12 @@ class WaitingLayers:
         """
         if self._groups is not None:
             return  # they could not be released
-        self._end_feature = attach_feature(self._model, "waiting")
+        layers = [
+            each
+            for each in self._model.modules()
+            if any(id(own) in self._by_parameter for own in each.parameters(recurse=False))
+        ]
+        self._end_feature = attach_feature(self._model, "waiting", layers)
         self._groups = groups
         sources: dict[int, ExactSource] = {}
         for group in groups:

@@ -82,6 +82,7 @@ class GroupSchedule:
             [self._note_backward],
             on_lack_of_memory=self._note_lack_of_memory,
             checks_model=False,
+            may_be_scaled=False,  # DeepSpeed has a scaler of its own, and no gradients on the parameters
         )
         self._hooks.attach()
         self._waits_on_host = optimizer.config.state == "host"
