@@ -440,3 +440,23 @@ def test_a_write_that_breaks_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(OSError, match="No space left"):
         merge_adapter(open_adapter(Path("adapter")), Path("base"), Path("out"))
     assert sorted(Path.cwd().rglob("*")) == before
+
+
+def test_a_merge_that_the_host_can_not_hold_is_refused_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_base(Path("base"))
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
+    monkeypatch.setattr("slivertune.deltas.adapter_merge.available_host_bytes", lambda: 1000)
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert "GiB of host memory for weights in fp32, and 0.0 GiB are free" in capfd.readouterr().err
+    assert not Path("merged").exists()
+
+
+def test_a_model_of_several_end_tokens_is_checked_too(capfd: pytest.CaptureFixture[str]) -> None:
+    save_base(Path("base"))
+    config = json.loads(Path("base/config.json").read_text(encoding="utf-8"))
+    Path("base/config.json").write_text(json.dumps({**config, "eos_token_id": [2, 3]}), encoding="utf-8")
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
+    assert "does not run on dummy inputs" not in "".join(capfd.readouterr())

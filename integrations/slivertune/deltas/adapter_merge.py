@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from slivertune.core.atomic import atomic_new_folder, check_absent
+from slivertune.core.host_memory import available_host_bytes
 from slivertune.deltas.adapter_folder import MODEL_CONFIG, Adapter, is_adapter, read_json
 from slivertune.deltas.adapter_load import (
     AdaptedModel,
@@ -64,7 +65,7 @@ class MergedAdapter:
 def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
     """Write the base with an adapter merged into it. The folder appears whole and checked, or not at all.
 
-    Costs 4 bytes of host memory per weight, and twice the bytes of the result.
+    Costs 4 bytes of host memory per weight, and while the result is read back its bytes beside them.
 
     Args:
         adapter: From `open_adapter`.
@@ -84,6 +85,7 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
     check_absent(output)
     _check_base(base)
     stored = open_checkpoint(base)
+    _check_room(base, stored)
     model, weights = load_base(adapter, base)
     tied = _tied_names(model)
     run = _Runs(model, trained_tokens(adapter))
@@ -95,7 +97,7 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
         merged, untied = _merge(adapted, tied)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"{adapter.folder} can't be merged into {base}: {error}") from error
-    with atomic_new_folder(output, needs_bytes=sum(each.nbytes for each in merged.parameters())) as new:
+    with atomic_new_folder(output, needs_bytes=sum(each.num_bytes for each in stored.tensors.values())) as new:
         try:
             merged.config.save_pretrained(new)
             check_layers(layers, merged)
@@ -213,6 +215,17 @@ def _model_of(make: Any, folder: Path, merged: Any) -> Any:
     return model.eval()
 
 
+def _check_room(base: Path, stored: PlainCheckpoint) -> None:
+    """Refuse a merge that the host's memory can't hold, before the base is loaded in fp32."""
+    needed = sum(each.num_bytes // each.dtype.itemsize * 4 for each in stored.tensors.values())
+    available = available_host_bytes()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"merging into {base} takes {needed / 2**30:.1f} GiB of host memory for weights in fp32, and "
+            f"{available / 2**30:.1f} GiB are free. Free some, or merge on a machine with more"
+        )
+
+
 def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
     """Round each tensor once, to the dtype that the base's files have for it; what is new, to that of most weights."""
     index = NameIndex(stored.tensors)
@@ -226,7 +239,8 @@ def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
             found = index.find(name)
             dtype = stored.tensors[found].dtype if found is not None else most
             rounded = tensor.detach().to(dtype)
-            if bool((torch.isfinite(tensor) & ~torch.isfinite(rounded)).any()):
+            is_narrow = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+            if is_narrow and bool((torch.isfinite(tensor) & ~torch.isfinite(rounded)).any()):
                 raise ValueError(
                     f"{name!r} is beyond the range of {name_of(dtype)}. Take the base in bfloat16 or float32"
                 )
