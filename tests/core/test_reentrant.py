@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -318,3 +319,27 @@ def test_blocks_are_recorded_whatever_they_are_given_and_return(way: str, needs:
     assert found[0].keys() == found[1].keys() and found[0]
     for name, each in found[0].items():
         assert torch.equal(each, found[1][name]), name
+
+
+def test_tensors_that_blocks_share_by_a_container_are_refused() -> None:
+    """Later blocks of Gemma 4 read keys and values of earlier ones from a mapping."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 8}
+    config = transformers.Gemma4TextConfig(
+        **sizes,
+        vocab_size=32,
+        vocab_size_per_layer_input=32,
+        hidden_size_per_layer_input=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        use_cache=False,
+        pad_token_id=0,
+    )
+    model: Any = transformers.Gemma4ForCausalLM(config).train()
+    ids = torch.arange(3, 15).reshape(1, 12)
+    enable_checkpointing(model, {"use_reentrant": True})
+    optimizer = HiFT(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"Gemma4TextDecoderLayer hands tensors on .*'use_reentrant': False"):
+        model(input_ids=ids, labels=ids)
+    optimizer.detach()

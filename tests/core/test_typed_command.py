@@ -49,7 +49,7 @@ def test_after_make_train_the_options_stand_in_args_as_make_and_a_shell_read_the
     assert command[:5] == ("make", "-C", "a b", "train", "VENV=x") and len(command) == 6
     assert typed_command("merge", "x")[0] == "slivertune"
     (tmp_path / "Makefile").write_text("train:\n\t@printf '%s\\n' $(ARGS)\n")
-    line = shlex.join(("make", "train", command[-1]))
+    line = shlex.join(("make", "--no-print-directory", "train", command[-1]))
     made = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert made.stdout.splitlines() == list(WORDS[1:])
 

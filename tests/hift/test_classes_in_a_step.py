@@ -12,7 +12,7 @@ import slivertune as st
 from tests.helpers.models import tiny_llama, token_batches
 
 PACKAGE = str(Path(st.__file__).parent)
-MOST_CLASSES = 12
+MOST_CLASSES = 15
 """Three of them move state between host and device: `CopyStreams`, `DeviceSlots` and `Prefetcher`; a `Weight` says
 where it computes, since it may wait elsewhere."""
 

@@ -210,7 +210,7 @@ def test_a_search_finds_settings_for_one_layer_and_then_the_most_layers_under_th
         (("--layers_per_group", "auto", "--gpu", "5090x"), "card='5090x' must be one of '3090', '4060Ti-16GB', '4090'"),
         (("--layers_per_group", "auto", "--sweep", "seq_length=8,9"), "for one run, without --sweep"),
         (("--layers_per_group", "many"), "layers_per_group='many' must be an integer or 'auto'"),
-        (("--layers_per_group", "auto", "--gpu", "4090", "--method", "dense"), "method='hift', not 'dense'"),
+        (("--layers_per_group", "auto", "--gpu", "4090", "--method", "dense"), "only --method hift reads this"),
     ],
 )
 def test_what_can_not_be_chosen_is_one_line_and_code_2(

@@ -74,7 +74,7 @@ def test_training_and_evaluation_hold_no_logits_and_end_where_the_plain_run_ends
     [
         ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor computes it outside of the model"),
         ({"torch_compile": True}, "--torch_compile can't see into it"),
-        ({"model": "gemma2"}, "the model changes its head's output before the loss"),
+        ({"model": "gemma2"}, "the model reads its head's output outside of the loss function"),
     ],
 )
 def test_a_loss_that_cant_be_chunked_is_said_in_one_line(options: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slivertune.core.torch_internals import tree_leaves, version_of
+from slivertune.core.torch_internals import plain_tensor_functions, tree_leaves, version_of
 
 READ = "the model reads its head's output outside of the loss function"
 """Why a loss can't be chunked where a model caps or scales its logits, or adds a term of its own to the loss."""
@@ -61,7 +61,7 @@ class AbsentLogits(torch.Tensor):
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls) and not each.is_released]
         name = getattr(function, "__name__", str(function)).strip("_")
         reason = f"{READ} ({name}), as for soft-capping, scaling or a term of its own"
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensor_functions():
             versions = [_version(each) for each in given]
             try:
                 result = function(*args, **kwargs)

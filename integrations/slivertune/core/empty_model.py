@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 
+from slivertune.core.transformers_internals import maker_of
+
 
 def make_empty(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """Make a model whose parameters hold no data.
@@ -18,18 +20,13 @@ def make_empty(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
         TypeError: If the class is not one of transformers' models.
         ValueError: If the class has no model of this configuration.
     """
-    from transformers import PreTrainedModel
-
-    is_auto = isinstance(model_class, type) and hasattr(model_class, "_model_mapping")
-    if is_auto:
-        make, fits = model_class.from_config, type(config) in model_class._model_mapping
-    elif isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
-        make, fits = model_class._from_config, isinstance(config, model_class.config_class or ())
-    else:
+    found = maker_of(model_class, config)
+    if found is None:
         raise TypeError(
             f"model_class={model_class!r} is not a model class of transformers. Name one that has from_pretrained, "
             "such as AutoModelForCausalLM or LlamaForCausalLM"
         )
+    make, fits = found
     if not fits:
         raise ValueError(
             f"{model_class.__name__} has no model of type {config.model_type!r}. Name the class that the checkpoint "

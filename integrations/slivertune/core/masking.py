@@ -24,7 +24,7 @@ _IN_TEXT = (
         re.compile(rf"(--(?:[\w-]*[_-])?{_NAME}(?:\s+|=))(?!'?{MASK})('[^']*'|\"[^\"]*\"|[^\s'\"-]\S*)", re.I),
         rf"\1{MASK}",
     ),
-    (re.compile(r"(\w://)[^/@\s'\"]+@"), rf"\1{MASK}@"),
+    (re.compile(r"(\w://)[^/\s'\"]+@"), rf"\1{MASK}@"),
     (re.compile(rf"([?&](?:[\w-]*[_-])?(?:{_NAME}|sig|signature|key)=)[^&\s'\"#]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"([\"'](?!{_OF_TOKENIZER})(?:[\w-]*[_-])?{_NAME}[\"']\s*:\s*[\"'])[^\"']+", re.I), rf"\1{MASK}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{30,}\b"), MASK),

@@ -69,10 +69,17 @@ class ReentrantBlocks(CheckpointedBlocksHandle):
         anchors: list[torch.Tensor] = []
         if not nested and not any(each.requires_grad for each in by_position.values()):
             if not self._trains(layer):
-                return own(forward, *args)
+                return forward(*args)  # nothing is recorded
             anchors = [torch.zeros((), requires_grad=True)]
         call = _PositionalCall(forward, [id(each) for each in args], [id(each) for each in nested])
         results = own(call, *args, *nested, *anchors)
+        after = _tensors_of((args, dict(getattr(forward, "keywords", {}))))
+        if any(key not in nest and each.is_floating_point() for key, each in after.items()):
+            raise RuntimeError(
+                f"{type(layer).__name__} hands tensors on by a container among its arguments (as keys and values that "
+                "blocks share), through which no gradient comes back under reentrant checkpointing. Pass "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
         return call.take_output((results,) if isinstance(results, torch.Tensor) else results)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slivertune.core.saved_state import COUNT_LIMIT, StateMismatchError
+from slivertune.core.torch_internals import FakeTensor
 
 
 def is_count(value: object) -> bool:
@@ -18,7 +19,8 @@ def is_count(value: object) -> bool:
 def is_step(value: Any) -> bool:
     """Whether a value counts steps as optimizers do: a number, or a tensor of one, from 0 on."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.dtype != torch.bool and is_step(value.item())
+        is_number = value.numel() == 1 and value.dtype != torch.bool
+        return is_number and (not _has_values(value) or is_step(value.item()))
     return _is_number(value) and 0 <= value < COUNT_LIMIT
 
 
@@ -27,8 +29,14 @@ def is_rate(value: Any) -> bool:
     if value is None:
         return True
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.is_floating_point() and is_rate(float(value))
+        is_number = value.numel() == 1 and value.is_floating_point()
+        return is_number and (not _has_values(value) or is_rate(float(value)))
     return _is_number(value) and math.isfinite(value) and value >= 0
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has data; those of a memory plan have none."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def _is_number(value: Any) -> bool:
@@ -55,6 +63,8 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(is_finite, value))
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
+        return True
+    if not _has_values(value):
         return True
     plain = value.detach()
     return all(math.isfinite(each) for each in (plain.float() if plain.itemsize == 1 else plain).aminmax())

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 RELIED_ON: Mapping[str, str] = {
+    "transformers.AutoModelForCausalLM._model_mapping": "which configurations an Auto class has a model of",
+    "transformers.PreTrainedModel._from_config": "makes a model of a class without weights",
     "transformers.PreTrainedConfig()._attn_implementation": "the attention that a model was made with",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping": "what a registry has of its own",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping": "what was registered for all registries",
@@ -160,3 +162,21 @@ def reading_by(
         yield
     finally:
         trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler = own
+
+
+def maker_of(model_class: Any, config: Any) -> tuple[Callable[..., Any], bool] | None:
+    """Find what makes a model of a configuration.
+
+    Args:
+        model_class: An Auto class, or a model's own class.
+        config: The configuration.
+
+    Returns:
+        What to call with it, and whether the class has a model of it; None if it is no such class.
+    """
+    if isinstance(model_class, type) and hasattr(model_class, "_model_mapping"):
+        auto: Any = model_class
+        return auto.from_config, type(config) in auto._model_mapping
+    if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+        return model_class._from_config, isinstance(config, model_class.config_class or ())
+    return None

@@ -21,7 +21,13 @@ from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of, with_tensors_replaced
 from slivertune.core.parameters import check_form, held_parameters, settle_requires_grad, whole_shape
 from slivertune.core.reentrant import RecordingCheck, ReentrantBlocks, has_other_reentrant
-from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, compiled_call_of, running_backward
+from slivertune.core.torch_internals import (
+    NO_BACKWARD,
+    FakeTensor,
+    at_end_of_backward,
+    compiled_call_of,
+    running_backward,
+)
 from slivertune.hift.piece import Weight
 
 
@@ -266,7 +272,8 @@ class ModelHooks:
     def _watch_recording(self) -> None:
         """Have the modules watched of whose parameters no gradient is known to come."""
         watched = {key: self._trained[key][0] for key in self._active if key in self._not_reached}
-        if watched:
+        # A memory plan runs one update, and plans those without hooks.
+        if watched and not any(isinstance(each, FakeTensor) for each in self._active.values()):
             held = held_parameters(self.model)
             modules = {module: watched[id(each)] for module, each in held if id(each) in watched}
             self._recording.begin(self.model, modules)

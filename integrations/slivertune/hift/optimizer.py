@@ -425,7 +425,8 @@ class HiFT(CheckpointedSliver):
             RuntimeError: With stepped gradients, if there is a closure, or the update is only half done.
         """
         self._check_step()
-        if closure is None and not self._hooks.has_brought_gradient() and self._is_initialising():
+        may_initialise = closure is None and not self._hooks.has_brought_gradient() and self._hooks.has_gradient()
+        if may_initialise and self._is_initialising():
             return None
         if self.is_detached:
             raise RuntimeError("step() was called after detach(), which ended HiFT; reattach() goes on")

@@ -286,10 +286,10 @@ class TokenTuneHandle(ModelHandle):
             return
         rows = selection.of_forward or self._draw(hidden, self._call)
         rows.forget_parts()
-        may_train = layer_rows.has_other_forwards or any(each.requires_grad for each in layer.parameters())
-        if may_train:
+        trains = any(each.requires_grad for each in layer.parameters())
+        if trains:
             check_recorded(type(layer).__name__)
-        if hidden.requires_grad or may_train:
+        if hidden.requires_grad or trains or layer_rows.has_other_forwards:
             rows.live_layers.add(id(layer_rows))
 
     def _leave_layers(self, module: nn.Module, args: Any, output: Any) -> Any:

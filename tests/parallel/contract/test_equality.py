@@ -122,8 +122,7 @@ def test_a_model_is_that_of_its_layout(layout: Layout, name: str, trained: Train
 def test_backward_stops_at_the_active_group(layout: Layout, name: str, trained: Trained) -> None:
     case = HIFT[layout][name]
     for group, blocks in trained("hift", layout, name)[0]["reached"]:
-        # Re-entering needs gradients at the bottom.
-        lowest = 0 if case.checkpointing else max(0, group * case.settings.get("layers_per_group", 1) - 1)
+        lowest = max(0, group * case.settings.get("layers_per_group", 1) - 1)
         assert blocks == frozenset(range(lowest, BLOCKS)), group
 
 

@@ -7,6 +7,7 @@ A cycle of the method is trained to make its state, and another is measured.
 
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.core import atomic
+from slivertune.core.masking import learn, masked
 from slivertune.training.assemble import Run, assemble
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.output.display import make_console, one_voice
@@ -83,6 +85,8 @@ def measure(argv: Sequence[str], console: Console) -> Trial:
         run = assemble(arguments, console)
         stopwatch, device_peak = _Stopwatch(run), DevicePeak()
         with closing(run):
+            # Nothing is kept: Ctrl-C ends it at once.
+            run.trainer.remove_callback(run.interruption)
             run.trainer.add_callback(device_peak)
             run.trainer.add_callback(stopwatch)
             run.trainer.train()
@@ -105,7 +109,14 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: The file, and the options of `slivertune train`.
     """
-    atomic.write_json(Path(argv[0]), asdict(measure(argv[1:], make_console())))
+    learn(argv)
+    sys.argv[1:] = masked(list(argv))
+    try:
+        measured = measure(argv[1:], make_console())
+    except Exception as error:
+        print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        sys.exit(1)
+    atomic.write_json(Path(argv[0]), asdict(measured))
 
 
 if __name__ == "__main__":

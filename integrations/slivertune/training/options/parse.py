@@ -114,8 +114,9 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
     # Not kept with the settings, which may make the run again where a GPU is.
-    values |= bf16_values(values) if mixed == "bf16" else {}
+    values |= bf16_values(values) if "bf16" in (mixed, precision.autocast) else {}
     training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
+    _check_engine_secrets(training)
     check_processes(training, coordinator.world_size, four_bit=model.load_in_4bit)
     for name in filter(is_secret, _TRAINERS):
         if getattr(training, name):
@@ -196,6 +197,17 @@ def _check_secrets(given: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"--{name} {masked(value)} holds a secret, which the Trainer would keep with each checkpoint and send "
                 "to trackers; give it in the environment, as HF_TOKEN or WANDB_API_KEY"
+            )
+
+
+def _check_engine_secrets(training: TrainingArguments) -> None:
+    """Refuse secrets in the files of engines, whose contents the Trainer pickles with its arguments."""
+    of_deepspeed: Any = getattr(training, "hf_deepspeed_config", None)
+    for name, config in (("deepspeed", getattr(of_deepspeed, "config", None)), ("fsdp_config", training.fsdp_config)):
+        if config and masked(config) != config:
+            raise ValueError(
+                f"the file of --{name} holds a secret, which the Trainer would keep with each checkpoint; give it in "
+                "the environment"
             )
 
 
