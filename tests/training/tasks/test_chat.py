@@ -44,6 +44,13 @@ IN_TWO_BLOCKS = MARKED.replace(
 """Marks what ends a turn by a block of its own."""
 UNMARKED_FIRST = MARKED.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last")
 """Marks the last turn alone."""
+UNMARKED_THOUGHT = MARKED.replace("{% generation %}", "{{ message.reasoning_content }}{% generation %}")
+"""Writes thoughts before its blocks."""
+UNMARKED_CALLS = MARKED.replace(
+    "{% if message['role'] == 'assistant' %}",
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% elif message['role'] == 'assistant' %}",
+)
+"""Writes calls of tools in no block."""
 ONE_BLOCK = "{% generation %}" + CHATML + "{% endgeneration %}"
 """Marks everything."""
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "sum", "arguments": {}}}]}
@@ -129,6 +136,23 @@ def test_an_answer_of_markup_alone_is_learned(template: str, answer: str) -> Non
     assert [text for kind, text in row if kind == "learned"] == [f"{answer}{end}", f"4{end}"]
 
 
+@pytest.mark.parametrize(
+    ("template", "messages", "learned"),
+    [
+        (UNMARKED_FIRST, TWO_TURNS, ["4<|im_end|>"]),
+        (UNMARKED_THOUGHT, [TWO_TURNS[1], {**TWO_TURNS[2], "reasoning_content": "sum"}], ["2<|im_end|>"]),
+        (UNMARKED_CALLS, [TWO_TURNS[1], CALL, *TWO_TURNS[1:3]], ["2<|im_end|>"]),
+    ],
+)
+def test_blocks_decide_alone_what_is_learned_and_a_line_says_what_they_leave_out(
+    template: str, messages: list[dict[str, Any]], learned: list[str]
+) -> None:
+    tokenizer, remarks = chat_tokenizer(template), list[str]()
+    ((ids, labels),) = encode_conversation(tokenizer, Conversation(messages=messages), remarks=remarks)
+    assert [text for kind, text in parts(tokenizer, ids, labels) if kind == "learned"] == learned
+    assert remarks == ["the template's generation blocks leave out words of the assistant"]
+
+
 @pytest.mark.parametrize("said", [{"weight": 0}, {"train": False}, {"loss": False}, {"masked": True}])
 @pytest.mark.parametrize("template", [CHATML, MARKED, IN_TWO_BLOCKS])
 @pytest.mark.parametrize("place", [2, 4])
@@ -204,7 +228,7 @@ def test_a_generation_prompt_that_ends_otherwise_than_the_data_is_said(template:
         (STRICT, TWO_TURNS, "the chat template refuses them: a user must begin"),
         (CHATML, [{"role": "assistant", "content": "Hello"}], "no assistant turn after another message"),
         ("{{ messages[0]['content'] + 1 }}", TWO_TURNS, "the chat template refuses them: can only concatenate"),
-        (UNMARKED_FIRST, TWO_TURNS, "writes words of an assistant's turn outside of what is learned"),
+        (UNMARKED_FIRST, [*TWO_TURNS, TWO_TURNS[1]], "marks no words of the assistant's turns that are learned"),
         (ONE_BLOCK, [*TWO_TURNS[:4], {**TWO_TURNS[4], "weight": 0}], "a turn that is learned and another in one block"),
     ],
 )

@@ -1,7 +1,7 @@
 """Conversations through a chat template, with labels on the assistant's turns alone."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import TypeAlias
@@ -22,6 +22,8 @@ from slivertune.training.tasks.written_words import WrittenWords, check_all_is_w
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids and labels of one row, of one length."""
 
+UNMARKED_REMARK = "the template's generation blocks leave out words of the assistant"
+_ELSEWHERE = "the chat template writes words of an assistant's turn outside of what is learned"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -60,11 +62,11 @@ def encode_conversation(
 ) -> list[Encoded]:
     """Tokenise a conversation as its chat template writes it, with labels on the assistant's turns.
 
-    Where the template has `{% generation %}` blocks, these are learned. Otherwise it is what follows the generation
-    prompt: what the template writes for the messages before a turn, with the generation prompt, begins what it writes
-    with the turn, and the tokens after that are learned, with all that ends the turn. A turn that opens a conversation
-    answers nothing, and is not learned so. Where the end of the generation prompt is not in the data (DeepSeek-R1's
-    `<think>`), the rest of it is what begins a turn.
+    Where the template has `{% generation %}` blocks, these alone are learned, though words of the assistant stand
+    outside. Otherwise it is what follows the generation prompt: what the template writes for the messages before a
+    turn, with the generation prompt, begins what it writes with the turn, and the tokens after that are learned, with
+    all that ends the turn. A turn that opens a conversation answers nothing, and is not learned so. Where the end of
+    the generation prompt is not in the data (DeepSeek-R1's `<think>`), the rest of it is what begins a turn.
 
     Some templates write a turn otherwise once others follow (Qwen3 leaves out earlier thoughts). Such a conversation
     becomes a row for each turn, which ends with it and has labels on it alone: as it is at generation.
@@ -176,15 +178,25 @@ def _by_prompts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, 
     spans = find_turns(tokenizer, conversation, text, turns, written)
     if spans is not None:
         remarks += check_all_is_written(written, len(conversation.messages) - 1)
-        return [_learn(tokenizer, text, {place: [span] for place, span in zip(turns, spans, strict=True)}, written)]
+        _check_are_inside(written, zip(turns, spans, strict=True))
+        return [_label(tokenizer, text, spans)]
     rows = []
     for place in turns:
         text = render(tokenizer, conversation, place + 1)
         written = find_words(marked, render(tokenizer, marked.conversation, place + 1), text)
         remarks += check_all_is_written(written, place)
         span = find_turn(tokenizer, conversation, place, text)
-        rows.append(_learn(tokenizer, text, {place: [] if span is None else [span]}, written))
+        if span is None:
+            raise UnusableRowError(_ELSEWHERE)
+        _check_are_inside(written, [(place, span)])
+        rows.append(_label(tokenizer, text, [span]))
     return rows
+
+
+def _check_are_inside(written: WrittenWords, turns: Iterable[tuple[int, Span]]) -> None:
+    """Refuse a turn with words outside of its span."""
+    if any(written.leave_out(place, [span]) for place, span in turns):
+        raise UnusableRowError(_ELSEWHERE)
 
 
 def _by_generation_blocks(
@@ -206,26 +218,17 @@ def _by_generation_blocks(
             raise UnusableRowError("the chat template marks a turn that is learned and another in one block")
         for owner in to_learn:
             learned[owner].append(block)
-    return _learn(tokenizer, text, learned, written)
+    blocks = [block for of_turn in learned.values() for block in of_turn]
+    if not blocks:
+        raise UnusableRowError("the chat template marks no words of the assistant's turns that are learned")
+    if any(not of_turn or written.leave_out(place, of_turn) for place, of_turn in learned.items()):
+        remarks.append(UNMARKED_REMARK)
+    return _label(tokenizer, text, blocks)
 
 
-def _learn(
-    tokenizer: PreTrainedTokenizerBase, text: str, learned: Mapping[int, Sequence[Span]], written: WrittenWords
-) -> Encoded:
-    """Tokenise a text, with labels on its learned turns.
-
-    Args:
-        tokenizer: The tokenizer.
-        text: The text.
-        learned: By place of a turn, the spans that are learned of it.
-        written: Where the words of all messages lie in the text.
-
-    Raises:
-        UnusableRowError: If words of a learned turn lie elsewhere.
-    """
-    if any(not spans or written.leave_out(place, spans) for place, spans in learned.items()):
-        raise UnusableRowError("the chat template writes words of an assistant's turn outside of what is learned")
-    spans = sorted({span for spans in learned.values() for span in spans})
+def _label(tokenizer: PreTrainedTokenizerBase, text: str, learned: Iterable[Span]) -> Encoded:
+    """Tokenise a text, with labels on the spans that are learned."""
+    spans = sorted(set(learned))
     ids, places = split_token_ids(tokenizer, text, [border for span in spans for border in span])
     labels = [IGNORED] * len(ids)
     for start, end in zip(places[::2], places[1::2], strict=True):
