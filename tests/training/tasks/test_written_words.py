@@ -121,6 +121,12 @@ NEVER_ANALYSIS = CHATML.replace(CONTENT, "{{ message['content'].split('</think>'
 NO_ANALYSIS = CHATML.replace(
     CONTENT, "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}"
 )
+NO_SWITCHES = CHATML.replace(
+    CONTENT,
+    "{{ message['content'].replace('</think>', '<_e>').replace('/no_think', '').replace('/think', '')"
+    ".replace('/system_override', '').replace('<_e>', '</think>').strip() }}",
+)
+"""Takes its switches out of all messages, as Nemotron does."""
 THOUGHT = {"role": "assistant", "content": "<think>sum</think>2"}
 
 
@@ -155,6 +161,11 @@ def test_words_that_are_not_written_cost_the_row(template: str, messages: list[d
         (CHATML, [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": "</s>"}], []),
         (CHATML, [{"role": "user", "content": "same"}, {"role": "assistant", "content": "same"}] * 2, []),
         (CHATML, [{"role": "system", "content": ""}, *CHAT], []),
+        (NO_SWITCHES, [{"role": "system", "content": "You are brief. /no_think"}, *CHAT], []),
+        (NO_SWITCHES, [{"role": "system", "content": "/system_override"}, *CHAT], []),
+        (NO_SWITCHES, [{"role": "system", "content": "/no_think\n"}, *CHAT], []),
+        (NO_SWITCHES, [{"role": "user", "content": "Sum up. /think please"}, THOUGHT], []),
+        (CHATML, [{"role": "user", "content": "/think"}, {"role": "assistant", "content": "/no_think"}], []),
         # Each turn is learned in a row of its own, in which its thought stands.
         (NO_ANALYSIS, [ASKED, THOUGHT, ASKED, THOUGHT], ["leaves out the reasoning of earlier turns"]),
         (NEVER_ANALYSIS, [ASKED, THOUGHT, *CHAT], ["leaves out the reasoning of earlier turns"]),

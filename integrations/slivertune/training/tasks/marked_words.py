@@ -18,7 +18,9 @@ _MARK = re.compile(r"Zq(\d{7})qZ", re.IGNORECASE)
 """Letters and digits, which no template trims or escapes, and all of one length."""
 _ANY_MARK = "Zq-------qZ"
 """A mark without its number, as long as one."""
-_TAG = re.compile(r"(</?\w+>|<\|[^<>|]{1,40}\|>|\[/?[A-Z_]+\])")
+_SWITCH = re.compile(r"(?<!\S)/(?:no_)?think(?!\S)|/system_override")
+"""A control of reasoning that templates read in a message, and may take out of it."""
+_TAG = re.compile(rf"(</?\w+>|<\|[^<>|]{{1,40}}\|>|\[/?[A-Z_]+\]|{_SWITCH.pattern})")
 """Markup of a message, which templates look for, and which stays in its place."""
 _THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|\[(/?)THINK\]", re.IGNORECASE)
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -70,7 +72,7 @@ class MarkedConversation:
 def mark_words(conversation: Conversation) -> MarkedConversation:
     """Put a mark in the place of all words of all messages, and of the names of tools.
 
-    White space around words and markup (`<think>`, `<|channel|>`) stays, since templates read it.
+    White space around words and markup (`<think>`, `<|channel|>`, `/no_think`) stays, since templates read it.
     """
     words: list[Words] = []
     messages = [_mark_message(message, place, words) for place, message in enumerate(conversation.messages)]
@@ -97,7 +99,9 @@ def _mark_message(message: dict[str, Any], place: int, words: list[Words]) -> di
     if isinstance(text := message.get("content"), str):
         # An answer of nothing but a thought's tags has words by them, unless it calls a tool.
         has_words = is_answer and (has_calls or bool(_THOUGHT.sub("", text).strip()))
-        marked["content"] = (_mark_answer if has_words else _mark_text)(text, put)
+        # A message of nothing but switches may be written without a word.
+        if is_answer or _SWITCH.sub("", text).strip():
+            marked["content"] = (_mark_answer if has_words else _mark_text)(text, put)
     if is_answer and has_calls:
         marked["tool_calls"] = _mark_calls(message["tool_calls"], put)
     return marked
