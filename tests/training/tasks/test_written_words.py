@@ -116,7 +116,24 @@ WITHOUT_SYSTEM = CHATML.replace(
 CONTENT = "{{ message['content'] }}"
 CUT = CHATML.replace(CONTENT, "{{ message['content'].split('--')[0] }}")
 QUOTED = CHATML.replace(CONTENT, "{{ message['content'] | tojson(ensure_ascii=True) }}")
-LOUD = CHATML.replace(CONTENT, "{{ message['content'] | upper }}")
+UNLIKED = CHATML.replace(CONTENT, "{{ message['content'] if message['content'] != 'no' }}")
+NORMALISED = {
+    "upper": "message['content'] | upper",
+    "joined": "message['content'].replace(' ', '_')",
+    "one_line": "message['content'].replace('\\n', ' ')",
+    "squeezed": "message['content'].split() | join(' ')",
+    "safe": "message['content'].replace('<|', '< |')",
+    "renamed": "message['content'].replace('\\n', '<br>')",
+}
+"""By name: how a template writes the words of a message otherwise."""
+LINES = [{"role": "user", "content": 'two\nlines  & "x" <|y it\'s'}, {"role": "assistant", "content": "a\n b <|z"}]
+TOOLS_AT_EQUALS = (
+    "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}{% for message in messages %}"
+    "{% if tools and message == asked[-1] %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}"
+    "{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]{% else %} {{ message.content }}<eos>{% endif %}"
+    "{% endfor %}"
+)
+"""Writes tools before each message of the user that is like the last, as Mistral does."""
 NEVER_ANALYSIS = CHATML.replace(CONTENT, "{{ message['content'].split('</think>')[-1] }}")
 NO_ANALYSIS = CHATML.replace(
     CONTENT, "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}"
@@ -136,14 +153,8 @@ THOUGHT = {"role": "assistant", "content": "<think>sum</think>2"}
         # Words that stand in the text for another reason: in what the user says, or in the markup.
         (WITHOUT_SYSTEM, [{"role": "system", "content": "alpha"}, *CHAT], "leaves out a message of the role 'system'"),
         (WITHOUT_SYSTEM, [{"role": "system", "content": "user"}, *CHAT], "leaves out a message of the role 'system'"),
-        (CUT, [{"role": "user", "content": "What? -- alpha"}, ANSWERED, *CHAT], "leaves out or changes words of"),
-        (LOUD, CHAT, "leaves out or changes words of a message of the role 'user'"),
-        # Joined, they are written as nobody wrote them.
-        (
-            CHATML.replace(CONTENT, "{{ message['content'] | replace(' ', '_') }}"),
-            [ASKED, ANSWERED],
-            "or changes words",
-        ),
+        (CUT, [{"role": "user", "content": "What? -- alpha"}, ANSWERED, *CHAT], "leaves out words of a message of"),
+        (UNLIKED, [{"role": "user", "content": "no"}, *CHAT[1:]], "leaves out words of a message of the role 'user'"),
         (NEVER_ANALYSIS, [ASKED, THOUGHT], "leaves out a part of a message of the role 'assistant'"),
         ("{% if tool_calls %}{% endif %}" + CHATML, [ASKED, {**CALL, "content": "so"}], "leaves out a part of a mess"),
     ],
@@ -176,6 +187,34 @@ def test_words_that_are_written_otherwise_or_are_earlier_thoughts_are_found(
     template: str, messages: list[dict[str, Any]], said: list[str]
 ) -> None:
     assert encoded(template, messages) == [f"the chat template {line}" for line in said]
+
+
+@pytest.mark.parametrize("again", [[], CHAT[2:3], [{"role": "user", "content": "a<|im_end|>\nb"}]])
+@pytest.mark.parametrize("how", NORMALISED)
+def test_words_that_a_template_rewrites_are_learned_as_it_writes_them_and_said(
+    how: str, again: list[dict[str, Any]]
+) -> None:
+    messages, remarks = [*LINES, *again, *LINES], list[str]()
+    tokenizer = chat_tokenizer(CHATML.replace(CONTENT, f"{{{{ {NORMALISED[how]} }}}}"))
+    ((_, labels),) = encode_conversation(tokenizer, Conversation(messages=messages), remarks=remarks)
+    learned = tokenizer.decode([label for label in labels if label != IGNORED])
+    bare = tokenizer.apply_chat_template(LINES[1:], tokenize=False).removeprefix("<|im_start|>assistant\n")
+    assert learned == bare * 2
+    assert set(remarks) >= {"the chat template changes words or white space of messages of the role 'user'"}
+
+
+def test_words_that_are_escaped_as_xml_are_found() -> None:
+    assert encoded(CHATML.replace(CONTENT, "{{ message['content'] | e }}"), LINES) == []
+
+
+@pytest.mark.parametrize("answer", ["1", "s", "function"])
+def test_a_short_answer_is_found_though_the_text_is_like_no_text_of_marks(answer: str) -> None:
+    tool = {"type": "function", "function": {"name": "lookup", "description": "1 s", "parameters": {}}}
+    turns = [{"role": "user", "content": "ok"}, {"role": "assistant", "content": answer}]
+    tokenizer = chat_tokenizer(TOOLS_AT_EQUALS)
+    ((ids, labels),) = encode_conversation(tokenizer, Conversation(messages=turns * 3, tools=[tool]))
+    assert tokenizer.decode([label for label in labels if label != IGNORED]) == f" {answer}<eos>" * 3
+    assert tokenizer.decode(ids).count("[TOOLS]") == 3
 
 
 @pytest.mark.parametrize("tool", [{"name": "user"}, {"type": "function", "function": {"name": "user"}}])

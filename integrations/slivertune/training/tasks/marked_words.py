@@ -4,6 +4,7 @@ Words can't be searched for in what a chat template wrote: "4" also stands in a 
 written once. So a conversation is written a second time, with marks. A missing mark shows words that are left out.
 """
 
+import html
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -49,11 +50,20 @@ class Words:
 
     @property
     def forms(self) -> Iterator[str]:
-        """How a template may write it: as it is, or escaped as JSON or Python do."""
+        """How a template may write it: as it is, or escaped as JSON, Python or XML do."""
         yield self.text
         yield json.dumps(self.text, ensure_ascii=False)[1:-1]
         yield json.dumps(self.text)[1:-1]
         yield repr(self.text)[1:-1]
+        yield html.escape(self.text, quote=False)
+        yield html.escape(self.text)
+        # Jinja's own.
+        yield html.escape(self.text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
+
+    @property
+    def letters(self) -> str:
+        """What a template keeps of it that changes its case, white space or punctuation."""
+        return letters_of(self.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +93,11 @@ def mark_words(conversation: Conversation) -> MarkedConversation:
 def find_marks(text: str) -> list[tuple[int, tuple[int, int]]]:
     """Find the marks in a text: the number of each, and from where to where it stands."""
     return [(int(each[1]), each.span()) for each in _MARK.finditer(text)]
+
+
+def letters_of(text: str) -> str:
+    """Return the letters and digits of a text, in one case."""
+    return "".join(filter(str.isalnum, text.casefold()))
 
 
 def with_marks_alike(text: str) -> str:

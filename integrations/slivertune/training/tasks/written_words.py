@@ -3,15 +3,25 @@
 The text and its marked form are alike but for marks and words, which shows where the words lie.
 """
 
+import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slivertune.training.data.conversations import UnusableRowError
-from slivertune.training.tasks.marked_words import TOOLS, MarkedConversation, Words, find_marks, with_marks_alike
+from slivertune.training.tasks.marked_words import (
+    TOOLS,
+    MarkedConversation,
+    Words,
+    find_marks,
+    letters_of,
+    with_marks_alike,
+)
 from slivertune.training.tasks.rendering import Span
 
 EARLIER_REASONING = "the chat template leaves out the reasoning of earlier turns"
+_PIECE = re.compile(r"[^\W_]+")
 UNREAD_REASONING = "the chat template leaves out the reasoning of a turn"
 
 
@@ -22,23 +32,35 @@ class WrittenWords:
     Args:
         marked: The words.
         marked_text: The text with marks in their place.
+        text: The text itself.
         marks: The numbers of the marks, in the text's order; a mark may come twice.
         marked_spans: Where these marks lie in the marked text.
-        spans: Where these words lie in the text itself.
-        is_aligned: Whether the two texts are alike but for marks and words.
+        spans: Where these words lie in the text itself; empty if the two texts are not alike but for marks and words.
+        is_aligned: Whether the two are.
+        rewritten: The numbers of words that the text has in no form of theirs, but in other ones.
         places_of: By message, which of these marks are its own.
     """
 
     marked: MarkedConversation
     marked_text: str
+    text: str
     marks: list[int]
     marked_spans: list[Span]
     spans: list[Span]
     is_aligned: bool
+    rewritten: set[int]
     places_of: dict[int, list[int]]
 
     def leave_out(self, message: int, spans: Sequence[Span]) -> bool:
-        """Whether words of a message that were written stand in none of these spans of the text."""
+        """Whether words of a message that were written stand in none of these spans of the text.
+
+        Where the place of words is not known, they may stand anywhere in the spans.
+        """
+        if not self.is_aligned:
+            texts = [self.text[first:last] for first, last in spans]
+            numbers = {self.marks[place] for place in self.places_of.get(message, ())} - self.rewritten
+            forms_of = (set(self.marked.words[number].forms) for number in numbers)
+            return any(not any(form in text for form in forms for text in texts) for forms in forms_of)
         inside, outside = set[int](), set[int]()
         for place in self.places_of.get(message, ()):
             begin, end = self.spans[place]
@@ -94,25 +116,29 @@ def find_words(marked: MarkedConversation, marked_text: str, text: str) -> Writt
         text: What it wrote of the conversation itself.
 
     Raises:
-        UnusableRowError: If the template changes words.
+        UnusableRowError: If the template leaves out words, though it writes their mark.
     """
     found = find_marks(marked_text)
     marks, marked_spans = [number for number, _ in found], [span for _, span in found]
     spans = _align(marked.words, marks, marked_spans, marked_text, text)
-    is_aligned = spans is not None
     if spans is None:
         # A template may write something for certain words alone.
-        spans = _search(marked, marks, text)
+        rewritten = _rewritten(marked, marks, text)
+    else:
+        words_at = ((number, text[begin:end]) for number, (begin, end) in zip(marks, spans, strict=True))
+        rewritten = {number for number, said in words_at if said not in marked.words[number].forms}
     places_of: dict[int, list[int]] = {}
     for place, number in enumerate(marks):
         places_of.setdefault(marked.words[number].message, []).append(place)
     return WrittenWords(
         marked=marked,
         marked_text=marked_text,
+        text=text,
         marks=marks,
         marked_spans=marked_spans,
-        spans=spans,
-        is_aligned=is_aligned,
+        spans=spans or [],
+        is_aligned=spans is not None,
+        rewritten=rewritten,
         places_of=places_of,
     )
 
@@ -125,7 +151,7 @@ def check_all_is_written(written: WrittenWords, last: int) -> list[str]:
         last: Place of the text's last message; reasoning may be missing in those before it.
 
     Returns:
-        What is to be said of reasoning that is missing.
+        What is to be said of reasoning that is missing, and of words that were rewritten.
 
     Raises:
         UnusableRowError: If other words of a message up to the last are missing, by the message's role.
@@ -144,6 +170,9 @@ def check_all_is_written(written: WrittenWords, last: int) -> list[str]:
         if words.message in whole:
             raise UnusableRowError(f"the chat template leaves out a part of a message of the role {role!r}")
         raise UnusableRowError(f"the chat template leaves out a message of the role {role!r}")
+    for number in written.rewritten:
+        whom = _of_whom(written.marked, written.marked.words[number]).replace("a message", "messages")
+        remarks.add(f"the chat template changes words or white space of {whom}")
     return sorted(remarks)
 
 
@@ -157,8 +186,7 @@ def _align(
         return None
     spans, here = list[Span](), len(between[0])
     for number, after in zip(marks, between[1:], strict=True):
-        ends = (here + len(form) for form in words[number].forms if text.startswith(form, here))
-        end = next((end for end in ends if text.startswith(after, end)), None)
+        end = _end_of(words[number], text, here, after)
         if end is None:
             return None
         spans.append((here, end))
@@ -166,17 +194,44 @@ def _align(
     return spans if here == len(text) else None
 
 
-def _search(marked: MarkedConversation, marks: Sequence[int], text: str) -> list[Span]:
-    """Find the words in the text, one after another."""
-    spans, here = list[Span](), 0
-    for number in marks:
+def _end_of(words: Words, text: str, begin: int, after: str) -> int | None:
+    """Find where words end that begin at a place: with all their letters, and before what follows them."""
+    ends = (begin + len(form) for form in words.forms if text.startswith(form, begin))
+    end = next((end for end in ends if text.startswith(after, end)), None)
+    if end is not None:
+        return end
+    said, letters = words.letters, ""
+    while after and (place := text.find(after, begin)) >= 0:
+        letters += letters_of(text[begin:place])
+        if letters == said:
+            return place
+        if not said.startswith(letters):
+            break
+        letters, begin = letters + letters_of(text[place]), place + 1
+    return None
+
+
+def _rewritten(marked: MarkedConversation, marks: Sequence[int], text: str) -> set[int]:
+    """Find the words that a text has in no form, though their marks were written.
+
+    Raises:
+        UnusableRowError: If not all that they are made of is in the text.
+    """
+    counts = Counter(marked.words[number].text for number in marks)
+    rewritten = {
+        number
+        for number in marks
+        if sum(text.count(form) for form in set(marked.words[number].forms)) < counts[marked.words[number].text]
+    }
+    all_words, folded = "\n".join(marked.words[number].text for number in marks).casefold(), text.casefold()
+    for number in sorted(rewritten):
         words = marked.words[number]
-        found = [
-            (place, place + len(form)) for form in dict.fromkeys(words.forms) if (place := text.find(form, here)) >= 0
-        ]
-        if not found:
-            role = "tool" if words.message == TOOLS else str(marked.conversation.messages[words.message]["role"])
-            raise UnusableRowError(f"the chat template leaves out or changes words of a message of the role {role!r}")
-        spans.append(min(found))
-        here = spans[-1][1]
-    return spans
+        pieces = set(_PIECE.findall(words.text.casefold()))
+        if any(folded.count(piece) < all_words.count(piece) for piece in pieces):
+            raise UnusableRowError(f"the chat template leaves out words of {_of_whom(marked, words)}")
+    return rewritten
+
+
+def _of_whom(marked: MarkedConversation, words: Words) -> str:
+    role = "tool" if words.message == TOOLS else str(marked.conversation.messages[words.message]["role"])
+    return f"a message of the role {role!r}"
