@@ -145,6 +145,7 @@ NO_SWITCHES = CHATML.replace(
 )
 """Takes its switches out of all messages, as Nemotron does."""
 THOUGHT = {"role": "assistant", "content": "<think>sum</think>2"}
+BARE_THOUGHT = {"role": "assistant", "content": "<think>sum</think>"}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,9 @@ THOUGHT = {"role": "assistant", "content": "<think>sum</think>2"}
         (WITHOUT_SYSTEM, [{"role": "system", "content": "user"}, *CHAT], "leaves out a message of the role 'system'"),
         (CUT, [{"role": "user", "content": "What? -- alpha"}, ANSWERED, *CHAT], "leaves out words of a message of"),
         (UNLIKED, [{"role": "user", "content": "no"}, *CHAT[1:]], "leaves out words of a message of the role 'user'"),
-        (NEVER_ANALYSIS, [ASKED, THOUGHT], "leaves out a part of a message of the role 'assistant'"),
+        # Nothing of the answer is left.
+        (NEVER_ANALYSIS, [ASKED, BARE_THOUGHT], "leaves out a message of the role 'assistant'"),
+        (NEVER_ANALYSIS, [ASKED, BARE_THOUGHT, *CHAT], "leaves out a message of the role 'assistant'"),
         ("{% if tool_calls %}{% endif %}" + CHATML, [ASKED, {**CALL, "content": "so"}], "leaves out a part of a mess"),
     ],
 )
@@ -179,6 +182,13 @@ def test_words_that_are_not_written_cost_the_row(template: str, messages: list[d
         (CHATML, [{"role": "user", "content": "/think"}, {"role": "assistant", "content": "/no_think"}], []),
         # Each turn is learned in a row of its own, in which its thought stands.
         (NO_ANALYSIS, [ASKED, THOUGHT, ASKED, THOUGHT], ["leaves out the reasoning of earlier turns"]),
+        (NO_ANALYSIS, [ASKED, BARE_THOUGHT, *CHAT[:2]], ["leaves out the reasoning of earlier turns"]),
+        (NEVER_ANALYSIS, [ASKED, THOUGHT], ["leaves out the reasoning of a turn"]),
+        (
+            NEVER_ANALYSIS,
+            [ASKED, {"role": "assistant", "content": "sum</think>2"}],
+            ["leaves out the reasoning of a turn"],
+        ),
         (NEVER_ANALYSIS, [ASKED, THOUGHT, *CHAT], ["leaves out the reasoning of earlier turns"]),
         (CHATML, [ASKED, {**ANSWERED, "reasoning_content": "sum"}], ["leaves out the reasoning of a turn"]),
     ],

@@ -177,14 +177,14 @@ def _by_prompts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, 
     written = find_words(marked, render(tokenizer, marked.conversation), text)
     spans = find_turns(tokenizer, conversation, text, turns, written)
     if spans is not None:
-        remarks += check_all_is_written(written, len(conversation.messages) - 1)
+        remarks += check_all_is_written(written, len(conversation.messages) - 1, turns)
         _check_are_inside(written, zip(turns, spans, strict=True))
         return [_label(tokenizer, text, spans)]
     rows = []
     for place in turns:
         text = render(tokenizer, conversation, place + 1)
         written = find_words(marked, render(tokenizer, marked.conversation, place + 1), text)
-        remarks += check_all_is_written(written, place)
+        remarks += check_all_is_written(written, place, [place])
         span = find_turn(tokenizer, conversation, place, text)
         if span is None:
             raise UnusableRowError(_ELSEWHERE)
@@ -209,7 +209,7 @@ def _by_generation_blocks(
     if len(blocks) != len(marked_blocks):
         raise UnusableRowError("the chat template marks other blocks as generated for other words of a turn")
     written = find_words(marked, marked_text, text)
-    remarks += check_all_is_written(written, len(conversation.messages) - 1)
+    remarks += check_all_is_written(written, len(conversation.messages) - 1, conversation.turns)
     learned: dict[int, list[Span]] = {place: [] for place in conversation.turns}
     for block, marked_block in zip(blocks, marked_blocks, strict=True):
         owners = written.messages_in(*marked_block)

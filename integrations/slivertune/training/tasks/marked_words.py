@@ -39,14 +39,12 @@ class Words:
     Args:
         message: The message's place; `TOOLS` for a tool.
         text: Without white space around it.
-        is_reasoning: Whether templates may leave it out once the conversation went on.
-        is_content: Whether it is of the message's content, or of a call.
+        is_reasoning: Whether templates may leave it out.
     """
 
     message: int
     text: str
     is_reasoning: bool = False
-    is_content: bool = True
 
     @property
     def forms(self) -> Iterator[str]:
@@ -109,7 +107,7 @@ def _mark_message(message: dict[str, Any], place: int, words: list[Words]) -> di
     put, marked = partial(_put, words, message=place), dict(message)
     for key in _REASONING_KEYS:
         if isinstance(message.get(key), str):
-            marked[key] = _mark_text(message[key], partial(put, is_reasoning=True, is_content=False))
+            marked[key] = _mark_text(message[key], partial(put, is_reasoning=True))
     is_answer, has_calls = message["role"] == "assistant", bool(message.get("tool_calls"))
     if isinstance(text := message.get("content"), str):
         # An answer of nothing but a thought's tags has words by them, unless it calls a tool.

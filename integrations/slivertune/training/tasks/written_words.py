@@ -6,7 +6,7 @@ The text and its marked form are alike but for marks and words, which shows wher
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from slivertune.training.data.conversations import UnusableRowError
@@ -143,12 +143,13 @@ def find_words(marked: MarkedConversation, marked_text: str, text: str) -> Writt
     )
 
 
-def check_all_is_written(written: WrittenWords, last: int) -> list[str]:
+def check_all_is_written(written: WrittenWords, last: int, learned: Collection[int]) -> list[str]:
     """Refuse a text in which words of a message are missing.
 
     Args:
         written: Which words were found.
-        last: Place of the text's last message; reasoning may be missing in those before it.
+        last: Place of the text's last message.
+        learned: Places of the turns that are learned, of which more than reasoning must be there.
 
     Returns:
         What is to be said of reasoning that is missing, and of words that were rewritten.
@@ -161,7 +162,7 @@ def check_all_is_written(written: WrittenWords, last: int) -> list[str]:
     for number, words in enumerate(written.marked.words):
         if number in found or words.message > last:
             continue
-        if words.is_reasoning and (words.message < last or not words.is_content):
+        if words.is_reasoning and (words.message in whole or words.message not in learned):
             remarks.add(EARLIER_REASONING if words.message < last else UNREAD_REASONING)
             continue
         if words.message == TOOLS:
