@@ -261,6 +261,57 @@ def test_special_tokens_that_the_template_writes_are_written_once(
     assert remarks == ["special tokens that the chat template writes stand in messages, too; the row has them once"]
 
 
+BOS_ONCE = "{{ bos_token }}" + CHATML
+BOS_BEFORE_USERS = CHATML.replace("<|im_start|>{{", "{{ bos_token if message.role == 'user' }}<|im_start|>{{")
+"""Writes BOS again before every question, as Llama 2 does."""
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "kept"),
+    [
+        (BOS_ONCE, {"1+1?": "<bos>1+1?", "2": "<bos>2"}, {"1+1?": "<bos>1+1?", "2": "<bos>2"}),
+        (BOS_ONCE, {"Be brief.": "<bos>Be brief.", "2+2?": "<bos> tag?"}, {"2+2?": "<bos> tag?"}),
+        (BOS_BEFORE_USERS, {"1+1?": "<bos>1+1?", "2+2?": "<bos>2+2?", "2": "<bos>2"}, {"2": "<bos>2"}),
+        (CHATML.replace("<|im_end|>", "{{ bos_token }}"), {"2": "<bos>2<bos>", "1+1?": "1+1?<bos>"}, {"2": "<bos>2"}),
+    ],
+)
+def test_bos_is_taken_from_messages_before_which_the_template_writes_it(
+    template: str, given: dict[str, str], kept: dict[str, str]
+) -> None:
+    tokenizer = byte_tokenizer(bos=True, more=("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = template
+    messages, expected = (
+        [{**each, "content": new.get(each["content"], each["content"])} for each in TWO_TURNS] for new in (given, kept)
+    )
+    ((ids, _),) = encode_conversation(tokenizer, Conversation(messages=messages))
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(expected, tokenize=False)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize(
+    ("place", "who"), [(1, "a user's turn"), (2, "an assistant's turn"), (4, "an assistant's turn")]
+)
+def test_a_turn_of_the_end_token_alone_says_nothing(place: int, who: str, template: str) -> None:
+    messages = [
+        {**message, "content": "<|im_end|>\n"} if each == place else message for each, message in enumerate(TWO_TURNS)
+    ]
+    with pytest.raises(UnusableRowError, match=f"{who} that says nothing"):
+        encoded(template, messages)
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_an_end_that_only_the_last_answer_gets_is_taken_from_every_answer(place: int) -> None:
+    tokenizer = byte_tokenizer(more=("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = CHATML.replace(
+        "<|im_end|>", "{{ eos_token if loop.last and message.role == 'assistant' else '<|im_end|>' }}"
+    )
+    plain = [TWO_TURNS[1], TWO_TURNS[2], TWO_TURNS[3], TWO_TURNS[4]]
+    for end in ("<eos>", "<|im_end|>"):
+        messages = [*plain[:place], {**plain[place], "content": plain[place]["content"] + end}, *plain[place + 1 :]]
+        found, expected = (encode_conversation(tokenizer, Conversation(messages=each)) for each in (messages, plain))
+        assert found == expected
+
+
 def test_special_tokens_that_the_template_does_not_write_stay() -> None:
     messages = [*TWO_TURNS[:2], {"role": "assistant", "content": "2<eos>"}]
     (row,) = encoded(CHATML, messages)

@@ -100,11 +100,20 @@ def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversat
         conversation = Conversation(messages=messages)
     if not conversation.turns:
         raise UnusableRowError(_without_turns(conversation))
+    check_something_is_said(conversation)
+    return conversation
+
+
+def check_something_is_said(conversation: Conversation) -> None:
+    """Refuse a conversation with an empty turn that is learned, or an empty one of the user.
+
+    Raises:
+        UnusableRowError: If there is one.
+    """
     if any(_says_nothing(conversation.messages[place]) for place in conversation.turns):
         raise UnusableRowError("an assistant's turn that says nothing")
     if any(each["role"] == "user" and _says_nothing(each) for each in conversation.messages):
         raise UnusableRowError("a user's turn that says nothing")
-    return conversation
 
 
 def read_plain(row: Mapping[str, Any], found: DatasetFormat, separator: str) -> tuple[str, str]:

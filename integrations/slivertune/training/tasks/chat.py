@@ -11,7 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from slivertune.core.suggestions import did_you_mean
 from slivertune.core.transformers_internals import template_date
-from slivertune.training.data.conversations import TEMPLATE_ROLES, Conversation, UnusableRowError
+from slivertune.training.data.conversations import (
+    TEMPLATE_ROLES,
+    Conversation,
+    UnusableRowError,
+    check_something_is_said,
+)
 from slivertune.training.tasks.marked_words import mark_words
 from slivertune.training.tasks.rendering import Span, render, render_blocks
 from slivertune.training.tasks.special_ends import TEMPLATE_REMARK, messages_once
@@ -84,8 +89,9 @@ def encode_conversation(
         One row; or one for each turn.
 
     Raises:
-        UnusableRowError: If the template refuses the messages, leaves out a message, tools or calls of them, does not
-            know a role, or begins the assistant's turn otherwise than by its generation prompt.
+        UnusableRowError: If a turn is a special token alone, or the template refuses the messages, leaves out a
+            message, tools or calls of them, does not know a role, or begins the assistant's turn otherwise than by its
+            generation prompt.
     """
     template = tokenizer.get_chat_template(tools=conversation.tools)
     _check_is_written(template, conversation)
@@ -93,6 +99,7 @@ def encode_conversation(
     with template_date(template, day):
         given, conversation = conversation, messages_once(tokenizer, conversation)
         if conversation != given:
+            check_something_is_said(conversation)
             remarks.append(TEMPLATE_REMARK)
         if _GENERATION.search(template):
             return [_by_generation_blocks(tokenizer, conversation, remarks)]

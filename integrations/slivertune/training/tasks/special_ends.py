@@ -10,8 +10,10 @@ from slivertune.training.tasks.rendering import render
 from slivertune.training.tasks.tokenization import added_tokens, leading_special_tokens
 
 TEMPLATE_REMARK = "special tokens that the chat template writes stand in messages, too; the row has them once"
-_SAMPLE = {"user": "Zq0000000qZ", "assistant": "Zq0000001qZ"}
-"""Words that no template writes by itself."""
+_SAMPLE = tuple((role, f"Zq{place:07}qZ") for place, role in enumerate(("user", "assistant") * 2))
+"""Roles, and words that no template writes by itself."""
+_FIRST = ""
+"""In the place of a role: the first message, whoever says it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,8 @@ def without_end(text: str, tokens: Iterable[str]) -> str:
 def messages_once(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Conversation:
     """Return a conversation without the special tokens in its messages that the chat template writes anyway.
 
-    These are BOS before a message, and behind one the token that ends a turn.
+    These are BOS before the first message, or before later ones where the template repeats it, and behind a message
+    the token that ends a turn.
 
     Args:
         tokenizer: Has a chat template.
@@ -107,29 +110,37 @@ def messages_once(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
     ]
     if not any(has_ends):
         return conversation
-    begin, end_of = _written_by_template(tokenizer, tokens)
-    messages = [
-        {**message, "content": without_begin(without_end(message["content"], end_of.get(message["role"], ())), begin)}
-        if isinstance(message.get("content"), str)
-        else message
-        for message in conversation.messages
-    ]
+    begins, ends = _written_by_template(tokenizer, tokens)
+    messages = []
+    for place, message in enumerate(conversation.messages):
+        text, role = message.get("content"), message["role"]
+        if isinstance(text, str):
+            begin = begins.get(role if place else _FIRST, "")
+            message = {**message, "content": without_begin(without_end(text, ends.get(role, ())), begin)}
+        messages.append(message)
     return replace(conversation, messages=messages)
 
 
 def _written_by_template(
     tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]
-) -> tuple[str, dict[str, tuple[str, ...]]]:
-    """Find BOS, if the chat template writes it, and by role the tokens that it writes behind a message."""
-    sample = Conversation(messages=[{"role": role, "content": words} for role, words in _SAMPLE.items()])
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Find where the chat template writes BOS, and by role the tokens that it writes behind a message.
+
+    Returns:
+        BOS by what it is written before: `_FIRST`, or the role of a later message; and the tokens by role.
+    """
+    sample = Conversation(messages=[{"role": role, "content": words} for role, words in _SAMPLE])
     try:
-        text = render(tokenizer, sample)
+        rest = render(tokenizer, sample)
     except UnusableRowError:
-        return "", {}
-    begin = str(tokenizer.bos_token or "")
-    ends = {}
-    for role, words in _SAMPLE.items():
-        behind = text.partition(words)[2].lstrip()
-        ends[role] = tuple(token for token in tokens if behind.startswith(token))
-    is_written = begin and begin in text.partition(_SAMPLE["user"])[0]
-    return begin if is_written else "", ends
+        return {}, {}
+    bos = str(tokenizer.bos_token or "")
+    begins, ends, behind = dict[str, str](), dict[str, tuple[str, ...]](), list[str]()
+    for place, (role, words) in enumerate(_SAMPLE):
+        around, _, rest = rest.partition(words)
+        # A token that ends the message before is not BOS of this one.
+        if bos and bos in around.lstrip().removeprefix(max(behind, key=len, default="")):
+            begins[role if place else _FIRST] = bos
+        behind = [token for token in tokens if rest.lstrip().startswith(token)]
+        ends[role] = (*ends.get(role, ()), *behind)
+    return begins, ends
