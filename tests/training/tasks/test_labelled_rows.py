@@ -335,8 +335,9 @@ def test_turns_that_are_not_to_be_learned_are_read_and_a_row_without_others_is_d
     assert "1 of 2 train rows dropped: no assistant turn that says it is to be learned" in task.notes
 
 
-def test_a_turn_of_somebody_else_that_is_to_be_learned_is_read_and_said(tmp_path: Path) -> None:
-    task = task_of(tmp_path, with_key(1, "weight", 1, role="user"))
+@pytest.mark.parametrize(("key", "value"), [("weight", 1), ("weight", 0.5), ("train", "yes"), ("train_detail", [1])])
+def test_a_turn_of_somebody_else_that_is_to_be_learned_is_read_and_said(key: str, value: Any, tmp_path: Path) -> None:
+    task = task_of(tmp_path, with_key(1, key, value, role="user"))
     assert learned(task)[1] == "Hello<|im_end|>\n"
     line = "1 of 2 train rows: a message that is not the assistant's says that it is to be learned; it is read alone"
     assert line in task.notes

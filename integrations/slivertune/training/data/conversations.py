@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slivertune.training.data.formats import DatasetFormat
-from slivertune.training.data.turn_weights import asks_to_be_learned
+from slivertune.training.data.turn_weights import UnknownWeightError, asks_to_be_learned
 
 _ROLES = {
     "human": "user",
@@ -66,8 +66,8 @@ class Conversation:
 
     @property
     def asks_for_others(self) -> bool:
-        """Whether a message that is not the assistant's says that it is to be learned."""
-        return any(each["role"] != "assistant" and asks_to_be_learned(each) for each in self.messages)
+        """Whether a message that is not the assistant's says that it is to be learned, clearly or not."""
+        return any(each["role"] != "assistant" and _may_ask(each) for each in self.messages)
 
 
 def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversation:
@@ -83,7 +83,7 @@ def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversat
 
     Raises:
         UnusableRowError: If something is empty or malformed, or no turn is the assistant's.
-        UnknownWeightError: If a message does not say clearly whether it is to be learned.
+        UnknownWeightError: If an assistant's turn does not say clearly whether it is to be learned.
     """
     if found.is_chat:
         parts = [_messages(_without_nulls(row[name], found), name) for name in found.columns]
@@ -145,6 +145,14 @@ def _without_nulls(value: Any, found: DatasetFormat) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item, found) for key, item in value.items() if item is not None}
     return [_without_nulls(item, found) for item in value] if isinstance(value, list) else value
+
+
+def _may_ask(message: dict[str, Any]) -> bool:
+    """Whether a message that is only read asks for more, or for nothing that is known, which is no fault in it."""
+    try:
+        return bool(asks_to_be_learned(message))
+    except UnknownWeightError:
+        return True
 
 
 def _without_turns(conversation: Conversation) -> str:
