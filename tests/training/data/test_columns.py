@@ -1,3 +1,4 @@
+import tracemalloc
 from typing import Any
 
 import datasets
@@ -5,6 +6,7 @@ import pytest
 
 from slivertune.training.data.columns import (
     ROW_COLUMN,
+    iterate_values,
     label_column,
     number_rows,
     sentence_columns,
@@ -89,3 +91,15 @@ def test_empty_rows_are_left_out_on_request_and_counted(caplog: pytest.LogCaptur
     )
     with pytest.raises(ValueError, match="no row is left"):
         usable_rows(rows, ["other"], skip, split="eval")
+
+
+def test_texts_are_read_a_part_at_a_time() -> None:
+    rows = datasets.Dataset.from_dict({"text": ["x" * 4000] * 5000, "other": [0] * 5000})
+    tracemalloc.start()
+    try:
+        assert sum(map(len, iterate_values(rows, "text"))) == 20_000_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Two parts of 1,000 texts at most, one of which is left when the other is read.
+    assert peak < 12_000_000

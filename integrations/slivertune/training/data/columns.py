@@ -1,7 +1,7 @@
 """Which columns of a dataset are read, and which of its rows can be."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -45,6 +45,12 @@ def user_columns(rows: Any) -> list[str]:
 def column_values(rows: Any, column: str) -> list[Any]:
     """All values of a column in one piece; iterating over the column would fetch row by row."""
     return list(rows[column][:])
+
+
+def iterate_values(rows: Any, column: str) -> Iterator[Any]:
+    """Iterate over a column's values, 1,000 in memory at a time, since all texts may be more than there is room for."""
+    for batch in rows.select_columns([column]).iter(batch_size=1000):
+        yield from batch[column]
 
 
 def name_rows(rows: Any, places: Any) -> str:
@@ -228,8 +234,7 @@ def leave_out(
 
 
 def _blank_places(rows: Any, column: str) -> list[bool]:
-    batches = rows.select_columns([column]).iter(batch_size=1000)
-    return [value is None or not str(value).strip() for batch in batches for value in batch[column]]
+    return [value is None or not str(value).strip() for value in iterate_values(rows, column)]
 
 
 def ambiguous(there: Sequence[str], choices: Sequence[tuple[str, ...]], options: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from slivertune.training.data.columns import column_values, first_rows, leave_out, usable_rows
+from slivertune.training.data.columns import column_values, first_rows, iterate_values, leave_out, usable_rows
 from slivertune.training.data.formats import find_format
 from slivertune.training.data.mixing import mix_rows
 from slivertune.training.options.arguments import DataArguments
@@ -260,7 +260,7 @@ def _encode_split(
                 "%d texts of the %s split make %d rows of at most %d tokens", len(rows), split, len(encoded), max_length
             )
         ends = special_ends(tokenizer)
-        count = sum(ends.text_once(text) != text for text in column_values(rows, found.columns[0]))
+        count = sum(ends.text_once(text) != text for text in iterate_values(rows, found.columns[0]))
         return encoded, [f"{count:,} of {len(rows):,} {split} rows: {ends.remark}"] if count else []
     options |= {"found": found, "truncate": args.truncate}
     if reading.uses_template:

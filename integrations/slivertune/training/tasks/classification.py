@@ -14,6 +14,7 @@ from slivertune.training.data.columns import (
     ROW_COLUMN,
     column_values,
     describe_rows,
+    iterate_values,
     label_column,
     require_column,
     sentence_columns,
@@ -219,10 +220,9 @@ def _special_once(
     """Take the special tokens that the tokenizer adds out of the texts, and say of how many rows."""
     ends, is_changed = added_ends(tokenizer), np.zeros(len(rows), dtype=bool)
     for column in dict.fromkeys(columns):
-        texts = column_values(rows, column)
-        once = [ends.text_once(str(text)) for text in texts]
-        differs = np.asarray([str(text) != new for text, new in zip(texts, once, strict=True)])
+        differs = np.asarray([ends.text_once(str(text)) != str(text) for text in iterate_values(rows, column)])
         if differs.any():
+            once = [ends.text_once(str(text)) for text in iterate_values(rows, column)]
             rows, is_changed = rows.remove_columns(column).add_column(column, once), is_changed | differs
     count = int(is_changed.sum())
     return rows, [f"{count:,} of {len(rows):,} {split} rows: {ends.remark}"] if count else []
