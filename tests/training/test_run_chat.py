@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from transformers.utils import chat_template_utils
 
 from slivertune.cli import main
+from slivertune.core.manifest import read_entries, write_manifest
 from tests.training.tiny import CHATML, MARKED, chat_tokenizer, llama_config
 from tests.training.tiny_runs import COMBINATIONS, UNMEASURED, Runs, complaint, train, train_arguments
 
@@ -170,6 +171,23 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day_and_when_it_is_r
     assert "chat_template_date: '2026-11-26'" in (chats["whole"] / "slivertune_run.yaml").read_text(encoding="utf-8")
     tomorrow = chats.train("tomorrow", *dated, "--chat_template_date", "2026-11-27", "--max_steps", "1", *UNMEASURED)
     assert tomorrow["before"] != whole["before"]
+    checkpoint = chats["whole"] / "checkpoint-3"
+    values = read_entries(checkpoint)
+    facts = values["facts"] | {"chat_template_date": "soon"}
+    write_manifest(checkpoint, {"global_step": values["global_step"], "facts": facts})
+    fault = f"{checkpoint} says chat_template_date='soon', which is no date"
+    assert fault in chats.complaint(*dated, "--resume_from_checkpoint", str(checkpoint))
+
+
+def test_a_date_of_a_run_file_that_no_template_writes_is_said_and_not_read(chats: Runs) -> None:
+    file = chats["run.yaml"]
+    file.write_text("chat_template_date: 2026-01-31\n", encoding="utf-8")
+    _, *options = chats.arguments("out", "--max_steps", "1", *UNMEASURED)
+    assert main(["train", str(file), *options]) == 0
+    line = "chat_template_date=2026-01-31 is not read: no chat template of this run writes today's date"
+    assert line in first_lines(chats.printed())
+    assert main(["train", str(chats["out"] / "slivertune_run.yaml"), "--output_dir", str(chats["again"])]) == 0
+    assert line in first_lines(chats.printed())
 
 
 def on_day(monkeypatch: pytest.MonkeyPatch, day: int) -> None:

@@ -27,6 +27,7 @@ from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import attach_tokens
 from slivertune.training.models import ModelSource, load_model, num_weights, open_model
+from slivertune.training.options.arguments import is_date
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.display import Display
 from slivertune.training.output.folders import read_facts
@@ -282,6 +283,11 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
 def _chat_template_date(arguments: TrainArguments, facts: dict[str, Any], coordinator: LaunchCoordinator) -> str:
     """The date for templates that write one: the one asked for, else that of the run's start."""
     asked, saved = arguments.data.chat_template_date, facts.get("chat_template_date")
+    if saved is not None and not is_date(saved):
+        raise ValueError(
+            f"{arguments.folder.checkpoint} says chat_template_date={saved!r}, which is no date; resume from another "
+            "checkpoint, or start again without --resume_from_checkpoint"
+        )
     if asked is not None and saved is not None and asked != saved:
         raise ValueError(
             f"{arguments.folder.checkpoint} was trained with chat_template_date={saved}, and this run asks for "
@@ -299,7 +305,13 @@ def _prepare_data(arguments: TrainArguments, source: ModelSource, day: str) -> T
     sources = {"": reference_splits()} if data.dataset is None else load_datasets(data, seed=seed)
     task = prepare_datasets(data, source.tokenizer, source.config, sources, seed=seed)
     if "chat_template_date" in arguments.given and task.chat_template_date is None:
-        raise ValueError(f"chat_template_date={day}: no chat template of this run writes today's date; leave it out")
+        nowhere = "no chat template of this run writes today's date"
+        options = {word.partition("=")[0].replace("-", "_") for word in arguments.command}
+        if "__chat_template_date" in options:
+            raise ValueError(f"chat_template_date={day}: {nowhere}; leave it out")
+        # A run file may serve several models.
+        line = f"chat_template_date={day} is not read: {nowhere}"
+        task = dataclasses.replace(task, notes=(*task.notes, line))
     if task.chat_template is not None:
         # What the model was trained with is saved with it.
         source.tokenizer.chat_template = task.chat_template

@@ -217,6 +217,13 @@ def test_words_that_are_escaped_as_xml_are_found() -> None:
     assert encoded(CHATML.replace(CONTENT, "{{ message['content'] | e }}"), LINES) == []
 
 
+def test_what_looks_like_a_mark_is_none() -> None:
+    template = "{{ tools | tojson }}" + CHATML
+    tool = {"type": "function", "function": {"name": "lookup", "description": "Zq0000099qZ"}}
+    messages = [{"role": "user", "content": "Zq0000099qZ"}, {"role": "assistant", "content": "Zq0000000qZ"}]
+    assert encode_conversation(chat_tokenizer(template), Conversation(messages=messages, tools=[tool]))
+
+
 @pytest.mark.parametrize("answer", ["1", "s", "function"])
 def test_a_short_answer_is_found_though_the_text_is_like_no_text_of_marks(answer: str) -> None:
     tool = {"type": "function", "function": {"name": "lookup", "description": "1 s", "parameters": {}}}

@@ -23,10 +23,10 @@ def enum_value(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-def is_date(text: str) -> bool:
-    """Whether a text is a date as `datetime.date` writes it."""
+def is_date(text: object) -> bool:
+    """Whether something is a date as `datetime.date` writes it."""
     try:
-        return date.fromisoformat(text).isoformat() == text
+        return isinstance(text, str) and date.fromisoformat(text).isoformat() == text
     except ValueError:
         return False
 

@@ -88,9 +88,10 @@ def mark_words(conversation: Conversation) -> MarkedConversation:
     return MarkedConversation(conversation=replace(conversation, messages=messages, tools=tools), words=words)
 
 
-def find_marks(text: str) -> list[tuple[int, tuple[int, int]]]:
-    """Find the marks in a text: the number of each, and from where to where it stands."""
-    return [(int(each[1]), each.span()) for each in _MARK.finditer(text)]
+def find_marks(text: str, num_words: int) -> list[tuple[int, tuple[int, int]]]:
+    """Find the marks of so many words in a text: the number of each, and from where to where it stands."""
+    # Other numbers stand in the data.
+    return [(int(each[1]), each.span()) for each in _MARK.finditer(text) if int(each[1]) < num_words]
 
 
 def letters_of(text: str) -> str:

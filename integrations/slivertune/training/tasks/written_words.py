@@ -118,7 +118,7 @@ def find_words(marked: MarkedConversation, marked_text: str, text: str) -> Writt
     Raises:
         UnusableRowError: If the template leaves out words, though it writes their mark.
     """
-    found = find_marks(marked_text)
+    found = find_marks(marked_text, len(marked.words))
     marks, marked_spans = [number for number, _ in found], [span for _, span in found]
     spans = _align(marked.words, marks, marked_spans, marked_text, text)
     if spans is None:
