@@ -179,6 +179,7 @@ def test_words_that_are_not_written_cost_the_row(template: str, messages: list[d
         (NO_SWITCHES, [{"role": "system", "content": "/system_override"}, *CHAT], []),
         (NO_SWITCHES, [{"role": "system", "content": "/no_think\n"}, *CHAT], []),
         (NO_SWITCHES, [{"role": "user", "content": "Sum up. /think please"}, THOUGHT], []),
+        (NO_SWITCHES, [{"role": "user", "content": "Read a/thinking/no_thinker."}, THOUGHT], []),
         (CHATML, [{"role": "user", "content": "/think"}, {"role": "assistant", "content": "/no_think"}], []),
         # Each turn is learned in a row of its own, in which its thought stands.
         (NO_ANALYSIS, [ASKED, THOUGHT, ASKED, THOUGHT], ["leaves out the reasoning of earlier turns"]),

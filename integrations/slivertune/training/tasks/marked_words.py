@@ -19,8 +19,8 @@ _MARK = re.compile(r"Zq(\d{7})qZ", re.IGNORECASE)
 """Letters and digits, which no template trims or escapes, and all of one length."""
 _ANY_MARK = "Zq-------qZ"
 """A mark without its number, as long as one."""
-_SWITCH = re.compile(r"(?<!\S)/(?:no_)?think(?!\S)|/system_override")
-"""A control of reasoning that templates read in a message, and may take out of it."""
+_SWITCH = re.compile(r"(?<!<)/(?:no_)?think|/system_override")
+"""A control of reasoning that templates read in a message, and may take out of it, also from within a word."""
 _TAG = re.compile(rf"(</?\w+>|<\|[^<>|]{{1,40}}\|>|\[/?[A-Z_]+\]|{_SWITCH.pattern})")
 """Markup of a message, which templates look for, and which stays in its place."""
 _THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|\[(/?)THINK\]", re.IGNORECASE)
