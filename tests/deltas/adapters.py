@@ -185,9 +185,9 @@ def _of_pattern(patterns: Mapping[str, int], path: str, default: int) -> int:
 
 
 def _parameter_of(path: str, said: Mapping[str, Any], merged: Mapping[str, torch.Tensor]) -> str:
-    """Targeted parameters of a module are wrapped one in the other."""
+    """Targeted parameters of a module are wrapped one in the other, as it registers them: gate_up_proj, down_proj."""
     module, depth = path.replace(".base_layer", ""), path.count(".base_layer")
-    names = [each.rpartition(".")[2] for each in said["target_parameters"]]
+    names = [each.rpartition(".")[2] for each in sorted(said["target_parameters"], reverse=True)]
     return f"{module}.{names[::-1][depth]}" if len(names) > 1 else f"{module}.{names[0]}"
 
 
