@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from slivertune.core.saved_state import StateMismatchError
-from slivertune.core.saved_values import check_hyperparameters, is_count, is_finite, is_rate, is_same, is_step
+from slivertune.core.saved_state import StateMismatchError, is_count
+from slivertune.core.saved_values import check_hyperparameters, is_finite, is_rate, is_same, is_step
 
 
 @pytest.mark.parametrize(

@@ -40,46 +40,40 @@ def traced(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@torch.compile(fullgraph=True)
 def _update(parameter: torch.Tensor, gradient: torch.Tensor, moment: torch.Tensor, rate: float) -> None:
     moment.lerp_(gradient, 0.1)
     parameter.add_(moment, alpha=-rate)
 
 
-class CompiledUpdate(torch.optim.Optimizer):
+class Momentum(torch.optim.Optimizer):
+    """Momentum, written for one tensor after the other."""
+
+    update = staticmethod(_update)
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["moment"] = torch.zeros_like(parameter)
+                    self.update(parameter, parameter.grad, state["moment"], group["lr"])
+
+
+class CompiledUpdate(Momentum):
     """Compiles what it does to one tensor, as torchao's do."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if not state:
-                        state["moment"] = torch.zeros_like(parameter)
-                    _update(parameter, parameter.grad, state["moment"], group["lr"])
+    update = staticmethod(torch.compile(_update, fullgraph=True))
 
 
-class CompiledStep(torch.optim.Optimizer):
+class CompiledStep(Momentum):
     """Compiles its whole step, which is another for each instance."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.compile(fullgraph=True)
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if not state:
-                        state["moment"] = torch.zeros_like(parameter)
-                    state["moment"].lerp_(parameter.grad, 0.1)
-                    parameter.add_(state["moment"], alpha=-group["lr"])
+    step = torch.compile(Momentum.step, fullgraph=True)
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from slivertune.chunked_loss.absent_logits import READ, AbsentLogits, ChunkedLos
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
+from slivertune.core.torch_internals import is_without_data
 from slivertune.core.transformers_internals import find_transformers_model
 
 
@@ -73,8 +74,8 @@ def why_not_chunked(model: nn.Module) -> str | None:
             return f"{type(inner).__name__} does not compute its loss by model.loss_function ({error})"
         finally:
             handle.remove()
-        if type(chunked) is not torch.Tensor:
-            return None  # without data, as in a memory plan, there is no value to compare
+        if is_without_data():
+            return None  # in a memory plan there is no value to compare
         with torch.random.fork_rng():
             loss, logits = _outputs(inner(input_ids=tokens, labels=tokens))
         plain = loss - ForCausalLMLoss(logits, tokens, logits.shape[-1])
@@ -138,7 +139,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
 
     @property
     def last_loss(self) -> torch.Tensor:
-        """The last loss that was computed in chunks, without dimensions."""
+        """The last loss that was computed in chunks and without gradients, without dimensions."""
         assert self._loss.last is not None
         return self._loss.last
 
@@ -187,7 +188,7 @@ class _Head(StandIn):
         self.stand_ins: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """In a forward that is chunked: what was given for logits and not scored yet, and its hidden states."""
         self.scored: list[torch.Tensor] = []
-        """What was given for logits in this forward, and is scored."""
+        """Stand-ins of this forward whose loss is computed."""
         self._request: dict[str, Any] | None = None
 
     def put(self) -> None:
@@ -244,7 +245,7 @@ class _Loss(StandIn):
         super().__init__(ForCausalLMLoss)
         self._head = head
         self.last: torch.Tensor | None = None
-        """The last one that was computed in chunks."""
+        """The last one that was computed without gradients."""
 
     def __call__(
         self,
@@ -269,7 +270,8 @@ class _Loss(StandIn):
         )
         if chunked is None:
             raise ChunkedLossError(f"{READ}, or the head's forward was replaced after the handle was attached")
-        self.last = chunked.detach().clone()  # the model may add to it in place
+        if not torch.is_grad_enabled():
+            self.last = chunked.clone()  # the model may add to it in place
         return chunked
 
 

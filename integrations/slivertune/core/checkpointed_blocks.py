@@ -34,7 +34,7 @@ class CheckpointedBlocksHandle(ModelHandle):
     is_innermost: ClassVar[bool] = False
     """Whether no other stand-in comes between this one and the function itself."""
     feature: Feature | None = None
-    """What it is, as `refused_pairs` names it; None of what goes with everything."""
+    """Name of the feature in `refused_pairs`; None if it goes with everything."""
     needs_blocks: ClassVar[bool] = True
     """Whether a model without such blocks is refused."""
 

@@ -31,9 +31,9 @@ _IN_TEXT = (
 )
 """An option, a URL's user and parameter, a key in JSON, a token of the hub: what is replaced in any text, by what."""
 _FEWEST_LETTERS = 6
-"""Of a secret that is looked for in texts; a shorter one would hide common words."""
+"""Letters of a secret that is looked for in texts; a shorter one would hide common words."""
 _FEWEST_OF_ENVIRONMENT = 12
-"""The same of a variable, whose value may be no secret in spite of its name."""
+"""The same for a variable, whose value may be no secret in spite of its name."""
 _known: set[str] = set()
 
 

@@ -1,4 +1,4 @@
-"""What to say where a library is not installed, by the name under which pip finds it."""
+"""Names a library that is not installed as pip knows it."""
 
 
 def missing_library(asked: str, library: str, otherwise: str = "") -> str:

@@ -46,7 +46,7 @@ class StandIn:
 
     @property
     def feature(self) -> Any:
-        """What it is a part of, as `refused_pairs` names it; None of what goes with everything."""
+        """Name of the feature in `refused_pairs` that it is a part of; None if that goes with everything."""
         return None
 
     def kept_tensors(self) -> Iterable[torch.Tensor]:

@@ -12,6 +12,11 @@ from slivertune.core.suggestions import did_you_mean
 _NEGATIVE = re.compile(r"-(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|infinity|nan)$", re.IGNORECASE)
 
 
+def split_names(words: Iterable[str]) -> list[str]:
+    """Return names that spaces or commas part, as a command line has them."""
+    return [part.strip() for word in words for part in word.split(",") if part.strip()]
+
+
 class OptionParser(argparse.ArgumentParser):
     """Raises where argparse would print its usage and exit, and suggests what was meant."""
 

@@ -161,7 +161,7 @@ def _pairs_of(feature: Feature) -> list[RefusedPair]:
 
 
 def _features_on(module: nn.Module) -> Iterator[Feature]:
-    """What a module itself has."""
+    """Yield the features that stand on a module itself."""
     if is_compiled(module):
         yield "torch.compile"
     for value in vars(module).values():

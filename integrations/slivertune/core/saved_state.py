@@ -66,8 +66,13 @@ def check_header(saved: Mapping[str, Any], method: str, title: str, versions: Se
             f"{' and '.join(map(str, versions))}; continue with the version that wrote it"
         )
     updates = header.get("updates")
-    if type(updates) is not int or not 0 <= updates < COUNT_LIMIT:
+    if not is_count(updates):
         raise StateMismatchError(f"the saved state is damaged: updates={str(updates)[:60]}; use another checkpoint")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value counts something; True and False do not."""
+    return type(value) is int and 0 <= value < COUNT_LIMIT
 
 
 def describe_damage(place: object, problem: str) -> str:

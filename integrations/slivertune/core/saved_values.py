@@ -8,19 +8,14 @@ from typing import Any
 import torch
 
 from slivertune.core.saved_state import COUNT_LIMIT, StateMismatchError
-from slivertune.core.torch_internals import FakeTensor
-
-
-def is_count(value: object) -> bool:
-    """Whether a value counts something; True and False do not."""
-    return type(value) is int and 0 <= value < COUNT_LIMIT
+from slivertune.core.torch_internals import is_without_data
 
 
 def is_step(value: Any) -> bool:
     """Whether a value counts steps as optimizers do: a number, or a tensor of one, from 0 on."""
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and value.dtype != torch.bool
-        return is_number and (not _has_values(value) or is_step(value.item()))
+        return is_number and (is_without_data() or is_step(value.item()))
     return _is_number(value) and 0 <= value < COUNT_LIMIT
 
 
@@ -30,13 +25,8 @@ def is_rate(value: Any) -> bool:
         return True
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and value.is_floating_point()
-        return is_number and (not _has_values(value) or is_rate(float(value)))
+        return is_number and (is_without_data() or is_rate(float(value)))
     return _is_number(value) and math.isfinite(value) and value >= 0
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has data; those of a memory plan have none."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def _is_number(value: Any) -> bool:
@@ -64,8 +54,8 @@ def is_finite(value: Any) -> bool:
         return all(map(is_finite, value))
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
         return True
-    if not _has_values(value):
-        return True
+    if is_without_data():
+        return True  # as in a memory plan
     plain = value.detach()
     return all(math.isfinite(each) for each in (plain.float() if plain.itemsize == 1 else plain).aminmax())
 

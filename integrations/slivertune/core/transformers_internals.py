@@ -172,7 +172,7 @@ def maker_of(model_class: Any, config: Any) -> tuple[Callable[..., Any], bool] |
         config: The configuration.
 
     Returns:
-        What to call with it, and whether the class has a model of it; None if it is no such class.
+        The function to call with it, and whether the class has a model of it; None if it is no such class.
     """
     if isinstance(model_class, type) and hasattr(model_class, "_model_mapping"):
         auto: Any = model_class

@@ -42,7 +42,6 @@ from slivertune.deltas.delta_file import name_of
 from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.names import NameIndex
 from slivertune.deltas.plain_checkpoint import PlainCheckpoint, open_checkpoint
-from slivertune.deltas.written import is_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,12 +250,14 @@ def _check_files(merged: nn.Module, base: PlainCheckpoint, new: PlainCheckpoint,
     """Compare what was written with the sums, and what no adapter touches with the base's files."""
     state, index = merged.state_dict(), NameIndex(base.tensors)
     for name, tensor in new.tensors.items():
-        if name in state and (tensor.dtype != state[name].dtype or tensor.sha256() != hash_tensor(state[name])):
+        written = tensor.sha256()
+        if name in state and (tensor.dtype != state[name].dtype or written != hash_tensor(state[name])):
             raise ValueError(f"{name!r} was not written as it was summed. Check the disk, and merge again")
         origin = index.find(name)
         if origin is None or name not in state or is_touched(name, touched):
             continue
-        if not is_sum(base.tensors[origin], tensor):
+        stored = base.tensors[origin]
+        if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape) or stored.sha256() != written:
             raise ValueError(f"{name!r} is not the base's, and the adapter does not touch it. Use the adapter by PEFT")
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from slivertune.core.saved_state import StateMismatchError
+from slivertune.core.saved_state import StateMismatchError, is_count
 from slivertune.core.saved_state import check_header as check_form
-from slivertune.core.saved_values import check_finite, check_hyperparameters, is_count, is_rate, is_same, is_step
+from slivertune.core.saved_values import check_finite, check_hyperparameters, is_rate, is_same, is_step
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.nested_state import flatten_state
 from slivertune.hift.piece import Weight

@@ -23,9 +23,9 @@ from slivertune.core.parameters import check_form, held_parameters, settle_requi
 from slivertune.core.reentrant import RecordingCheck, ReentrantBlocks, has_other_reentrant
 from slivertune.core.torch_internals import (
     NO_BACKWARD,
-    FakeTensor,
     at_end_of_backward,
     compiled_call_of,
+    is_without_data,
     running_backward,
 )
 from slivertune.hift.piece import Weight
@@ -88,7 +88,8 @@ class ModelHooks:
         self._outermost: nn.Module | None = None
         self._anchor = torch.zeros((), requires_grad=True)
         self._has_warned_of_compilation = False
-        self._reentrant = ReentrantBlocks(model)
+        self._reentrant: ReentrantBlocks
+        """There from `attach` on."""
         self._recording = RecordingCheck()
         self._reached_now: set[int] = set()
         self._not_reached = set(self._trained)
@@ -273,7 +274,7 @@ class ModelHooks:
         """Have the modules watched of whose parameters no gradient is known to come."""
         watched = {key: self._trained[key][0] for key in self._active if key in self._not_reached}
         # A memory plan runs one update, and plans those without hooks.
-        if watched and not any(isinstance(each, FakeTensor) for each in self._active.values()):
+        if watched and not is_without_data():
             held = held_parameters(self.model)
             modules = {module: watched[id(each)] for module, each in held if id(each) in watched}
             self._recording.begin(self.model, modules)

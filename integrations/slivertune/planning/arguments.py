@@ -5,6 +5,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+from slivertune.core.option_parser import split_names
 from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.byte_text import parse_memory_size
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, known_cards
@@ -285,7 +286,7 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     """
     # What was not typed is absent.
     values: dict[str, Any] = {
-        name: _names(value) if isinstance(value, list) else value
+        name: tuple(split_names(value)) if isinstance(value, list) else value
         for name, value in vars(make_parser(argument_fields()).parse_args(map(_with_underscores, argv))).items()
     }
     given = {name: values.pop(name) for name in tuple(values) if name in KINDS}
@@ -316,11 +317,6 @@ def _check_method_reads(given: dict[str, Any], sweep: Sweep | None, *, is_compar
     elif sweep is not None:
         names.add(sweep.field)
     check_options_are_read(set(planned_methods()) if is_comparison else methods, names, planned_options())
-
-
-def _names(words: list[str]) -> tuple[str, ...]:
-    """Names of modules, which a space or a comma parts."""
-    return tuple(part.strip() for word in words for part in word.split(",") if part.strip())
 
 
 def _with_underscores(word: str) -> str:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from slivertune.core.saved_state import StateMismatchError
+from slivertune.core.saved_state import StateMismatchError, is_count
 from slivertune.core.saved_state import check_header as check_form
-from slivertune.core.saved_values import check_finite, check_hyperparameters, is_count, is_same
+from slivertune.core.saved_values import check_finite, check_hyperparameters, is_same
 from slivertune.deltas.delta import check_positions
 from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight

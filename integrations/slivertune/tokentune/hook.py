@@ -11,8 +11,8 @@ from torch import nn
 from slivertune.core.compiled_blocks import runs_compiled
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook
-from slivertune.core.reentrant import ReentrantBlocks, check_recorded
-from slivertune.core.saved_values import is_count
+from slivertune.core.reentrant import ReentrantBlocks, check_recorded, is_trainable
+from slivertune.core.saved_state import is_count
 from slivertune.core.token_tiles import runs_in_tiles
 from slivertune.core.token_wise import norms_outside
 from slivertune.core.transformers_internals import attention_of, find_transformers_model
@@ -286,7 +286,7 @@ class TokenTuneHandle(ModelHandle):
             return
         rows = selection.of_forward or self._draw(hidden, self._call)
         rows.forget_parts()
-        trains = any(each.requires_grad for each in layer.parameters())
+        trains = is_trainable(layer)
         if trains:
             check_recorded(type(layer).__name__)
         if hidden.requires_grad or trains or layer_rows.has_other_forwards:

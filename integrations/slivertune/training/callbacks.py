@@ -15,8 +15,9 @@ from slivertune.core.manifest import find_damage, remove_manifest
 from slivertune.core.sliver import Sliver
 from slivertune.interop.checkpoints import KeepManifest, checkpoint_folder
 from slivertune.parallel.checkpoint.manifests import write_together
-from slivertune.parallel.consistency.heartbeat import guard, world_size
+from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, remove_old
+from slivertune.training.ranks.processes import are_on_any_rank
 
 _LOSS = "the loss"
 
@@ -250,12 +251,7 @@ def keep_events_in(trainer: Trainer, folder: Path) -> None:
 def _on_any_rank(found: str | None, device: torch.device) -> tuple[str | None, bool]:
     """Return what was found here, or else that another rank has found something; and whether a rank has no loss."""
     flags = [found is not None, found is not None and found.startswith(_LOSS)]
-    if world_size() == 1:
-        return found, flags[1]
-    on_any = torch.tensor(flags, dtype=torch.float32, device=device)
-    with guard("looking for losses that are not finite"):
-        torch.distributed.all_reduce(on_any, torch.distributed.ReduceOp.MAX)
-    is_found, lacks_loss = on_any.bool().tolist()
+    is_found, lacks_loss = are_on_any_rank(flags, device, "looking for losses that are not finite")
     if found is None and is_found:
         found = "a loss or gradient of another rank is not finite"
     return found, lacks_loss

@@ -196,7 +196,7 @@ def test_auto_leaves_a_finished_run_alone_unless_it_has_gone_on() -> None:
 @pytest.mark.parametrize(
     ("log", "goal", "is_raised"),
     [
-        # 4 updates an epoch: 2 epochs.
+        # 4 updates per epoch: 2 epochs.
         ((8, 8, 2.0), Goal(num_train_epochs=2), False),
         ((8, 8, 2.0), Goal(num_train_epochs=2.25), True),
         ((8, 8, 2.0), Goal(num_train_epochs=1), False),

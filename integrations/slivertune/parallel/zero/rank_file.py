@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from slivertune.core.saved_state import describe_damage, load_dictionary
-from slivertune.core.saved_values import is_count, is_finite, is_rate, is_step
+from slivertune.core.saved_state import describe_damage, is_count, load_dictionary
+from slivertune.core.saved_values import is_finite, is_rate, is_step
 from slivertune.parallel.checkpoint.sidecar import check_plain
 
 VERSION = 3

@@ -53,6 +53,11 @@ def iterate_values(rows: Any, column: str) -> Iterator[Any]:
         yield from batch[column]
 
 
+def count_line(count: int, num_rows: int, split: str, line: str) -> str:
+    """Say of how many rows of a split a line holds."""
+    return f"{count:,} of {num_rows:,} {split} rows: {line}"
+
+
 def name_rows(rows: Any, places: Any) -> str:
     """The first few of the row numbers at some places of a numbered `datasets.Dataset`, in order, for messages."""
     numbers = sorted(set(column_values(rows.select(places), ROW_COLUMN)))

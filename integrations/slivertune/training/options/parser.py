@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
-from slivertune.core.option_parser import OptionParser
+from slivertune.core.option_parser import OptionParser, split_names
 from slivertune.core.removed_settings import is_only_value
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
 from slivertune.training.options.config_file import SUFFIXES, Setting, read_settings
@@ -97,7 +97,7 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
             if value is not absent and name in options:
                 check_number(options[name], value)
             if name in _NAMES_APART and isinstance(value, list):
-                given[name] = [part.strip() for word in value for part in word.split(",") if part.strip()]
+                given[name] = split_names(value)
         trackers = given["report_to"]
         if isinstance(trackers, list) and len(trackers) == 1:
             given["report_to"] = trackers[0]

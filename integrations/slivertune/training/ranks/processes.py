@@ -6,6 +6,7 @@ All beside what `slivertune.attach` does.
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,12 +147,17 @@ def is_on_any_rank(is_here: bool, device: torch.device, doing: str) -> bool:
         device: Where the ranks' numbers are reduced.
         doing: What the ranks are doing, for the error of one that does not come.
     """
+    return are_on_any_rank([is_here], device, doing)[0]
+
+
+def are_on_any_rank(are_here: Sequence[bool], device: torch.device, doing: str) -> list[bool]:
+    """As `is_on_any_rank`, of several things at once."""
     if world_size() == 1:
-        return is_here
-    found = torch.tensor(float(is_here), device=device)
+        return list(are_here)
+    found = torch.tensor(are_here, dtype=torch.float32, device=device)
     with guard(doing):
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return bool(found)
+    return found.bool().tolist()
 
 
 def settle_layout(trainer: Trainer) -> Layout:

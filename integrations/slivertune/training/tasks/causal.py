@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from slivertune.training.data.columns import column_values, first_rows, iterate_values, leave_out, usable_rows
+from slivertune.training.data.columns import (
+    column_values,
+    count_line,
+    first_rows,
+    iterate_values,
+    leave_out,
+    usable_rows,
+)
 from slivertune.training.data.formats import find_format
 from slivertune.training.data.mixing import mix_rows
 from slivertune.training.options.arguments import DataArguments
@@ -261,7 +268,7 @@ def _encode_split(
             )
         ends = special_ends(tokenizer)
         count = sum(ends.text_once(text) != text for text in iterate_values(rows, found.columns[0]))
-        return encoded, [f"{count:,} of {len(rows):,} {split} rows: {ends.remark}"] if count else []
+        return encoded, [count_line(count, len(rows), split, ends.remark)] if count else []
     options |= {"found": found, "truncate": args.truncate}
     if reading.uses_template:
         encoded = encode(partial(encode_chats, day=day, **options))

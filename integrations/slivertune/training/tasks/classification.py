@@ -13,6 +13,7 @@ from slivertune.training.data.columns import (
     LABEL_COLUMN,
     ROW_COLUMN,
     column_values,
+    count_line,
     describe_rows,
     iterate_values,
     label_column,
@@ -225,7 +226,7 @@ def _special_once(
             once = [ends.text_once(str(text)) for text in iterate_values(rows, column)]
             rows, is_changed = rows.remove_columns(column).add_column(column, once), is_changed | differs
     count = int(is_changed.sum())
-    return rows, [f"{count:,} of {len(rows):,} {split} rows: {ends.remark}"] if count else []
+    return rows, [count_line(count, len(rows), split, ends.remark)] if count else []
 
 
 def _without_notes(rows: Any, split: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from slivertune.training.data.columns import ROW_COLUMN, column_values, describe_rows, leave_out
+from slivertune.training.data.columns import ROW_COLUMN, column_values, count_line, describe_rows, leave_out
 from slivertune.training.data.conversations import UnusableRowError, read_conversation, read_plain
 from slivertune.training.data.formats import DatasetFormat
 from slivertune.training.data.turn_weights import UnknownWeightError
@@ -155,7 +155,7 @@ def describe_remarks(encoded: Any, *, split: str) -> list[str]:
     # A conversation may have become several rows, which all have its remarks.
     remarks = dict(zip(numbers, column_values(encoded, "remarks"), strict=True))
     counts = Counter(line for lines in remarks.values() for line in lines.splitlines())
-    return [f"{count:,} of {len(remarks):,} {split} rows: {line}" for line, count in counts.most_common()]
+    return [count_line(count, len(remarks), split, line) for line, count in counts.most_common()]
 
 
 def drop_unusable(encoded: Any, target: str, *, max_length: int, split: str) -> tuple[Any, list[str]]:
