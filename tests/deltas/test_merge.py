@@ -162,7 +162,7 @@ def test_a_merged_checkpoint_holds_what_applying_gives_and_unmerging_the_bases_b
     assert files_in(tmp_path / "merged") == files
 
 
-# Less than the tensor's 64 MiB, and more than two of the 16 MiB pieces in which files are copied and hashed.
+# Less than the tensor's 64 MiB, and more than two of the 16 MiB pieces in which files are copied.
 MERGE_IN_LITTLE_MEMORY = """
 import resource, sys
 import torch
@@ -266,7 +266,7 @@ def test_tensors_at_odd_addresses_and_of_no_touched_weight_are_merged(tmp_path: 
 def test_a_stored_tensor_has_the_hash_of_the_loaded_one(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain_checkpoint, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(plain_checkpoint, "_PIECE_BYTES", 7)
     tensors = {"a": (100 * torch.rand(3, 5)).to(dtype), "b": torch.zeros(2, 2, dtype=dtype)}
     save_file(tensors, tmp_path / "model.safetensors")
     stored = open_checkpoint(tmp_path).tensors

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slivertune.deltas.additions import Destination
-from slivertune.deltas.hashes import CHUNK_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -32,6 +31,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# Of a tensor, at a time. Small: to compare two tensors holds two pieces of each while the next are read.
+_PIECE_BYTES = 2**21
 # Other forms of the weights, which a merge would leave at the base's values, and a training's own state.
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt", ".gguf", ".onnx", ".onnx_data")
 _WEIGHT_INDICES = (".safetensors.index.json", ".bin.index.json")
@@ -59,7 +60,7 @@ class StoredTensor(Destination):
         with self.shard.open("rb") as file:
             file.seek(self.start)
             left = self.num_bytes
-            while left and (piece := bytearray(file.read(min(left, CHUNK_BYTES)))):
+            while left and (piece := bytearray(file.read(min(left, _PIECE_BYTES)))):
                 yield piece
                 left -= len(piece)
 
