@@ -287,6 +287,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "noise": lambda g: g.add_(torch.ones_like(g), alpha=0.01),
     "scaled, then added to": lambda g: g.mul_(0.5).add_(torch.ones_like(g)),
     "clamped": lambda g: g.clamp_(-1e-3, 1e-3),
+    "clamped, then scaled": lambda g: g.clamp_(-1e-3, 1e-3).mul_(0.5),
     "scaled by its data": lambda g: g.data.mul_(0.5),
     "zeroed": lambda g: g.zero_(),
     "replaced": lambda g: g.copy_(torch.ones_like(g)),

@@ -93,14 +93,12 @@ class OffloadedGradient(GradientPlaceholder):
             return copies.setdefault(id(value), value.copy_on_device())
 
         out = func(*tree_map(on_device, args), **tree_map(on_device, kwargs))
-        written = []
         for position, (name, is_written) in enumerate(arguments_of(func)):
             value = args[position] if position < len(args) else kwargs.get(name)
             if is_written and isinstance(value, OffloadedGradient):
                 value._replace(copies[id(value)])
-                written.append(value)
-        # What an operator writes it also returns.
-        return written[0] if written else out
+        # Where an operator writes, torch returns the tensor that it was given, and not this copy of it.
+        return out
 
     def copy_on_device(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of it flattened, or, by default, all of it in its shape; a copy on the device."""

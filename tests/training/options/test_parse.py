@@ -162,12 +162,19 @@ def test_hifts_settings_reach_its_config() -> None:
     arguments = parse_train_arguments(
         [
             *("--layers_per_group", "3", "--order", "random", "--state", "disk", "--state_dir", "d"),
-            *("--stream_bytes", "0", "--seed", "7", "--state_ram_bytes", "64"),
+            *("--stream_bytes", "0", "--seed", "7", "--state_ram_bytes", "64", "--prefetch_bytes", "50"),
         ]
     )
     config = arguments.method.options.config(arguments.training.seed)
     expected = HiFTConfig(
-        layers_per_group=3, order="random", state="disk", state_dir="d", state_ram_bytes=64, stream_bytes=0, seed=7
+        layers_per_group=3,
+        order="random",
+        state="disk",
+        state_dir="d",
+        state_ram_bytes=64,
+        stream_bytes=0,
+        seed=7,
+        prefetch_bytes=50,
     )
     assert config == expected
 
