@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
@@ -72,8 +74,9 @@ def test_a_merged_classifier_knows_its_classes_by_name(runs: Runs, tmp_path: Pat
     assert "trained whole and put in place of the base's: score\n" in said
     loaded = AutoModelForSequenceClassification.from_pretrained(results["model_folder"], num_labels=2)
     merged = AutoModelForSequenceClassification.from_pretrained(runs["merged"])
-    # Sums of fp32 in another order.
-    torch.testing.assert_close(loaded(IDS[:1]).logits, merged(IDS[:1]).logits, rtol=1e-4, atol=1e-4)
+    if Version(transformers.__version__) >= Version("5.23"):  # older ones leave the head as it was drawn, and warn
+        # Sums of fp32 in another order.
+        torch.testing.assert_close(loaded(IDS[:1]).logits, merged(IDS[:1]).logits, rtol=1e-4, atol=1e-4)
     assert merged.config.id2label == {0: "even", 1: "odd"}
     pad = merged.config.pad_token_id
     base = AutoModelForSequenceClassification.from_pretrained(runs.base, num_labels=2, pad_token_id=pad)
