@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -33,7 +34,9 @@ os.environ.update(
 
 
 def pytest_configure() -> None:
-    """Keep temporary folders off a file system in memory, where `state="disk"` refuses to store anything."""
+    """Let Ctrl-C reach the processes of tests, and keep temporary folders out of memory, where `state="disk"` fails."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell script starts by `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     mounts = Path("/proc/self/mounts")
     lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()] if mounts.exists() else []
     is_in_memory = any(line[1:3] == [tempfile.gettempdir(), "tmpfs"] for line in lines)
