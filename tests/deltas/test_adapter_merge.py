@@ -12,6 +12,7 @@ from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -19,13 +20,14 @@ from transformers import (
     BertForPreTraining,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlamaModel,
     modeling_utils,
 )
 
 from slivertune.cli import main
 from slivertune.deltas.adapter_folder import open_adapter
 from slivertune.deltas.adapter_merge import merge_adapter
-from tests.deltas.adapters import BASES, half_spacing, naive_merge, save_adapter, save_base
+from tests.deltas.adapters import BASES, config, half_spacing, naive_merge, save_adapter, save_base
 
 IDS = torch.arange(1, 25).view(2, 12)
 # PEFT 0.21 asks by the name that transformers 5.23 retires, and warns of what is to be tested.
@@ -222,12 +224,18 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
     save_base(Path("deeper"), num_hidden_layers=3)
     save_base(Path("shallower"), num_hidden_layers=1)
     save_base(Path("quantised"))
+    save_base(Path("narrow"), torch.float8_e4m3fn)
+    save_base(Path("foreign"))
+    change_config("foreign", "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"})
+    torch.manual_seed(0)
+    LlamaModel(config()).save_pretrained("headless")
     (save_base(Path("bare")) / "model.safetensors").unlink()
     save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
-    for name in ("nameless", "lost", "damaged", "empty", "not_a_number"):
+    for name in ("nameless", "lost", "damaged", "empty", "not_a_number", "newer", "named/first", "named/second"):
         save_adapter(Path(name), AutoModelForCausalLM.from_pretrained("base"))
     change_config("nameless", base_model_name_or_path=None)
     change_config("lost", base_model_name_or_path="./gone")
+    change_config("newer", use_tomorrow=True)
     Path("damaged/adapter_config.json").write_text("{", encoding="utf-8")
     Path("empty/adapter_model.safetensors").unlink()
     weights = load_file("not_a_number/adapter_model.safetensors")
@@ -254,6 +262,17 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
         ),
         (["adapter", "--model_name_or_path", "quantised"], "quantised is quantised, and its weights have no room for"),
         (["adapter", "--model_name_or_path", "lost"], "lost is an adapter itself; name the base by"),
+        (["adapter", "--model_name_or_path", "narrow"], "in float8_e4m3fn. Only float32, bfloat16, float16 are merged"),
+        (
+            ["adapter", "--model_name_or_path", "foreign"],
+            "foreign can't be loaded: it brings code of its own, which is",
+        ),
+        (
+            ["adapter", "--model_name_or_path", "headless"],
+            "lm_head.weight of a LlamaForCausalLM is neither in headless nor in adapter, and would be random",
+        ),
+        (["newer"], "newer has use_tomorrow=True, which this PEFT does not know and would ignore"),
+        (["named"], "neither SFT's deltas nor a LoRA adapter; did you mean named/first or named/second?"),
         (["adapter", "--model_name_or_path", "./gone"], "model_name_or_path='./gone' is neither a folder nor a model"),
         (["nameless"], "nameless does not name its base; say which it is with --model_name_or_path"),
         (["lost"], "model_name_or_path='./gone' is neither a folder nor a model in the hub's cache"),
@@ -341,6 +360,36 @@ def test_a_base_that_stores_tensors_in_several_dtypes_keeps_them() -> None:
     base, merged = load_file("base/model.safetensors"), load_file("merged/model.safetensors")
     assert {name: each.dtype for name, each in merged.items()} == {name: each.dtype for name, each in base.items()}
     assert torch.equal(merged[kept[0]], base[kept[0]]) and not torch.equal(merged[kept[1]], base[kept[1]])
+
+
+def test_a_random_pooler_is_said_where_the_outputs_do_not_need_it(capsys: pytest.CaptureFixture[str]) -> None:
+    BASES["bert"](True).save_pretrained("base")
+    save_adapter(Path("adapter"), AutoModel.from_pretrained("base"), **{**BERT, "task_type": "FEATURE_EXTRACTION"})
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
+    said = "not needed for its outputs: pooler.dense.bias, pooler.dense.weight\n"
+    assert said in capsys.readouterr().out
+    expected = by_peft(AutoModel.from_pretrained("base"), "adapter")(IDS).last_hidden_state
+    assert torch.equal(AutoModel.from_pretrained("merged")(IDS).last_hidden_state, expected)
+
+
+def test_files_that_the_model_does_not_save_come_along_and_tensors_without_a_place_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    BASES["llama"](False).save_pretrained("base", max_shard_size=20_000)
+    Path("base/parts").mkdir()
+    kept = ("preprocessor_config.json", "own.py", "parts/config.json")
+    for name in (*kept, "merges.txt", "pytorch_model.bin"):
+        Path("base", name).write_text("{}", encoding="utf-8")
+    path = next(Path("base").glob("*.index.json"))
+    index = json.loads(path.read_text(encoding="utf-8"))
+    save_file({"mtp.weight": torch.ones(2), "mtp.bias": torch.ones(2)}, "base/model-more.safetensors", {"format": "pt"})
+    index["weight_map"] |= {"mtp.weight": "model-more.safetensors", "mtp.bias": "model-more.safetensors"}
+    path.write_text(json.dumps(index), encoding="utf-8")
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
+    assert "left out, as the model's class has no place for it: mtp.bias and 1 more\n" in capsys.readouterr().out
+    found = {str(each.relative_to("merged")) for each in Path("merged").rglob("*") if each.is_file()}
+    assert found == {*kept, "config.json", "generation_config.json", "model.safetensors"}
 
 
 def test_a_sum_beyond_fp16_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

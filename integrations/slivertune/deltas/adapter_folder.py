@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,20 @@ def open_adapter(folder: Path) -> Adapter:
 
 
 def _check_is_sum(folder: Path, config: Mapping[str, Any]) -> None:
+    from peft import LoraConfig
+
     init = config.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
         raise ValueError(
             f"{folder} has init_lora_weights={init!r}, which changed the base before the training. What it was "
             "changed to is not in the adapter. Save it as a plain LoRA, with PEFT's "
             "save_pretrained(folder, path_initial_model_for_weight_conversion=...), and merge that"
+        )
+    known = {each.name for each in fields(LoraConfig)}
+    if unknown := [name for name in config if name.startswith("use_") and config[name] and name not in known]:
+        raise ValueError(
+            f"{folder} has {unknown[0]}={config[unknown[0]]!r}, which this PEFT does not know and would ignore. "
+            "Merge by the PEFT that it was trained with"
         )
     if found := [name for name in _NO_SUM if config.get(name)]:
         raise ValueError(

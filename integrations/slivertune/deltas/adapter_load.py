@@ -12,6 +12,7 @@ from torch import nn
 
 from slivertune.deltas.adapter_folder import Adapter, read_json
 from slivertune.deltas.hashes import hash_tensor
+from slivertune.deltas.names import NameIndex
 
 _AUTO_CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -40,6 +41,20 @@ _PEFT_WARNINGS = (
     # PEFT 0.21 asks by the name that transformers 5.23 retires.
     "`is_gradient_checkpointing` is deprecated",
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedBase:
+    """A base in fp32, and the adapter's tensors, not yet beside its weights."""
+
+    model: Any
+    """Of transformers."""
+    weights: dict[str, torch.Tensor]
+    """The adapter's tensors, by PEFT's names."""
+    random: tuple[str, ...]
+    """Weights that are neither in the base's files nor in the adapter."""
+    unread: tuple[str, ...]
+    """Tensors of the base's files that the model has no place for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +92,7 @@ def model_class(adapter: Adapter, base: Path) -> Any:
     return found
 
 
-def load_base(adapter: Adapter, base: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+def load_base(adapter: Adapter, base: Path) -> LoadedBase:
     """Load the base in fp32, which holds what 16 bits hold, and the adapter's tensors.
 
     Args:
@@ -92,10 +107,21 @@ def load_base(adapter: Adapter, base: Path) -> tuple[Any, dict[str, torch.Tensor
     weights: dict[str, torch.Tensor] = load_peft_weights(str(adapter.folder), device="cpu")
     try:
         options = _head_options(adapter, weights)
-        model: Any = model_class(adapter, base).from_pretrained(base, dtype=torch.float32, **options)
+        model, report = model_class(adapter, base).from_pretrained(
+            base, dtype=torch.float32, output_loading_info=True, **options
+        )
     except (OSError, ValueError) as error:
-        raise ValueError(f"{base} can't be loaded: {' '.join(str(error).split())}") from error
-    return model.eval(), weights
+        said = " ".join(str(error).split())
+        if "trust_remote_code" in said:
+            said = "it brings code of its own, which is not run here. Merge with PEFT's merge_and_unload"
+        raise ValueError(f"{base} can't be loaded: {said}") from error
+    held = NameIndex(map(base_name, weights))
+    return LoadedBase(
+        model=model.eval(),
+        weights=weights,
+        random=tuple(sorted(name for name in report["missing_keys"] if held.find(name) is None)),
+        unread=tuple(sorted(report["unexpected_keys"])),
+    )
 
 
 def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapter, base: Path) -> AdaptedModel:

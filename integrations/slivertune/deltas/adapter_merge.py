@@ -9,8 +9,10 @@ places to the one tensor that they share. The folder gets its name after three c
 - Transformers load these tensors from the folder, so that its configuration ties what is tied.
 """
 
+import re
+import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,15 @@ from slivertune.deltas.adapter_outputs import (
     outputs_of,
     outputs_of_layers,
 )
-from slivertune.deltas.delta_file import name_of
+from slivertune.deltas.delta_file import PLAIN_DTYPES, name_of
 from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.names import NameIndex
 from slivertune.deltas.plain_checkpoint import PlainCheckpoint, open_checkpoint
+
+_OF_TOKENIZER = re.compile(
+    r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|.*\.(model|tiktoken|spm|bpe|jinja)$"
+)
+"""Names of files that belong to a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +66,10 @@ class MergedAdapter:
     not_run: str | None
     """Why outputs were not compared; None if they were."""
     has_tokenizer: bool
+    random: tuple[str, ...]
+    """Weights that neither the base nor the adapter has, and that the outputs do not depend on."""
+    left_out: tuple[str, ...]
+    """Tensors of the base's files that its class has no place for."""
 
 
 def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
@@ -84,11 +95,17 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
     check_absent(output)
     _check_base(base)
     stored = open_checkpoint(base)
+    _check_dtypes(base, stored)
     _check_room(base, stored)
-    model, weights = load_base(adapter, base)
-    tied = _tied_names(model)
-    run = _Runs(model, trained_tokens(adapter))
-    adapted = load_adapter(model, weights, adapter, base)
+    loaded = load_base(adapter, base)
+    tied = _tied_names(loaded.model)
+    run = _Runs(loaded.model, trained_tokens(adapter))
+    if run.depend_on(loaded.model, loaded.random):
+        raise ValueError(
+            f"{loaded.random[0]} of a {type(loaded.model).__name__} is neither in {base} nor in {adapter.folder}, and "
+            "would be random. Save the model that was trained with it, and name its folder by --model_name_or_path"
+        )
+    adapted = load_adapter(loaded.model, loaded.weights, adapter, base)
     run.with_adapter(adapted.model.get_base_model())
     layers = outputs_of_layers(adapted.model.get_base_model(), trained_tokens(adapter))
     num_adapted, replaced = _count(adapted.model)
@@ -104,6 +121,7 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
             _round(merged, stored)
             merged.save_pretrained(new)
             has_tokenizer = _save_tokenizer((adapter.folder, base), new)
+            _copy_rest(stored, new)
             _check_files(merged, stored, open_checkpoint(new), adapted.touched)
             _check_loaded(merged, model_class(adapter, base), new)
         except ValueError as error:
@@ -115,6 +133,8 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
         vocabulary=adapted.vocabulary,
         not_run=run.not_run,
         has_tokenizer=has_tokenizer,
+        random=loaded.random,
+        left_out=loaded.unread,
     )
 
 
@@ -134,6 +154,20 @@ class _Runs:
             self._base = outputs_of(model, self._inputs)
         except Exception as error:  # dummy inputs do not suit every model
             self.not_run = f"{type(model).__name__} does not run on dummy inputs ({' '.join(str(error).split())[:80]})"
+
+    @torch.no_grad()
+    def depend_on(self, model: nn.Module, names: Sequence[str]) -> bool:
+        """Return whether the model's outputs depend on some of its weights, or may."""
+        if not names or self.not_run is not None:
+            return bool(names)
+        state = model.state_dict()
+        kept = {name: state[name].clone() for name in names if state[name].is_floating_point()}
+        for name in kept:
+            state[name].fill_(torch.nan)
+        found = outputs_of(model, self._inputs)
+        for name, values in kept.items():
+            state[name].copy_(values)
+        return not bool(torch.isfinite(found).all())
 
     def with_adapter(self, model: Any) -> None:
         """Run the base with the adapter beside its weights."""
@@ -225,6 +259,16 @@ def _check_room(base: Path, stored: PlainCheckpoint) -> None:
         )
 
 
+def _check_dtypes(base: Path, stored: PlainCheckpoint) -> None:
+    """Refuse tensors that fp32 does not hold, or that the sum can't be rounded to."""
+    for name, each in stored.tensors.items():
+        if each.dtype.is_floating_point and name_of(each.dtype) not in PLAIN_DTYPES:
+            raise ValueError(
+                f"{base} holds {name!r} in {name_of(each.dtype)}. Only {', '.join(PLAIN_DTYPES)} are merged into; "
+                "name a checkpoint in one of them by --model_name_or_path"
+            )
+
+
 def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
     """Round each tensor once, to the dtype that the base's files have for it; what is new, to that of most weights."""
     index = NameIndex(stored.tensors)
@@ -281,6 +325,18 @@ def _count(model: Any) -> tuple[int, tuple[str, ...]]:
     adapted = sum(isinstance(each, LoraLayer) for each in model.modules())
     whole = (name for name, each in model.named_modules() if isinstance(each, ModulesToSaveWrapper))
     return adapted, tuple(name.removeprefix("base_model.model.") for name in whole)
+
+
+def _copy_rest(stored: PlainCheckpoint, output: Path) -> None:
+    """Copy what models saved by transformers leave behind: settings of images and sounds, code, a licence."""
+    shards = {each.shard for each in stored.tensors.values()}
+    for relative in stored.files:
+        source, target = stored.folder / relative, output / relative
+        is_weight = source in shards or relative.name.endswith(".index.json")
+        # The tokenizer may be the adapter's, of which files of the base's would not be.
+        if not is_weight and not target.exists() and not _OF_TOKENIZER.match(relative.name):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
 
 
 def _save_tokenizer(folders: tuple[Path, ...], output: Path) -> bool:

@@ -65,10 +65,11 @@ def _check_deltas(folder: Path) -> None:
     """Refuse what is no folder of deltas, and ask for those of a run."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; name one with SFT's deltas or a LoRA adapter")
-    parts = (folder / "delta", folder / "model")
-    of_run = [each for each in parts if (each / DELTA_FILE).is_file() or is_adapter(each)]
-    if of_run and not (folder / DELTA_FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds neither SFT's deltas nor a LoRA adapter; did you mean {of_run[0]}?")
+    # Of a run, or adapters that PEFT saves under names of their own.
+    within = sorted(each for each in folder.iterdir() if (each / DELTA_FILE).is_file() or is_adapter(each))
+    if within and not (folder / DELTA_FILE).is_file():
+        meant = " or ".join(map(str, within))
+        raise FileNotFoundError(f"{folder} holds neither SFT's deltas nor a LoRA adapter; did you mean {meant}?")
 
 
 def _merge_one_adapter(
@@ -95,6 +96,11 @@ def _merge_one_adapter(
         print(f"tied in the base, written apart, and tie_word_embeddings is false: {', '.join(merged.untied)}")
     if merged.vocabulary is not None:
         print(f"the vocabulary was resized to {merged.vocabulary} rows, as it was for the training")
+    if merged.random:
+        print(f"random, as only the base's class has them, and not needed for its outputs: {', '.join(merged.random)}")
+    if merged.left_out:
+        more = f" and {len(merged.left_out) - 1} more" if len(merged.left_out) > 1 else ""
+        print(f"left out, as the model's class has no place for it: {merged.left_out[0]}{more}")
     if merged.not_run is not None:
         print(f"outputs were not compared, tensors were: {merged.not_run}")
     if adapter.was_quantized:
