@@ -114,7 +114,9 @@ MARKED = (
 """The same, which says by itself what the assistant says."""
 
 
-def chat_tokenizer(template: str | None = CHATML, *, corpus: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def chat_tokenizer(
+    template: str | dict[str, str] | None = CHATML, *, corpus: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Bytes with a chat template and the tokens that it writes."""
     tokenizer = byte_tokenizer(corpus=corpus, more=("<|im_start|>", "<|im_end|>"))
     tokenizer.chat_template = template

@@ -4,14 +4,17 @@ Everything else of the library reaches these through this file. `RELIED_ON` says
 test can tell with a clear word which has moved.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, datetime
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 RELIED_ON: Mapping[str, str] = {
     "transformers.AutoModelForCausalLM._model_mapping": "which configurations an Auto class has a model of",
@@ -22,13 +25,15 @@ RELIED_ON: Mapping[str, str] = {
     "transformers.PreTrainedModel#_gradient_checkpointing_func": "checkpoints a block, and is set on each of them",
     "transformers.PreTrainedModel.loss_function": "kept as `_loss_function` where it was set",
     "transformers.TrainingArguments.n_gpu": "kept as `_n_gpu` where it was set",
-    "transformers.utils.chat_template_utils.render_jinja_template": "where a chat template's generation blocks lie",
-    "transformers.utils.chat_template_utils._compile_jinja_template": "the date that a chat template writes",
+    "transformers.utils.chat_template_utils._compile_jinja_template": "a chat template's date and generation blocks",
     "transformers.Trainer._run_epoch": "a run that is resumed at its end makes no update",
     "transformers.Trainer._load_from_checkpoint": "sharded weights are read by one process",
     "transformers.Trainer._load_optimizer_and_scheduler": "sharded weights are read by one process",
 }
 """By dotted name: what for. `Class()` is an instance."""
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Characters that Unicode keeps out of texts."""
+_BORDER = re.compile(f"([{_BEGIN}{_END}])")
 
 
 def find_transformers_model(model: nn.Module) -> Any:
@@ -41,9 +46,9 @@ def generation_spans(
 ) -> tuple[str, list[tuple[int, int]]]:
     """What a chat template writes, and where its `{% generation %}` blocks lie in it, in characters.
 
-    `apply_chat_template(return_assistant_tokens_mask=True)` of transformers 5.23 finds tokens by their offsets, which
-    GPT-2's kind of tokenizer cuts at white space: an answer that begins with a space is not marked, and behind one
-    that ends with a line break everything is.
+    Each block is written between two characters that no text has. transformers 5.23
+    (`apply_chat_template(return_assistant_tokens_mask=True)`) count what was written before a block: too little in a
+    macro or a variable. They also find tokens by offsets, which GPT-2's kind of tokenizer cuts at white space.
 
     Args:
         tokenizer: Has a chat template.
@@ -52,17 +57,52 @@ def generation_spans(
 
     Returns:
         The text, and from where to where each block lies.
+
+    Raises:
+        ValueError: If the template changes a block after it was written, so that its place is not known.
     """
-    # Its annotation names only the first of the two lists that it returns.
-    render: Any = render_jinja_template
-    (text,), (spans,) = render(
-        conversations=[messages],
-        tools=tools,
-        chat_template=tokenizer.get_chat_template(tools=tools),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
+
+    def write() -> str:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
+
+    def mark(caller: Callable[[], str]) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+    text = write()
+    extensions = _compile_jinja_template(tokenizer.get_chat_template(tools=tools)).environment.extensions
+    tracker: Any = next(each for each in extensions.values() if "generation" in each.tags)
+    # On the instance, before the method of its class.
+    tracker._generation_support = mark
+    try:
+        marked = write()
+    finally:
+        del tracker._generation_support
+    here, begins, spans = 0, list[int](), list[tuple[int, int]]()
+    parts = _BORDER.split(marked)
+    for part in parts:
+        if part == _BEGIN:
+            begins.append(here)
+        elif part == _END and begins:
+            spans.append((begins.pop(), here))
+        else:
+            here += len(part)
+    if "".join(parts[::2]) != text or begins:
+        raise ValueError("it changes {% generation %} blocks after they are written, so that their place is not known")
     return text, spans
+
+
+@lru_cache(maxsize=8)
+def has_generation_blocks(template: str) -> bool:
+    """Return whether a chat template has a `{% generation %}` block that is no comment.
+
+    Args:
+        template: The template's text.
+    """
+    found = _compile_jinja_template(template).environment.lex(template)
+    tokens = [(kind, word) for _, kind, word in found if kind != "whitespace"]
+    return any(
+        kind == "block_begin" and following == ("name", "generation") for (kind, _), following in pairwise(tokens)
+    )
 
 
 def today_in_templates() -> date:

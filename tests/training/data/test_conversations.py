@@ -37,15 +37,33 @@ def test_what_a_message_has_beside_its_content_is_kept_but_for_what_is_empty() -
     assert read.messages == [ASKED, {"role": "assistant", "tool_calls": [{"name": "sum"}]}]
 
 
-@pytest.mark.parametrize("given", [[{"name": "sum"}], '[{"name": "sum"}]'])
-def test_tools_are_a_list_or_its_json(given: Any) -> None:
+@pytest.mark.parametrize("given", [[{"name": "sum"}], '[{"name": "sum"}]', ['{"name": "sum"}']])
+def test_tools_and_calls_are_lists_or_their_json(given: Any) -> None:
     assert read_conversation({"messages": [ASKED, ANSWERED], "tools": given}, CHAT).tools == [{"name": "sum"}]
+    call = {"role": "assistant", "content": "", "tool_calls": given}
+    assert read_conversation({"messages": [ASKED, call]}, CHAT).messages[1]["tool_calls"] == [{"name": "sum"}]
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": "Let me see."}])
+def test_the_older_form_of_a_call_is_a_call(said: dict[str, Any]) -> None:
+    given = {"role": "assistant", **said, "function_call": {"name": "sum", "arguments": '{"a": 1}'}}
+    read = read_conversation({"messages": [ASKED, given]}, CHAT).messages[1]
+    assert read["tool_calls"] == [{"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}]
+    assert read.get("content") == said.get("content") and "function_call" not in read
 
 
 def test_parts_of_a_text_become_the_text() -> None:
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?", "image": None}]
     read = read_conversation({"messages": [{"role": "user", "content": parts}, ANSWERED]}, CHAT)
     assert read.messages == [ASKED, ANSWERED]
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, f'{{"a": {"9" * 5000}}}', "sum", "[1]"])
+def test_arguments_of_a_call_that_are_no_json_of_a_mapping_stay_text(arguments: str) -> None:
+    read = read_conversation(
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"arguments": arguments}]}]}, CHAT
+    )
+    assert read.messages[1]["tool_calls"] == [{"arguments": arguments}]
 
 
 @pytest.mark.parametrize("call", [{"function": {"name": "sum", "arguments": '{"a": 1}'}}, {"arguments": '{"a": 1}'}])
@@ -103,6 +121,11 @@ def test_braces_in_an_instruction_stay_as_they_are() -> None:
         ({"messages": [{"role": "user", "content": 3}, ANSWERED]}, CHAT, r"a message whose content is no text \(int\)"),
         ({"messages": "[]"}, CHAT, "column 'messages' holds no list of messages"),
         ({"messages": ["hello"]}, CHAT, "a message without a role or without content"),
+        ({"messages": [{**ASKED, "role": ["user"]}, ANSWERED]}, CHAT, "a message without a role or without content"),
+        ({"messages": [ASKED, {**ANSWERED, "tool_calls": "sum()"}]}, CHAT, "tool_calls that are no JSON"),
+        ({"messages": [ASKED, {**ANSWERED, "tool_calls": {"name": "sum"}}]}, CHAT, "tool_calls that are no list"),
+        ({"messages": [ASKED, ANSWERED], "tools": "[" * 100_000}, CHAT, "tools that are no JSON"),
+        ({"messages": [ASKED, ANSWERED], "tools": f"[{'9' * 5000}]"}, CHAT, "tools that are no JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": "sum"}, CHAT, "tools that are no JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": "{}"}, CHAT, "tools that are no list"),
         ({"prompt": [ASKED, ANSWERED], "completion": [ASKED]}, PAIR_OF_CHATS, "no assistant turn"),

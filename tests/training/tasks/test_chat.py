@@ -38,6 +38,14 @@ THOUGHTFUL = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endi
 """Lets the model think at generation, and forgets of it in the data, as DeepSeek-R1 does."""
 OTHERWISE = CHATML.replace("<|im_start|>assistant\n{% endif %}", "Answer: {% endif %}")
 """Begins what the model is to write by something that no turn in the data begins by."""
+IN_MACRO = (
+    "{% macro say(message) %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}"
+    "{% endmacro %}{% for message in messages %}{{ say(message) }}\n{% endfor %}"
+)
+"""Writes messages by a macro."""
+IN_SET = IN_MACRO.replace("{{ say(message) }}", "{% set said %}{{ say(message) }}{% endset %}{{ said }}")
+"""Writes messages into a variable."""
 IN_TWO_BLOCKS = MARKED.replace(
     "<|im_end|>{% endgeneration", "{% endgeneration %}{% generation %}<|im_end|>{% endgeneration"
 )
@@ -74,8 +82,9 @@ def encoded(template: str, messages: list[dict[str, Any]], **options: Any) -> li
     return [parts(tokenizer, ids, labels) for ids, labels in rows]
 
 
-def test_every_turn_of_the_assistant_is_learned_with_what_ends_it_and_nothing_else() -> None:
-    tokenizer = chat_tokenizer()
+@pytest.mark.parametrize("template", [CHATML, "{# without {% generation %} #}" + CHATML])
+def test_every_turn_of_the_assistant_is_learned_with_what_ends_it_and_nothing_else(template: str) -> None:
+    tokenizer = chat_tokenizer(template)
     ((ids, labels),) = encode_conversation(tokenizer, Conversation(messages=TWO_TURNS))
     assert ids == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
     assert parts(tokenizer, ids, labels) == [
@@ -92,8 +101,9 @@ def test_a_token_that_reaches_over_the_end_of_the_prompt_is_learned() -> None:
     assert row == [("read", BEGINNING.removesuffix("\n")), ("learned", "\n\n\n2<|im_end|>\n")]
 
 
-def test_the_blocks_that_a_template_marks_are_learned() -> None:
-    tokenizer = chat_tokenizer(MARKED)
+@pytest.mark.parametrize("template", [MARKED, IN_MACRO, IN_SET, MARKED.replace("{% gen", "{%+ gen")])
+def test_the_blocks_that_a_template_marks_are_learned(template: str) -> None:
+    tokenizer = chat_tokenizer(template)
     ((ids, labels),) = encode_conversation(tokenizer, Conversation(messages=TWO_TURNS))
     assert ids == chat_tokenizer().apply_chat_template(TWO_TURNS)["input_ids"]
     assert parts(tokenizer, ids, labels) == [
@@ -226,6 +236,18 @@ def test_a_generation_prompt_that_ends_otherwise_than_the_data_is_said(template:
             r"'critic', which the chat template does not name \(none of user, assistant, system, tool, developer\)",
         ),
         (STRICT, TWO_TURNS, "the chat template refuses them: a user must begin"),
+        (CHATML, [*TWO_TURNS[:4], {"role": "assistant", "content": "4\ud83d"}], "half of a surrogate pair"),
+        ("{{ 1 // 0 }}" + CHATML, TWO_TURNS, "the chat template refuses them: .*division"),
+        (
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            TWO_TURNS,
+            "the chat template refuses them: maximum recursion",
+        ),
+        (
+            "{% filter length | string %}" + MARKED + "{% endfilter %}",
+            TWO_TURNS,
+            r"it changes {% generation %} blocks after they",
+        ),
         (CHATML, [{"role": "assistant", "content": "Hello"}], "no assistant turn after another message"),
         ("{{ messages[0]['content'] + 1 }}", TWO_TURNS, "the chat template refuses them: can only concatenate"),
         (UNMARKED_FIRST, [*TWO_TURNS, TWO_TURNS[1]], "marks no words of the assistant's turns that are learned"),
@@ -244,6 +266,8 @@ def test_a_conversation_that_a_template_can_not_write_is_no_row(
     [
         (CHATML, False, {"1+1?": "1+1?<|im_end|>\n", "4": "4<|im_end|><|im_end|>"}),
         (MARKED, False, {"4": "4<|im_end|> "}),
+        (CHATML, False, {"Be brief.": "Be brief.<|im_end|>\n"}),
+        (CHATML + "{{ eos_token }}", False, {"4": "4<eos>", "2": "2<|im_end|>"}),
         ("{{ bos_token }}" + CHATML, True, {"Be brief.": "<bos><bos>Be brief.", "2": "2<|im_end|>"}),
         (CHATML.replace("<|im_end|>", "{{ eos_token }}"), False, {"2": "2<eos>", "4": "4<eos>\n"}),
     ],

@@ -267,6 +267,12 @@ def test_conversations_that_become_several_rows_are_counted(tmp_path: Path) -> N
             r"chat \(messages\), and the tokenizer has no chat template .* --chat_template .*, or take a model",
         ),
         (
+            CHAT,
+            chat_tokenizer({"tool_use": CHATML}),
+            {},
+            r"has the chat templates tool_use and none called default; name the one to use by --chat_template \(",
+        ),
+        (
             [{"text": "a"}] * 2,
             byte_tokenizer(),
             {"chat_template": CHATML},

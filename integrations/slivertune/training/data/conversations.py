@@ -193,12 +193,15 @@ def _message(value: Any) -> dict[str, Any]:
     role = given.pop("from" if is_sharegpt else "role", None)
     if is_sharegpt and "value" in given:
         given["content"] = given.pop("value")
-    if role is None or not given.keys() & {"content", "tool_calls"}:
+    if isinstance(given.get("function_call"), dict):
+        # OpenAI's older form of one call.
+        given.setdefault("tool_calls", [{"type": "function", "function": given.pop("function_call")}])
+    if not isinstance(role, str) or not given.keys() & {"content", "tool_calls"}:
         raise UnusableRowError("a message without a role or without content")
     if "content" in given:
         given["content"] = _content(given["content"])
-    if isinstance(given.get("tool_calls"), list):
-        given["tool_calls"] = [_tool_call(call) for call in given["tool_calls"]]
+    if "tool_calls" in given:
+        given["tool_calls"] = [_tool_call(call) for call in _list(given["tool_calls"] or [], "tool_calls")]
     role = _ROLES.get(role, role)
     if is_sharegpt and role not in TEMPLATE_ROLES:
         raise UnusableRowError(f"a message from {role!r}, which is none of {', '.join((*_ROLES, *TEMPLATE_ROLES))}")
@@ -230,18 +233,26 @@ def _tool_call(call: Any) -> Any:
         return call
     try:
         read = json.loads(arguments)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "arguments": read} if isinstance(read, dict) else call
 
 
 def _tools(value: Any) -> list[Any] | None:
-    if not value:
-        return None
+    return _list(value, "tools") or None if value else None
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    """A list of mappings, also where it, or each of them, is written as JSON."""
     try:
-        tools = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise UnusableRowError("tools that are no JSON") from error
-    if not isinstance(tools, list):
-        raise UnusableRowError("tools that are no list")
-    return tools or None
+        found = _from_json(value)
+        found = list(map(_from_json, found)) if isinstance(found, list) else found
+    except (ValueError, RecursionError) as error:
+        raise UnusableRowError(f"{name} that are no JSON") from error
+    if not isinstance(found, list):
+        raise UnusableRowError(f"{name} that are no list")
+    return found
+
+
+def _from_json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value

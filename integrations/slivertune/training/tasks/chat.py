@@ -10,7 +10,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from slivertune.core.suggestions import did_you_mean
-from slivertune.core.transformers_internals import template_date
+from slivertune.core.transformers_internals import has_generation_blocks, template_date
 from slivertune.training.data.conversations import (
     TEMPLATE_ROLES,
     Conversation,
@@ -29,7 +29,6 @@ Encoded: TypeAlias = tuple[list[int], list[int]]
 
 UNMARKED_REMARK = "the template's generation blocks leave out words of the assistant"
 _ELSEWHERE = "the chat template writes words of an assistant's turn outside of what is learned"
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
@@ -101,7 +100,7 @@ def encode_conversation(
         if conversation != given:
             check_something_is_said(conversation)
             remarks.append(TEMPLATE_REMARK)
-        if _GENERATION.search(template):
+        if has_generation_blocks(template):
             return [_by_generation_blocks(tokenizer, conversation, remarks)]
         return _by_prompts(tokenizer, conversation, remarks)
 
@@ -162,7 +161,7 @@ def describe_turn_begin(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         prompt, begin = render(tokenizer, asked, prompts=True), turn_begin(tokenizer, asked, 1)
     except UnusableRowError:
         return []
-    if _GENERATION.search(tokenizer.get_chat_template()) or begin == prompt:
+    if has_generation_blocks(tokenizer.get_chat_template()) or begin == prompt:
         return []
     rest = prompt.removeprefix(begin)
     line = (
@@ -235,6 +234,10 @@ def _by_generation_blocks(
 
 def _label(tokenizer: PreTrainedTokenizerBase, text: str, learned: Iterable[Span]) -> Encoded:
     """Tokenise a text, with labels on the spans that are learned."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may have half of a pair, which no tokenizer takes
+        raise UnusableRowError("a character that is no Unicode (half of a surrogate pair)") from error
     spans = sorted(set(learned))
     ids, places = split_token_ids(tokenizer, text, [border for span in spans for border in span])
     labels = [IGNORED] * len(ids)

@@ -94,6 +94,11 @@ def find_marks(text: str, num_words: int) -> list[tuple[int, tuple[int, int]]]:
     return [(int(each[1]), each.span()) for each in _MARK.finditer(text) if int(each[1]) < num_words]
 
 
+def mark_of(number: int) -> str:
+    """Return the mark of some words, which no template writes by itself."""
+    return f"Zq{number:07}qZ"
+
+
 def letters_of(text: str) -> str:
     """Return the letters and digits of a text, in one case."""
     return "".join(filter(str.isalnum, text.casefold()))
@@ -133,7 +138,7 @@ def _mark_tool(tool: Any, words: list[Words]) -> Any:
 def _put(words: list[Words], text: str, **about: Any) -> str:
     """Note words, and return their mark."""
     words.append(Words(text=text, **about))
-    return f"Zq{len(words) - 1:07}qZ"
+    return mark_of(len(words) - 1)
 
 
 def _mark_text(text: str, put: Callable[..., str]) -> str:

@@ -66,6 +66,12 @@ def choose_reading(args: DataArguments, tokenizer: PreTrainedTokenizerBase, foun
             f"the rows are {found}, and the tokenizer has no chat template to write them with; name one by "
             "--chat_template (a Jinja file, or the template itself), or take a model whose tokenizer has one"
         )
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(tokenizer.chat_template)
+        raise ValueError(
+            f"the tokenizer has the chat templates {names} and none called default; name the one to use by "
+            "--chat_template (a Jinja file, or the template itself)"
+        )
     if found.name == "prompt_response":
         return Reading(format=found, uses_template=args.chat_template is not None)
     return Reading(format=found, uses_template=found.name != "text" and has_template)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from slivertune.training.data.conversations import Conversation, UnusableRowError
+from slivertune.training.tasks.marked_words import find_marks, mark_of
 from slivertune.training.tasks.rendering import render
 from slivertune.training.tasks.tokenization import added_tokens, leading_special_tokens
 
 TEMPLATE_REMARK = "special tokens that the chat template writes stand in messages, too; the row has them once"
-_SAMPLE = tuple((role, f"Zq{place:07}qZ") for place, role in enumerate(("user", "assistant") * 2))
-"""Roles, and words that no template writes by itself."""
+_SAMPLE = Conversation(messages=[{"role": role, "content": ""} for role in ("user", "assistant") * 2])
+"""What a template writes in most conversations, whatever the one at hand has."""
 _FIRST = ""
 """In the place of a role: the first message, whoever says it."""
 
@@ -110,7 +111,7 @@ def messages_once(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
     ]
     if not any(has_ends):
         return conversation
-    begins, ends = _written_by_template(tokenizer, tokens)
+    begins, ends = _written_by_template(tokenizer, conversation, tokens)
     messages = []
     for place, message in enumerate(conversation.messages):
         text, role = message.get("content"), message["role"]
@@ -122,25 +123,34 @@ def messages_once(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
 
 
 def _written_by_template(
-    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tokens: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
     """Find where the chat template writes BOS, and by role the tokens that it writes behind a message.
 
     Returns:
         BOS by what it is written before: `_FIRST`, or the role of a later message; and the tokens by role.
     """
-    sample = Conversation(messages=[{"role": role, "content": words} for role, words in _SAMPLE])
-    try:
-        rest = render(tokenizer, sample)
-    except UnusableRowError:
-        return {}, {}
     bos = str(tokenizer.bos_token or "")
-    begins, ends, behind = dict[str, str](), dict[str, tuple[str, ...]](), list[str]()
-    for place, (role, words) in enumerate(_SAMPLE):
-        around, _, rest = rest.partition(words)
-        # A token that ends the message before is not BOS of this one.
-        if bos and bos in around.lstrip().removeprefix(max(behind, key=len, default="")):
-            begins[role if place else _FIRST] = bos
-        behind = [token for token in tokens if rest.lstrip().startswith(token)]
-        ends[role] = (*ends.get(role, ()), *behind)
+    begins, ends = dict[str, str](), dict[str, tuple[str, ...]]()
+    for each in (_SAMPLE, conversation):
+        messages = [
+            {**message, "content": mark_of(place)} if isinstance(message.get("content"), str) else message
+            for place, message in enumerate(each.messages)
+        ]
+        try:
+            text = render(tokenizer, replace(each, messages=messages))
+        except UnusableRowError:
+            continue
+        found = find_marks(text, len(messages))
+        borders = [0, *(border for _, span in found for border in span), len(text)]
+        around = [text[begin:end].lstrip() for begin, end in zip(borders[::2], borders[1::2], strict=True)]
+        behind = list[str]()
+        for (place, _), before, after in zip(found, around, around[1:], strict=False):
+            role = messages[place]["role"]
+            # A token that ends the message before is not BOS of this one.
+            if bos and bos in before.removeprefix(max(behind, key=len, default="")):
+                begins[role if place else _FIRST] = bos
+            # The end of a text may be several tokens.
+            behind = [token for token in tokens if after.startswith(token) or (after is around[-1] and token in after)]
+            ends[role] = (*ends.get(role, ()), *behind)
     return begins, ends
