@@ -46,8 +46,16 @@ def test_figures_that_older_versions_of_the_library_wrote_are_understood(tmp_pat
     assert config.rope_parameters["rope_theta"] == 5e5
 
 
-@pytest.mark.parametrize("kind", ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "deepseek_v3", "esm"])
-def test_a_size_whose_name_speaks_of_layers_is_no_number_of_them(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # Sizes whose names speak of layers.
+        "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "deepseek_v3", "esm",
+        # Infinite figures.
+        "mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h",
+    ],
+)  # fmt: skip
+def test_figures_are_read_as_transformers_write_them(kind: str, tmp_path: Path) -> None:
     figures: Any = CONFIG_MAPPING[kind]()
     (tmp_path / "config.json").write_text(figures.to_json_string(), encoding="utf-8")
     assert find_model(str(tmp_path)).config.to_json_string() == figures.to_json_string()

@@ -142,7 +142,7 @@ def _download_config(model: str) -> Path:
 
 def _read_config(file: Path) -> PreTrainedConfig:
     try:
-        figures = json.loads(file.read_text(encoding="utf-8"))
+        figures = json.loads(file.read_text(encoding="utf-8"), object_hook=_as_float)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} can't be read as JSON: {error}") from error
     if not isinstance(figures, dict) or not isinstance(figures.get("model_type"), str):
@@ -153,6 +153,12 @@ def _read_config(file: Path) -> PreTrainedConfig:
             + f"; name the folder of a transformers model, or one of {', '.join(SHIPPED_MODELS)}"
         )
     return _make_config(figures, str(file))
+
+
+def _as_float(value: dict[str, Any]) -> Any:
+    """Read infinity and NaN as transformers write them, such as in the time steps of Mamba 2."""
+    text = value.get("__float__")
+    return float(text) if isinstance(text, str) else value
 
 
 def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
