@@ -372,7 +372,7 @@ def test_a_random_pooler_is_said_where_the_outputs_do_not_need_it(capsys: pytest
     assert torch.equal(AutoModel.from_pretrained("merged")(IDS).last_hidden_state, expected)
 
 
-def test_files_that_the_model_does_not_save_come_along_and_tensors_without_a_place_are_named(
+def test_files_that_the_model_does_not_save_come_along_and_what_is_left_out_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     BASES["llama"](False).save_pretrained("base", max_shard_size=20_000)
@@ -385,9 +385,12 @@ def test_files_that_the_model_does_not_save_come_along_and_tensors_without_a_pla
     save_file({"mtp.weight": torch.ones(2), "mtp.bias": torch.ones(2)}, "base/model-more.safetensors", {"format": "pt"})
     index["weight_map"] |= {"mtp.weight": "model-more.safetensors", "mtp.bias": "model-more.safetensors"}
     path.write_text(json.dumps(index), encoding="utf-8")
-    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
+    for name in ("adapter", "adapter/second"):
+        save_adapter(Path(name), AutoModelForCausalLM.from_pretrained("base"))
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
-    assert "left out, as the model's class has no place for it: mtp.bias and 1 more\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "left out, as the model's class has no place for it: mtp.bias and 1 more\n" in said
+    assert "not merged, as adapters of other names: adapter/second\n" in said
     found = {str(each.relative_to("merged")) for each in Path("merged").rglob("*") if each.is_file()}
     assert found == {*kept, "config.json", "generation_config.json", "model.safetensors"}
 

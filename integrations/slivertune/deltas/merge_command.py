@@ -65,11 +65,15 @@ def _check_deltas(folder: Path) -> None:
     """Refuse what is no folder of deltas, and ask for those of a run."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; name one with SFT's deltas or a LoRA adapter")
-    # Of a run, or adapters that PEFT saves under names of their own.
-    within = sorted(each for each in folder.iterdir() if (each / DELTA_FILE).is_file() or is_adapter(each))
+    within = _within(folder)
     if within and not (folder / DELTA_FILE).is_file():
         meant = " or ".join(map(str, within))
         raise FileNotFoundError(f"{folder} holds neither SFT's deltas nor a LoRA adapter; did you mean {meant}?")
+
+
+def _within(folder: Path) -> list[Path]:
+    """List folders of deltas and adapters in another: a run's, or those that PEFT saves under names of their own."""
+    return sorted(each for each in folder.iterdir() if (each / DELTA_FILE).is_file() or is_adapter(each))
 
 
 def _merge_one_adapter(
@@ -90,6 +94,8 @@ def _merge_one_adapter(
     print(f"{output}: {name} with the LoRA of {folder} added to {merged.num_adapted} matrices")
     if base and adapter.base_name and Path(base).resolve() != Path(adapter.base_name).resolve():
         print(f"the adapter was trained over {adapter.base_name}; that {base} has the same weights was not checked")
+    if others := _within(Path(folder)):
+        print(f"not merged, as adapters of other names: {', '.join(map(str, others))}")
     if merged.replaced:
         print(f"trained whole and put in place of the base's: {', '.join(merged.replaced)}")
     if merged.untied:
