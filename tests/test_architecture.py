@@ -153,3 +153,44 @@ def test_a_name_that_is_not_there_is_found(tmp_path: Path) -> None:
     file = tmp_path / "lost.py"
     file.write_text("def f():\n    from slivertune.parallel import prepare, zero, sparse_zero\n", encoding="utf-8")
     assert missing_names(file) == ["lost.py:2 imports slivertune.parallel.sparse_zero"]
+
+
+FACTORIES = frozenset({"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"})
+TRAINING = ("chunked_loss", "core", "deltas", "hift", "interop", "parallel", "sft", "tokentune")
+
+
+def made_in_the_default_dtype(source: str) -> list[str]:
+    """Calls of `torch.zeros` and the like that name no dtype; of `torch.tensor`, those that are given a float."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not re.fullmatch(r"torch\.\w+", ast.unparse(node.func)):
+            continue
+        name, text = ast.unparse(node.func).removeprefix("torch."), ast.unparse(node)
+        has_float = name != "tensor" or re.search(r"\bfloat\(|\d\.\d", text)
+        if name in FACTORIES and has_float and "dtype" not in {each.arg for each in node.keywords}:
+            found.append(f"line {node.lineno}: {text}")
+    return found
+
+
+def test_what_trains_names_the_dtype_of_all_that_it_makes(checkout: Path) -> None:
+    # Recipes set torch's default dtype to bf16 to build a model, and some leave it so.
+    files = [file for name in TRAINING for file in sorted((checkout / "integrations/slivertune" / name).rglob("*.py"))]
+    assert len(files) > 100
+    found = {file.name: made_in_the_default_dtype(file.read_text(encoding="utf-8")) for file in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("torch.zeros(3, device=device)", True),
+        ("torch.zeros(3, dtype=torch.float32)", False),
+        ("torch.tensor([float(each) for each in found])", True),
+        ("torch.tensor(0.5)", True),
+        ("torch.tensor([1, 2])", False),
+        ("tensor.new_zeros(3)", False),
+        ("torch.zeros_like(tensor)", False),
+    ],
+)
+def test_a_tensor_made_in_the_default_dtype_is_found_and_no_other(source: str, is_found: bool) -> None:
+    assert bool(made_in_the_default_dtype(source)) == is_found

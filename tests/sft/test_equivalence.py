@@ -10,7 +10,9 @@ from torch import nn
 from slivertune import SFT, SFTConfig
 from tests.helpers.models import (
     assert_all_moved,
+    assert_same_bits,
     bits,
+    default_dtype,
     tiny_bert,
     tiny_gpt2,
     tiny_gpt_oss,
@@ -236,3 +238,22 @@ def test_ages_are_those_of_adams_that_began_on_their_own() -> None:
                 delta, abs=sum_limit(total, torch.float32, size=total * 1e-2)
             )
     assert len(births) >= 3 and births <= {gamma, 7, 14, 21}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"form": "layer"},
+        {"form": "layer", "phi_gradient": "sampled"},
+        {"packed": True},
+        {"selection": "momentum", "momentum": 0.9},
+    ],
+    ids=str,
+)
+def test_the_dtype_that_torch_makes_tensors_of_changes_no_bit(options: dict[str, Any]) -> None:
+    models = tiny_llama(), tiny_llama()
+    for model, dtype in zip(models, (torch.float32, torch.bfloat16), strict=True):
+        with default_dtype(dtype):
+            train(model, sft_over(model, **options), token_batches(8))  # two reselections
+    assert_same_bits(*models)

@@ -12,6 +12,7 @@ from slivertune.tokentune.selection import (
     segment_starts,
     shift_labels,
 )
+from tests.helpers.models import default_dtype
 
 PATTERNS: tuple[Pattern, ...] = ("random", "chunks", "block")
 
@@ -148,6 +149,14 @@ def test_chunks_are_runs_of_their_size_with_one_cut_short() -> None:
         assert sum(length != 0 for length in lengths) <= 3
         offsets |= {run[0] % 16 for run in inner if len(run) == 16}
     assert len(offsets) > 8  # the cut is drawn anew
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_dtype_that_torch_makes_tensors_of_changes_no_draw(pattern: Pattern) -> None:
+    real = torch.ones(2, 600, dtype=torch.bool)  # more positions than bf16 tells apart
+    expected = [draw(real, 200, pattern, number=number, chunk_size=500) for number in range(8)]
+    with default_dtype(torch.bfloat16):
+        assert all(torch.equal(draw(real, 200, pattern, number=n, chunk_size=500), e) for n, e in enumerate(expected))
 
 
 def test_no_position_is_selected_much_more_often_than_another() -> None:

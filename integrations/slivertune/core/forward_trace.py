@@ -104,7 +104,7 @@ def _meta_twin(model: nn.Module) -> nn.Module:
     """Copy a model without its data, hooks, patched forwards and ties."""
     copies: dict[int, Any] = {}
     for parameter in model.parameters():
-        copies[id(parameter)] = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+        copies[id(parameter)] = nn.Parameter(torch.empty(0, dtype=torch.float32, device="meta"), requires_grad=False)
     for module in model.modules():
         copies.update({id(value): OrderedDict() for name, value in vars(module).items() if name.endswith("_hooks")})
     with _CopyToMeta():
@@ -137,7 +137,7 @@ def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
         config: Any = module.config
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        batch[name] = torch.zeros(1, config.num_channels, height, width)
+        batch[name] = torch.zeros(1, config.num_channels, height, width, dtype=torch.float32)
     if "decoder_input_ids" in arguments:
         batch["decoder_input_ids"] = ids
     return batch

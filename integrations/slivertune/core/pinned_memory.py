@@ -66,7 +66,7 @@ def _advise(pages: mmap.mmap, advice: int) -> None:
 def _forget_error(device: torch.device) -> None:
     """Let the failure that the runtime still remembers be raised here, and not by the user's next kernel."""
     with suppress(RuntimeError):
-        torch.ones(1, device=device).add_(1)
+        torch.ones(1, dtype=torch.float32, device=device).add_(1)
 
 
 def _unpin(device: torch.device, address: int, process: int) -> None:

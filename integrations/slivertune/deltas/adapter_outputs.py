@@ -5,6 +5,7 @@ The layers are judged by themselves because an error in one of them may be small
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,14 +33,11 @@ def choose_inputs(model: Any, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
     batch = dict(dummy_batch(model))
     name, config = model.main_input_name, model.config
     if name == "input_features":
-        batch[name] = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+        batch[name] = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions, dtype=torch.float32)
     elif name == "input_values":
-        batch[name] = torch.zeros(1, 4000)
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(each.shape, generator=generator) if each.is_floating_point() else _ids(model, tokens)
-        for name, each in batch.items()
-    }
+        batch[name] = torch.zeros(1, 4000, dtype=torch.float32)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return {name: draw(each.shape) if each.is_floating_point() else _ids(model, tokens) for name, each in batch.items()}
 
 
 def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
@@ -98,7 +96,7 @@ def _inputs_of_layer(layer: nn.Module, tokens: Sequence[int]) -> torch.Tensor | 
         return torch.tensor(sorted({*spread, *(each for each in tokens if each < layer.num_embeddings)}))
     if isinstance(layer, (nn.Linear, Conv1D)):
         num_inputs = layer.nx if isinstance(layer, Conv1D) else layer.in_features
-        return torch.randn(_NUM_TOKENS, num_inputs, generator=torch.Generator().manual_seed(0))
+        return torch.randn(_NUM_TOKENS, num_inputs, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return None
 
 

@@ -85,7 +85,7 @@ class BaseOptimizer:
                 "HiFT.wrap(optimizer, model) takes an instance"
             )
         refuse_class(optimizer_class)
-        sample = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **arguments)
+        sample = optimizer_class([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))], **arguments)
         refuse_instance(sample)
         return cls._of(sample, arguments, elementwise)
 
@@ -181,7 +181,8 @@ def _rebuilt(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> 
     """
     name = type(optimizer).__name__
     # Where everything is frozen, as in an adapter that was loaded for inference, HiFT says so when it looks for layers.
-    first = next((each for group in optimizer.param_groups for each in group["params"]), torch.zeros(1))
+    without = torch.zeros(1, dtype=torch.float32)
+    first = next((each for group in optimizer.param_groups for each in group["params"]), without)
     dummy = torch.nn.Parameter(torch.zeros((1,) * max(1, first.dim()), dtype=first.dtype))
     try:
         return type(optimizer)([{**optimizer.param_groups[0], "params": [dummy]}], **arguments)

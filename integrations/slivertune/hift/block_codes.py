@@ -149,7 +149,7 @@ def _chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def _code_of_scales(functional: Any, device: torch.device) -> torch.Tensor:
     """What bitsandbytes takes by itself, which it would keep for good: a plan's has no data."""
     if is_without_data():
-        return torch.empty(256, device=device)
+        return torch.empty(256, dtype=torch.float32, device=device)
     code: torch.Tensor = functional.create_dynamic_map().to(device)
     return code
 

@@ -200,7 +200,7 @@ def _steps_with_closure(base: BaseOptimizer, group: dict[str, Any], dummy: torch
 
     def closure() -> Any:
         dummy.grad = torch.zeros_like(dummy)
-        return torch.zeros((), device=dummy.device)
+        return torch.zeros((), dtype=torch.float32, device=dummy.device)
 
     try:
         base.build([{**group, "params": [dummy]}]).step(closure)

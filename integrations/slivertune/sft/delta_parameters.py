@@ -31,7 +31,7 @@ class DeltaParameters(nn.Module):
         super().__init__()
         for name, phi in phis:
             self.register_parameter(name.replace(".", "/"), phi)
-        self.witness = nn.Parameter(torch.zeros((), device=device))
+        self.witness = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
         self.serial = 0
         """The number of the running update."""
 

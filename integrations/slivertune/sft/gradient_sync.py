@@ -133,7 +133,8 @@ class GradientSync:
 
     def _average(self, weights: Sequence[SparseWeight]) -> None:
         """Average what some tensors gathered; where no rank has a gradient for a tensor, it stays without."""
-        is_present = torch.tensor([float(weight.phi.grad is not None) for weight in weights], device=weights[0].device)
+        present = [float(weight.phi.grad is not None) for weight in weights]
+        is_present = torch.tensor(present, dtype=torch.float32, device=weights[0].device)
         gathered = [_gathered(weight, self._delta_parameters.serial) for weight in weights]
         self.communicator.mean_([is_present, *(tensor for tensors in gathered for tensor in tensors)])
         for weight, tensors, share in zip(weights, gathered, is_present.tolist(), strict=True):
@@ -146,7 +147,9 @@ def _gathered(weight: SparseWeight, serial: int) -> list[torch.Tensor]:
 
     Zeros where nothing arrived. The tensors are the living ones where that is possible.
     """
-    own = torch.zeros(weight.num_active, device=weight.device) if weight.phi.grad is None else weight.phi.grad
+    own = weight.phi.grad
+    if own is None:
+        own = torch.zeros(weight.num_active, dtype=torch.float32, device=weight.device)
     running = (estimator.running(serial) for estimator in weight.estimators.values())
     return [own, *(each for each in running if each is not None)]
 

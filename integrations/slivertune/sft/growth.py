@@ -140,7 +140,7 @@ class GrowthEstimator:
         part = self._known(start, length)
         known = newcomers[:0] if self._indices is None else self._indices[part]
         if gradient is None:
-            values = torch.zeros(known.numel() + newcomers.numel(), device=found.device)
+            values = torch.zeros(known.numel() + newcomers.numel(), dtype=torch.float32, device=found.device)
         else:
             values = gradient.index_select(0, torch.cat([known, newcomers]) - start).float()
         communicator.mean_([values])
@@ -246,7 +246,7 @@ class GrowthEstimator:
         self._indices = state["indices"].to(device, copy=True)
         self._sum = state["sum"].to(device, self._dtype, copy=True)
         self._sum_of_squares = state["sum_of_squares"].to(device, self._dtype, copy=True)
-        self._step = torch.zeros(self._sum.shape, device=device)
+        self._step = torch.zeros(self._sum.shape, dtype=torch.float32, device=device)
         self.num_steps = state["num_steps"]
         self.claim()
 

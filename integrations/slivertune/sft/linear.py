@@ -213,7 +213,7 @@ def chunked_gradient(
     starts = list(range(0, num_rows, chunk_rows))
     edges = torch.tensor([*starts, num_rows], device=indices.device) * num_columns
     bounds = torch.searchsorted(indices.long(), edges).tolist()
-    gradient = torch.empty(indices.numel(), device=indices.device)
+    gradient = torch.empty(indices.numel(), dtype=torch.float32, device=indices.device)
     buffer = inputs.new_empty(chunk_rows, num_columns)
     for start, first, last in zip(starts, bounds, bounds[1:], strict=False):
         rows = output_gradient[:, start : start + chunk_rows]
@@ -244,7 +244,7 @@ def sampled_gradient(output_gradient: torch.Tensor, inputs: torch.Tensor, indice
         pattern = torch.sparse_csr_tensor(
             torch.searchsorted(positions, edges),
             positions % num_columns,
-            torch.zeros(indices.numel()),
+            torch.zeros(indices.numel(), dtype=torch.float32),
             size=(num_rows, num_columns),
             check_invariants=False,
         )

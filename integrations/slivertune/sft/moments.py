@@ -202,8 +202,8 @@ class SM3Accumulators(Moments):
         self, shape: tuple[int, ...], num_active: int, has_momentum: bool, packed: bool, device: torch.device
     ) -> None:
         num_rows, num_columns = matrix_shape(shape)
-        self.rows = torch.zeros(num_rows, device=device)
-        self.columns = torch.zeros(num_columns, device=device)
+        self.rows = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.columns = torch.zeros(num_columns, dtype=torch.float32, device=device)
         dtype = torch.bfloat16 if packed else torch.float32
         self.momentum_buffer = torch.zeros(num_active, dtype=dtype, device=device) if has_momentum else None
         self.names = ("rows", "columns", "momentum_buffer") if has_momentum else ("rows", "columns")

@@ -107,7 +107,7 @@ def _pattern_scores(
         return _block_scores(real, offsets, num_selected)
     by_chunk = scores.gather(1, _chunk_of_position(offsets, length, chunk_size, starts))
     # The chunk that is not taken whole begins at either end, so that no position is selected more often than others.
-    tilt = torch.arange(length, device=real.device) * (1e-9 / length)
+    tilt = torch.arange(length, dtype=torch.float32, device=real.device) * (1e-9 / length)
     return by_chunk + torch.where(sides < 0.5, -tilt, tilt)
 
 
