@@ -9,7 +9,7 @@ saved beside such programs, in a sidecar folder, they get a placeholder, which t
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layout import Layout
 from slivertune.core.saved_state import is_initialising_step, pack_state, refuse_damage, unpack_state
+from slivertune.core.sealed_state import SealedState
 
 
 class Sliver(torch.optim.Optimizer, ABC):
@@ -137,8 +138,10 @@ class CheckpointedSliver(Sliver):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._is_built = False
+        self._sealed_state = SealedState({}, self.title)
         super().__init__(params, defaults)
         self._is_built = True
+        self._note_param_groups()
         self._is_placeholder = False
         self._packs_next = False
         self._layout: str | None = None
@@ -163,6 +166,52 @@ class CheckpointedSliver(Sliver):
         if self._is_built:
             raise RuntimeError(self.refusal_to_add)
         super().add_param_group(param_group)
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[Any, Any]:
+        """Empty, or the placeholder; it can be read and not changed, since steps read none of it."""
+        return self._sealed_state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._is_built:  # torch's constructor sets an empty one
+            self._sealed_state.update(state)  # an error
+
+    def _note_param_groups(self) -> None:
+        """Note which parameters the param groups hold; a layout that puts others in their place calls it again."""
+        self._held = self._held_parameters()
+
+    def _held_parameters(self) -> list[tuple[int, int]]:
+        return [(index, id(each)) for index, group in enumerate(self.param_groups) for each in group["params"]]
+
+    def _check_param_groups(self) -> None:
+        """Refuse to step where parameters were added, taken away or moved to another group.
+
+        Raises:
+            RuntimeError: Naming the first group that differs.
+        """
+        held = self._held_parameters()
+        if held != self._held:
+            known, found = set(self._held), set(held)
+            index = min((index for index, _ in known ^ found), default=0)
+            raise RuntimeError(
+                f"the parameters of param_groups[{index}] were changed after {self.title} was built. "
+                f"{self.refusal_to_add}; to stop training some, detach() this one and build a new {self.title}"
+            )
+
+    def _refuse_state_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a hook on states: checkpoints are written past `state_dict`, and would lack what it changes.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"{self.title} runs no hooks on its state_dict() and load_state_dict(): checkpoints are written past them. "
+            "Change what state_dict() has returned, or what load_state_dict() is given"
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_state_hook
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused, for `copy` and `pickle`: a copy would train the same model, whose hooks it does not have.
@@ -199,7 +248,9 @@ class CheckpointedSliver(Sliver):
         """
         if self._is_placeholder:
             self._fill_placeholder()
-            return super().state_dict()
+            placeholder = super().state_dict()
+            # Plain dictionaries, which `torch.load(weights_only=True)` knows.
+            return {**placeholder, "state": {key: dict(each) for key, each in placeholder["state"].items()}}
         packs, self._packs_next = self._packs_next, False
         whole = self.whole_state()
         return pack_state(whole, self.param_groups, self.updates) if packs else whole
@@ -235,14 +286,14 @@ class CheckpointedSliver(Sliver):
 
     def _fill_placeholder(self) -> None:
         """Put the placeholder into torch's `state`: programs that find it empty step with zeros to fill it."""
+
         # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient. With
         # a dimension: from tensors without one, it can't tell the device.
-        key, updates = f"{self.method}_updates", [self.updates]
-        self.state.clear()
-        for each in self._parameters_of_state():
-            self.state[each] = {key: torch.tensor(updates, device=each.device)}
-        if not self.state:
-            self.state["released"] = {key: torch.tensor(updates)}  # type: ignore[index]
+        def count(device: torch.device | None = None) -> SealedState:
+            return SealedState({f"{self.method}_updates": torch.tensor([self.updates], device=device)}, self.title)
+
+        entries: dict[Any, Any] = {each: count(each.device) for each in self._parameters_of_state()}
+        self._sealed_state = SealedState(entries or {"released": count()}, self.title)
 
     def _updates_in_placeholder(self, state_dict: Mapping[str, Any]) -> int | None:
         """The number of updates that a placeholder tells; None of any other state."""

@@ -505,6 +505,7 @@ class HiFT(CheckpointedSliver):
     def _check_step(self) -> None:
         """Refuse a step of which the other ranks would know nothing, or that is not HiFT's."""
         self._check_not_delegated()
+        self._check_param_groups()
         if self._layout is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
                 f"HiFT runs on {dist.get_world_size()} ranks that know nothing of each other's gradients; prepare it "
@@ -661,6 +662,7 @@ class HiFT(CheckpointedSliver):
             weights: By the names of `groups`; their `trained` parameters stand in `param_groups` already.
         """
         self._bind(model, weights, checks_model=False)
+        self._note_param_groups()
         self._fill_placeholder()
 
     def whole_state(self) -> dict[str, Any]:

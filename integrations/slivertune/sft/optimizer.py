@@ -260,6 +260,7 @@ class SFT(CheckpointedSliver):
             raise RuntimeError("step() was called after detach(), which ends SFT's training; build a new SFT to go on")
         self._hooks.check()
         self._hooks.check_shards()
+        self._check_param_groups()
         self._gradient_sync.communicator.check()
         self._check_awaited()
         if closure is None and self._is_initialising():

@@ -1,0 +1,30 @@
+"""`Optimizer.state` of an optimizer that keeps its moments elsewhere: it may be read, and a write is an error.
+
+Programs reset, prune or move an optimizer's state through that dictionary. Where it is not what the next step reads,
+such a write would change nothing, and nobody would know.
+"""
+
+from typing import Any, NoReturn
+
+
+class SealedState(dict[Any, Any]):
+    """A dictionary that refuses writes, and the state of a parameter that it does not have.
+
+    Args:
+        entries: What it holds.
+        title: Name of the optimizer, in messages.
+    """
+
+    def __init__(self, entries: dict[Any, Any], title: str) -> None:
+        super().__init__(entries)
+        self._title = title
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self._title} does not keep its state in optimizer.state, where it can be neither reset nor changed. "
+            f"Save and load it by state_dict() and load_state_dict(); to go on without it, detach() this {self._title} "
+            "and build a new one"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = __missing__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
