@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,42 @@ def test_a_checkpoint_is_a_copy_that_never_changes_and_goes_on_to_the_bit(
         assert_same_bits(again, model)
         assert_same_tree(reloaded(resumed.state_dict()["state"]), reloaded(hift.state_dict()["state"]))
     assert digests(tmp_path / "saved") == kept
+
+
+def test_each_of_two_models_in_one_accelerator_gets_its_own_state_back(tmp_path: Path) -> None:
+    """Of one architecture, as a teacher and its student: either's state would fit the other."""
+    pairs = [built(tmp_path / "state", seed=seed) for seed in (0, 9)]
+    with one_device() as accelerator:
+        prepared = [st.prepare(accelerator, *pair) for pair in pairs]
+        for each in prepared:
+            train(*each, BATCHES, 3)
+        accelerator.save_state(str(tmp_path / "saved"))
+        ends = []
+        for _ in range(2):
+            for each in prepared:
+                train(*each, BATCHES, 6, start=3)
+            ends.append([weights(model) for model, _ in pairs])
+            accelerator.load_state(str(tmp_path / "saved"))
+    assert all(differing(*end) == [] for end in zip(*ends, strict=True))
+    assert [optimizer.updates for _, optimizer in pairs] == [3, 3]
+    assert {path.name for path in (tmp_path / "saved").glob("hift*")} == {"hift", "hift_1"}
+
+
+def test_an_accelerator_that_let_a_run_go_saves_and_loads_the_next_one_alone(tmp_path: Path) -> None:
+    with one_device() as accelerator:
+        first = st.prepare(accelerator, *built(tmp_path / "state", layers_per_group=2))
+        train(*first, BATCHES, 2)
+        gone = weakref.ref(first[1].optimizer)
+        first = accelerator.free_memory(*first)
+        assert gone() is None
+        model, hift = built(tmp_path / "state")
+        train(*st.prepare(accelerator, model, hift), BATCHES, 2)
+        accelerator.save_state(str(tmp_path / "saved"))
+        then = weights(model)
+        train(model, hift, BATCHES, 4, start=2)
+        accelerator.load_state(str(tmp_path / "saved"))
+    assert differing(weights(model), then) == []
+    assert {path.name for path in (tmp_path / "saved").glob("hift*")} == {"hift"}
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:

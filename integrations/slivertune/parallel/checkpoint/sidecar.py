@@ -4,6 +4,7 @@ Programs that save an optimizer know states by parameter and of fixed shapes, ga
 them onto the GPU, where they have no room. So several ranks show them a placeholder, and keep the state here.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from slivertune.core.atomic import atomic_folder, explain_write_errors, is_parti
 from slivertune.core.manifest import MANIFEST_NAME, write_manifest
 from slivertune.core.saved_state import load_dictionary, refuse_damage
 from slivertune.core.sliver import Sliver
+from slivertune.parallel.accelerate_internals import prepared_optimizers
 from slivertune.parallel.checkpoint.manifests import check_together, failing_together
 from slivertune.parallel.consistency.heartbeat import check_agreement, gather_objects, world_size
 
@@ -107,21 +109,48 @@ def keep_sidecar(accelerator: Any, optimizer: Sliver) -> None:
     Args:
         accelerator: `accelerate.Accelerator`.
         optimizer: Writes it where several ranks need it; elsewhere all is in the optimizer's own file, and a folder
-            that such ranks have written is read.
+            that such ranks have written is read. The accelerator's hooks don't keep it alive.
     """
+    held = weakref.ref(optimizer)
 
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
-        if optimizer.uses_sidecar:
-            save_state(optimizer, Path(output_dir) / optimizer.method)
+        kept = held()
+        name = _folder_name(accelerator, kept)
+        if kept is not None and name is not None and kept.uses_sidecar:
+            save_state(kept, Path(output_dir) / name)
 
     def before_loading(models: Any, input_dir: str) -> None:
-        folder = Path(input_dir) / optimizer.method
+        kept = held()
+        name = _folder_name(accelerator, kept)
+        if kept is None or name is None:
+            return
+        folder = Path(input_dir) / name
         recover(folder)
         if folder.is_dir():
-            read_state(optimizer, folder)
+            read_state(kept, folder)
 
     accelerator.register_save_state_pre_hook(before_saving)
     accelerator.register_load_state_pre_hook(before_loading)
+
+
+def _folder_name(accelerator: Any, optimizer: Sliver | None) -> str | None:
+    """Name the folder of an optimizer: its method, and a number from the accelerator's second of that method on.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        optimizer: Was prepared with it; None if it is gone.
+
+    Returns:
+        None if the accelerator has let it go (`free_memory`).
+    """
+    prepared = [getattr(each, "optimizer", each) for each in prepared_optimizers(accelerator)]
+    if optimizer is None:
+        return None
+    if not prepared:  # while a checkpoint of several ranks is read on one
+        return optimizer.method
+    alike = [each for each in prepared if isinstance(each, Sliver) and each.method == optimizer.method]
+    place = next((index for index, each in enumerate(alike) if each is optimizer), None)
+    return f"{optimizer.method}_{place}" if place else optimizer.method if place == 0 else None
 
 
 def save_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
