@@ -156,41 +156,54 @@ def test_a_name_that_is_not_there_is_found(tmp_path: Path) -> None:
 
 
 FACTORIES = frozenset({"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"})
+OF_INTEGERS = frozenset({"arange", "randint", "randperm", "sparse_csr_tensor"})
 TRAINING = ("chunked_loss", "core", "deltas", "hift", "interop", "parallel", "sft", "tokentune")
+ON_ANY_DEVICE = ("adapter_outputs.py", "forward_trace.py")
+"""Their batches go where the caller's `with torch.device(...)` says."""
 
 
-def made_in_the_default_dtype(source: str) -> list[str]:
-    """Calls of `torch.zeros` and the like that name no dtype; of `torch.tensor`, those that are given a float."""
+def left_to_defaults(source: str) -> list[str]:
+    """Calls of `torch.zeros` and the like that name no dtype or no device; `torch.tensor` knows that of integers."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not re.fullmatch(r"torch\.\w+", ast.unparse(node.func)):
             continue
         name, text = ast.unparse(node.func).removeprefix("torch."), ast.unparse(node)
-        has_float = name != "tensor" or re.search(r"\bfloat\(|\d\.\d", text)
-        if name in FACTORIES and has_float and "dtype" not in {each.arg for each in node.keywords}:
-            found.append(f"line {node.lineno}: {text}")
+        named = {each.arg for each in node.keywords}
+        has_float = name in FACTORIES and (name != "tensor" or re.search(r"\bfloat\(|\d\.\d", text))
+        if has_float and "dtype" not in named:
+            found.append(f"line {node.lineno}: dtype of {text}")
+        if name in FACTORIES | OF_INTEGERS and "device" not in named:
+            found.append(f"line {node.lineno}: device of {text}")
     return found
 
 
-def test_what_trains_names_the_dtype_of_all_that_it_makes(checkout: Path) -> None:
-    # Recipes set torch's default dtype to bf16 to build a model, and some leave it so.
+def test_what_trains_leaves_no_dtype_and_no_device_to_torchs_defaults(checkout: Path) -> None:
+    # Recipes set torch's default dtype to bf16 to build a model, and some leave it so; notebooks set its device.
     files = [file for name in TRAINING for file in sorted((checkout / "integrations/slivertune" / name).rglob("*.py"))]
     assert len(files) > 100
-    found = {file.name: made_in_the_default_dtype(file.read_text(encoding="utf-8")) for file in files}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    found = [
+        f"{file.name}, {each}"
+        for file in files
+        for each in left_to_defaults(file.read_text(encoding="utf-8"))
+        if "device of" not in each or file.name not in ON_ANY_DEVICE
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize(
-    ("source", "is_found"),
+    ("source", "expected"),
     [
-        ("torch.zeros(3, device=device)", True),
-        ("torch.zeros(3, dtype=torch.float32)", False),
-        ("torch.tensor([float(each) for each in found])", True),
-        ("torch.tensor(0.5)", True),
-        ("torch.tensor([1, 2])", False),
-        ("tensor.new_zeros(3)", False),
-        ("torch.zeros_like(tensor)", False),
+        ("torch.zeros(3, device=device)", ["dtype"]),
+        ("torch.zeros(3, dtype=torch.float32)", ["device"]),
+        ("torch.zeros(3, dtype=torch.float32, device=device)", []),
+        ("torch.tensor([float(each) for each in found], device=device)", ["dtype"]),
+        ("torch.tensor(0.5)", ["dtype", "device"]),
+        ("torch.tensor([1, 2], device=device)", []),
+        ("torch.randperm(3, generator=generator)", ["device"]),
+        ("tensor.new_zeros(3)", []),
+        ("torch.zeros_like(tensor)", []),
     ],
 )
-def test_a_tensor_made_in_the_default_dtype_is_found_and_no_other(source: str, is_found: bool) -> None:
-    assert bool(made_in_the_default_dtype(source)) == is_found
+def test_what_is_left_to_the_defaults_is_found_and_no_more(source: str, expected: list[str]) -> None:
+    assert [each.split()[2] for each in left_to_defaults(source)] == expected

@@ -251,9 +251,12 @@ def test_ages_are_those_of_adams_that_began_on_their_own() -> None:
     ],
     ids=str,
 )
-def test_the_dtype_that_torch_makes_tensors_of_changes_no_bit(options: dict[str, Any]) -> None:
+def test_what_torch_makes_tensors_of_by_default_changes_no_bit(options: dict[str, Any]) -> None:
     models = tiny_llama(), tiny_llama()
-    for model, dtype in zip(models, (torch.float32, torch.bfloat16), strict=True):
+    batches = token_batches(8)  # two reselections
+    for model, dtype, device in zip(models, (torch.float32, torch.bfloat16), ("cpu", "meta"), strict=True):
         with default_dtype(dtype):
-            train(model, sft_over(model, **options), token_batches(8))  # two reselections
+            with torch.device(device):
+                optimizer = sft_over(model, **options)
+            train(model, optimizer, batches)
     assert_same_bits(*models)

@@ -77,7 +77,7 @@ class CopyStreams:
             uint8, shape (num_bytes,), of arbitrary content.
         """
         if self.device.type != "cuda" or num_bytes == 0:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return pinned_memory(self.device, num_bytes, is_inherited=is_inherited)
 
     def _stream(self, direction: Direction) -> torch.cuda.Stream:

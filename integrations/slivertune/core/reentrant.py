@@ -70,7 +70,7 @@ class ReentrantBlocks(CheckpointedBlocksHandle):
         if not nested and not any(each.requires_grad for each in by_position.values()):
             if not self._trains(layer):
                 return forward(*args)  # nothing is recorded
-            anchors = [torch.zeros((), dtype=torch.float32, requires_grad=True)]
+            anchors = [torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)]
         call = _PositionalCall(forward, [id(each) for each in args], [id(each) for each in nested])
         results = own(call, *args, *nested, *anchors)
         after = _tensors_of((args, dict(getattr(forward, "keywords", {}))))

@@ -121,7 +121,7 @@ def sum_deltas(deltas: Sequence[SparseDelta]) -> tuple[SparseDelta, Overlap]:
     if len(deltas) == 1:
         return SparseDelta(first.indices.cpu(), first.values.cpu(), first.shape), Overlap(first.num_weights, 0)
     indices, counts = torch.unique(torch.cat([delta.indices.cpu() for delta in deltas]), return_counts=True)
-    total = torch.zeros(len(indices), dtype=torch.float32)
+    total = torch.zeros(len(indices), dtype=torch.float32, device="cpu")
     for delta in deltas:
         # One delta touches a position once, so that the order of additions is that of the deltas.
         total[torch.searchsorted(indices, delta.indices.cpu())] += delta.values.cpu()

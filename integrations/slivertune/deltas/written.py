@@ -43,7 +43,7 @@ def is_sum(base: StoredTensor, written: StoredTensor, delta: SparseDelta | None 
     for before, after in zip(base.pieces(), written.pieces(), strict=True):
         if delta is not None:
             values = torch.frombuffer(before, dtype=base.dtype)
-            bounds = torch.tensor([begin, begin + len(values)], dtype=torch.int32)
+            bounds = torch.tensor([begin, begin + len(values)], dtype=torch.int32, device="cpu")
             part = slice(*torch.searchsorted(delta.indices, bounds).tolist())
             at = delta.indices[part].long() - begin
             # In place: the bytes become those that are expected.

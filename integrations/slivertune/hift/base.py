@@ -85,7 +85,7 @@ class BaseOptimizer:
                 "HiFT.wrap(optimizer, model) takes an instance"
             )
         refuse_class(optimizer_class)
-        sample = optimizer_class([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))], **arguments)
+        sample = optimizer_class([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], **arguments)
         refuse_instance(sample)
         return cls._of(sample, arguments, elementwise)
 
@@ -181,9 +181,9 @@ def _rebuilt(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> 
     """
     name = type(optimizer).__name__
     # Where everything is frozen, as in an adapter that was loaded for inference, HiFT says so when it looks for layers.
-    without = torch.zeros(1, dtype=torch.float32)
+    without = torch.zeros(1, dtype=torch.float32, device="cpu")
     first = next((each for group in optimizer.param_groups for each in group["params"]), without)
-    dummy = torch.nn.Parameter(torch.zeros((1,) * max(1, first.dim()), dtype=first.dtype))
+    dummy = torch.nn.Parameter(torch.zeros((1,) * max(1, first.dim()), dtype=first.dtype, device="cpu"))
     try:
         return type(optimizer)([{**optimizer.param_groups[0], "params": [dummy]}], **arguments)
     except Exception as error:

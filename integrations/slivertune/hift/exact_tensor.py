@@ -68,7 +68,7 @@ class ExactTensor(torch.Tensor):
             read: Gives the values, on the host.
         """
         # One element of its own: programs that look for tied weights compare the places of storages.
-        element = torch.zeros((), dtype=form.dtype).expand(form.shape)
+        element = torch.zeros((), dtype=form.dtype, device="cpu").expand(form.shape)
         made: Self = make_subclass(cls, element)
         made._read = read
         return made

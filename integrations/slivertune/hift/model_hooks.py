@@ -86,7 +86,7 @@ class ModelHooks:
         self._task = -1
         self._witness: nn.Parameter | None = None
         self._outermost: nn.Module | None = None
-        self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
+        self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._has_warned_of_compilation = False
         self._reentrant: ReentrantBlocks
         """There from `attach` on."""

@@ -82,7 +82,7 @@ class Slice:
         self.scalars_on_device = scalars_on_device
         self.is_whole = stop - start == weight.parameter.numel()
         self.is_weight = self.is_whole and not on_master
-        empty = torch.empty(0, dtype=torch.float32)
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
         self.leaf = weight.parameter if self.is_weight else torch.nn.Parameter(empty)
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -440,7 +440,7 @@ class StreamedGroup(ResidentGroup):
                 is_from_slot = is_from_slot and moved
             leaving += [(source, target) for _, source, target in copies]
             one.drop_gradient()
-            one.place_leaf(torch.empty(0, dtype=one.leaf.dtype))
+            one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
         if loaded is not None and is_from_slot and self._may_stay(index):
             device_pieces.let_stay(self._in_slots, index, leaving, self._waiting(index), self._slots)
             return

@@ -22,7 +22,7 @@ def age_dtype(betas: tuple[float, float]) -> torch.dtype:
 @functools.lru_cache(maxsize=8)
 def _corrections(beta: float, limit: int, device: torch.device) -> torch.Tensor:
     """1 - beta**age for all ages up to the limit, computed in fp64; fp32, shape (limit + 1,)."""
-    return (1 - beta ** torch.arange(limit + 1, dtype=torch.float64)).float().to(device)
+    return (1 - beta ** torch.arange(limit + 1, dtype=torch.float64, device="cpu")).float().to(device)
 
 
 def adamw_(

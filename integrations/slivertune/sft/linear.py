@@ -244,8 +244,9 @@ def sampled_gradient(output_gradient: torch.Tensor, inputs: torch.Tensor, indice
         pattern = torch.sparse_csr_tensor(
             torch.searchsorted(positions, edges),
             positions % num_columns,
-            torch.zeros(indices.numel(), dtype=torch.float32),
+            torch.zeros(indices.numel(), dtype=torch.float32, device="cpu"),
             size=(num_rows, num_columns),
+            device="cpu",
             check_invariants=False,
         )
         products: torch.Tensor = torch.sparse.sampled_addmm(pattern, output_gradient.t(), inputs, beta=0.0)

@@ -68,13 +68,13 @@ def random_indices(name: str, num_elements: int, count: int, seed: int) -> torch
     # The generator keeps 32 bits of its seed, so both go through one hash.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     if 2 * count >= num_elements:
-        return torch.randperm(num_elements, generator=generator)[:count].sort().values.int()
-    drawn = torch.empty(0, dtype=torch.int64)
+        return torch.randperm(num_elements, generator=generator, device="cpu")[:count].sort().values.int()
+    drawn = torch.empty(0, dtype=torch.int64, device="cpu")
     while drawn.numel() < count:
         missing = count - drawn.numel()
-        more = torch.randint(num_elements, (missing + missing // 8 + 8,), generator=generator)
+        more = torch.randint(num_elements, (missing + missing // 8 + 8,), generator=generator, device="cpu")
         drawn = torch.cat([drawn, more]).unique()
-    return drawn[torch.randperm(drawn.numel(), generator=generator)[:count]].sort().values.int()
+    return drawn[torch.randperm(drawn.numel(), generator=generator, device="cpu")[:count]].sort().values.int()
 
 
 def largest_of(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -99,7 +99,7 @@ def _pattern_scores(
 ) -> torch.Tensor:
     batch, length = real.shape
     # Drawn on the CPU whatever the device, so that a seed means the same everywhere.
-    noise = torch.rand(batch, length + 2, generator=generator, dtype=torch.float64).to(real.device)
+    noise = torch.rand(batch, length + 2, generator=generator, dtype=torch.float64, device="cpu").to(real.device)
     scores, offsets, sides = noise[:, :length], noise[:, length : length + 1], noise[:, length + 1 :]
     if pattern == "random":
         return scores

@@ -179,7 +179,7 @@ class Heartbeat:
             return
         is_last = is_on_last_batch()
         header = header._replace(last_batch=UNKNOWN if is_last is None else is_last)
-        own = torch.tensor(header._replace(settings=short_hash(settings or {})), dtype=torch.int64)
+        own = torch.tensor(header._replace(settings=short_hash(settings or {})), dtype=torch.int64, device="cpu")
         rows = own.new_empty(world_size(), own.numel())
         if self._group is None:
             # Of gloo: the host waits in it, not the device, and it fails with an error. Of its own, so that no rank

@@ -152,7 +152,7 @@ class SavedShares:
             name: The parameter's.
             shape: Its.
         """
-        master = torch.empty(shape, dtype=torch.float32)
+        master = torch.empty(shape, dtype=torch.float32, device="cpu")
         return master, self.fill(group, [ShareFragment(name, 0, 0, master.numel())], master.view(-1))
 
 
@@ -170,7 +170,7 @@ def _copy_state(
             raise ValueError(f"the ranks' files hold {key!r} of one group in different forms; use another checkpoint")
         if has_elements:
             if key not in state:
-                state[key] = torch.zeros(shape, dtype=value.dtype)
+                state[key] = torch.zeros(shape, dtype=value.dtype, device="cpu")
             state[key][to] = value[out]
         else:
             state[key] = value.clone() if isinstance(value, torch.Tensor) else value
