@@ -114,6 +114,13 @@ def test_a_class_that_cannot_be_rotated_is_refused_with_the_way_out(name: str, w
             lambda model: Releasing(model.parameters(), gradient_release=True),
             "Releasing with gradient_release=True can't .*inside backward",
         ),
+        (
+            # As PEFT's LoRA-FA, which pairs matrices by their names.
+            lambda model: torch.optim.SGD(
+                [{"params": [*model.parameters()], "names": [name for name, _ in model.named_parameters()]}], lr=0.1
+            ),
+            "SGD can't .*its param groups list names of each parameter by place",
+        ),
     ],
 )
 def test_an_instance_that_would_be_rebuilt_otherwise_is_refused(make: Callable[[nn.Module], Any], message: str) -> None:
@@ -121,6 +128,14 @@ def test_an_instance_that_would_be_rebuilt_otherwise_is_refused(make: Callable[[
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         HiFT.wrap(make(model), model)
     assert trainable(model) == {name for name, _ in model.named_parameters()}
+
+
+def test_names_that_torch_keeps_of_parameters_are_no_reason_to_refuse() -> None:
+    model, bare = tiny_llama(), tiny_llama()
+    hift = HiFT.wrap(torch.optim.AdamW(model.named_parameters()), model, config=HiFTConfig(layers_per_group=5))
+    for trained, optimizer in ((model, hift), (bare, torch.optim.AdamW(bare.named_parameters()))):
+        train(trained, optimizer, token_batches(2), 2)
+    assert_same_bits(model, bare)
 
 
 def test_what_is_no_optimizer_is_named() -> None:

@@ -107,7 +107,7 @@ def refuse_name(optim: str) -> None:
 
 
 def refuse_instance(optimizer: Any) -> None:
-    """Refuse what only an instance tells: that it pages, steps inside backward, or wraps another one.
+    """Refuse what only an instance tells: that it pages, steps inside backward, pairs parameters or wraps another one.
 
     Args:
         optimizer: Of a class that `refuse_class` let pass.
@@ -123,6 +123,13 @@ def refuse_instance(optimizer: Any) -> None:
             f"{name} with gradient_release=True",
             "it updates weights inside backward and keeps no gradient to step with",
             "leave gradient_release out, and set gradients='stepped'",
+        )
+    by_place = ", ".join(sorted(_lists_beside_parameters(optimizer)))
+    if by_place:
+        raise refusal(
+            name,
+            f"its param groups list {by_place} of each parameter by place, and HiFT steps some parameters at a time",
+            "take torch.optim.AdamW (adamw_torch)",
         )
     inner = next(_optimizers_in(vars(optimizer)), None)
     if inner is not None:
@@ -142,6 +149,17 @@ def refusal(name: str, reason: str, way_out: str) -> ValueError:
         way_out: What to do instead.
     """
     return ValueError(f"{name} can't be HiFT's base optimizer: {reason}; {way_out}, or train densely")
+
+
+def _lists_beside_parameters(optimizer: Any) -> set[str]:
+    """Keys of param groups whose list has an entry for each parameter; no step reads the names that torch keeps."""
+    known = {"params", "param_names", *optimizer.defaults}
+    return {
+        key
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if isinstance(value, list) and key not in known and 0 < len(value) == len(group["params"])
+    }
 
 
 def _optimizers_in(value: Any, depth: int = 2) -> Iterator[torch.optim.Optimizer]:
