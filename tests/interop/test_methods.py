@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,25 @@ def test_what_cannot_be_rotated_is_refused_by_name(optim: str, tmp_path: Path) -
     assert trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None
     assert all(not p._post_accumulate_grad_hooks for p in trainer.model.parameters())
     assert trainable(trainer.model) == {name for name, _ in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (HiFTConfig(waiting="int8"), "waiting='int8' holds NaN there in place of waiting weights"),
+        (SFTConfig(density=0.1), "SFT's deltas are parameters that the reference does not have"),
+        (HiFTConfig(), None),
+    ],
+    ids=["waiting weights", "deltas", "all weights exact"],
+)
+def test_trls_copy_of_all_parameters_to_the_reference_is_refused_where_these_are_not_weights(
+    config: Any, text: str | None, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, model=tiny_llama(vocab=VOCAB))
+    trainer.args.sync_ref_model = True  # type: ignore[attr-defined]
+    with nullcontext() if text is None else pytest.raises(ValueError, match=f"sync_ref_model=True .*{text}"):
+        slivertune.attach(trainer, config)
+    assert (trainer.optimizer is None) == (text is not None)
 
 
 @pytest.mark.parametrize("optim", ["schedule_free_adamw", "paged_adamw_8bit"])

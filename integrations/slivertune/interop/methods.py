@@ -44,6 +44,23 @@ def check_best_model(training: TrainingArguments) -> None:
         )
 
 
+def check_synced_reference(training: TrainingArguments, reason: str) -> None:
+    """Refuse TRL's `sync_ref_model`, which copies each of the model's parameters to one of the reference's.
+
+    Args:
+        training: The Trainer's arguments; those of DPO, KTO, GRPO and RLOO say whether it does.
+        reason: Why the method can't have that.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if getattr(training, "sync_ref_model", False):
+        raise ValueError(
+            f"sync_ref_model=True copies all parameters of the model to the reference between steps, and {reason}. Set "
+            "sync_ref_model=False"
+        )
+
+
 class TrainerMethod:
     """How one method trains under a stock Trainer."""
 
@@ -112,6 +129,8 @@ class TrainerHiFT(TrainerMethod):
     def check(self, config: HiFTConfig, training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and what would come between a gradient and its step."""
         check_base_optimizer(training)
+        if config.waiting is not None:
+            check_synced_reference(training, f"waiting={config.waiting!r} holds NaN there in place of waiting weights")
         refuse_together(
             {
                 "waiting": None if config.waiting is None else f"waiting={config.waiting!r}",
@@ -148,8 +167,9 @@ class TrainerSFT(TrainerMethod):
     name = "SFT"
 
     def check(self, config: SFTConfig, training: TrainingArguments) -> None:
-        """Refuse to bring back the best weights where their deltas are not saved."""
+        """Refuse to bring back the best weights where their deltas are not saved, and to copy deltas to a reference."""
         check_best_model(training)
+        check_synced_reference(training, "SFT's deltas are parameters that the reference does not have")
 
     def check_loss_weights(self, config: SFTConfig, names: Sequence[str]) -> None:
         """Refuse the default targets, which are the linear layers of the model's blocks."""
