@@ -6,6 +6,7 @@ And a model that is changed under HiFT: an error at the next training forward na
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from slivertune import SFT, HiFT, SFTConfig
+from slivertune import SFT, HiFT, HiFTConfig, SFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
+from slivertune.core.sliver import IDLE_STEPS
 from tests.helpers.models import (
     LAYERS,
     assert_same_bits,
@@ -172,6 +174,46 @@ def test_a_dense_run_after_detach_trains_everything() -> None:
     for trained in (model, other):
         train(trained, torch.optim.AdamW(trained.parameters(), lr=1e-2), token_batches(3), 3)
     assert_same_bits(model, other)
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["after the backward", "in the backward"])
+@pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
+def test_the_step_of_another_optimizer_is_refused_until_detach(gradients: Any, in_backward: bool) -> None:
+    """As of the optimizer that HiFT has wrapped, or of one that steps each weight by a hook of its own."""
+    model = tiny_llama()
+    other, elsewhere = torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(tiny_llama().parameters(), lr=1.0)
+    stepped = model.parameters() if in_backward else ()
+    handles = [each.register_post_accumulate_grad_hook(lambda _: other.step()) for each in stepped]
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(gradients=gradients), lr=1e-2)
+    before, batch = weights(model), token_batches(1)[0]
+
+    def train_by_other() -> None:
+        model(**batch).loss.backward()
+        other.step()
+
+    with pytest.raises(RuntimeError, match=r"SGD would step model\.embed_tokens\.weight, which HiFT trains .*detach"):
+        train_by_other()
+    elsewhere.step()
+    if gradients != "stepped":  # where HiFT has stepped in the backward
+        assert differing(weights(model), before) == []
+    hift.detach()
+    for handle in handles:
+        handle.remove()
+    train_by_other()
+
+
+def test_steps_that_never_find_a_gradient_are_said_once() -> None:
+    model, batch = tiny_llama(), token_batches(1)[0]
+    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2 * IDLE_STEPS):
+            model(**batch).loss.backward()
+            hift.zero_grad()
+            hift.step()
+    idle = [str(each.message) for each in caught if "none of the last 20 calls of step() was an update" in str(each)]
+    assert len(idle) == 1 and "group 0 (model.embed_tokens.weight, ...) had no gradient" in idle[0]
+    assert hift.updates == 0
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])

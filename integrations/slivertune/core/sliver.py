@@ -19,6 +19,9 @@ from slivertune.core.layout import Layout
 from slivertune.core.saved_state import is_initialising_step, pack_state, refuse_damage, unpack_state
 from slivertune.core.sealed_state import SealedState
 
+IDLE_STEPS = 20
+"""Steps without a gradient, one after the other, after which a warning says so."""
+
 
 class Sliver(torch.optim.Optimizer, ABC):
     """An optimizer that trains some of a model's weights, and says by itself what trains; `HiFT` and `SFT` are such.

@@ -9,17 +9,19 @@ identity whose backward only tells that it ran. Tensors that require a gradient 
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.foreign_steps import forget_steps, refuse_step_of_other, watch_steps
 from slivertune.core.layers import Layer
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of, with_tensors_replaced
-from slivertune.core.parameters import check_form, held_parameters, settle_requires_grad, whole_shape
+from slivertune.core.parameters import check_form, held_parameters, owner_of, settle_requires_grad, whole_shape
 from slivertune.core.reentrant import RecordingCheck, ReentrantBlocks, has_other_reentrant
 from slivertune.core.torch_internals import (
     NO_BACKWARD,
@@ -90,6 +92,7 @@ class ModelHooks:
         self._has_warned_of_compilation = False
         self._reentrant: ReentrantBlocks
         """There from `attach` on."""
+        self._is_stepping = False
         self._recording = RecordingCheck()
         self._reached_now: set[int] = set()
         self._not_reached = set(self._trained)
@@ -109,11 +112,13 @@ class ModelHooks:
                 module.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True),
                 module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
             ]
+        watch_steps(self)
 
     def release(self) -> None:
         """Let every parameter have gradients again, and take the hooks off the model; later calls do nothing."""
         if not self._handles:
             return
+        forget_steps(self)
         for handle in (*self._handles, *self._gradient_hooks):
             handle.remove()
         self._recording.end()
@@ -157,6 +162,26 @@ class ModelHooks:
         self._gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(note_gradient) for parameter in self._active.values()
         ]
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, optimizers that step what is trained are HiFT's own."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the step of another optimizer that holds what HiFT trains: no turn would follow it.
+
+        Args:
+            optimizer: About to step.
+        """
+        if not self._is_stepping:
+            own = next((owner_of(parameter) for _, parameter in self._trained.values()), None)
+            names = {key: name for key, (name, _) in self._trained.items()}
+            refuse_step_of_other(optimizer, own, names, "HiFT")
 
     def settle(self) -> None:
         """Restore what others have frozen or unfrozen since: adapters that are switched on unfreeze all of theirs.

@@ -450,6 +450,7 @@ class HiFT(CheckpointedSliver):
         if self._in_backward is None:
             is_stepped = self._step_from_gradients()
         if not is_stepped and not missed:
+            rotation.note_idle_step(self.groups)
             return
         if not is_stepped:
             rotation.warn_of_skip(self.groups)
@@ -499,7 +500,8 @@ class HiFT(CheckpointedSliver):
                 [weight.parameter for weight in weights], self.config.max_grad_norm
             )
         self._begin_update()
-        self._residencies[self.active_group].step(weights, self.param_groups, self._applying)
+        with self._hooks.stepping():
+            self._residencies[self.active_group].step(weights, self.param_groups, self._applying)
         return True
 
     def _check_step(self) -> None:
@@ -548,7 +550,8 @@ class HiFT(CheckpointedSliver):
 
     @torch.no_grad()
     def _step_weight(self, weight: Weight) -> None:
-        self._residencies[self.active_group].step((weight,), self.param_groups, self._applying)
+        with self._hooks.stepping():
+            self._residencies[self.active_group].step((weight,), self.param_groups, self._applying)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

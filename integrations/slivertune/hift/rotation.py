@@ -10,6 +10,7 @@ import torch
 
 from slivertune.core.hyperparameters import own_copy
 from slivertune.core.layers import Layer
+from slivertune.core.sliver import IDLE_STEPS
 from slivertune.hift.config import Order
 
 LearningRate = float | torch.Tensor | None
@@ -96,6 +97,8 @@ class Rotation:
     """Groups of which a warning has said that a batch did not reach them."""
     warned_of_cycle: set[int] = field(default_factory=set)
     """Groups of which a warning has said that no batch of a whole cycle did."""
+    idle_steps: int = 0
+    """Calls of `step` since the last update or skip that were none."""
 
     @property
     def steps(self) -> int:
@@ -184,6 +187,22 @@ class Rotation:
                 stacklevel=5,
             )
 
+    def note_idle_step(self, groups: Sequence[Group]) -> None:
+        """Count a call that found no gradient, though no backward had missed the group; say so if they go on.
+
+        Args:
+            groups: All groups, by index.
+        """
+        self.idle_steps += 1
+        if self.idle_steps == IDLE_STEPS:
+            warnings.warn(
+                f"none of the last {IDLE_STEPS} calls of step() was an update: group {self.active_group} "
+                f"({groups[self.active_group].parameter_names[0]}, ...) had no gradient. Call step() after the "
+                "backward and before zero_grad()",
+                UserWarning,
+                stacklevel=5,
+            )
+
     def warn_of_unreached(self, groups: Sequence[Group]) -> None:
         """Say, once a group, that no batch of the whole cycle that has just ended has reached it.
 
@@ -221,6 +240,7 @@ class Rotation:
         if self.starts_cycle:
             self.skipped_in_cycle = {}
         self.held_lr = applied
+        self.idle_steps = 0
 
 
 def scheduled_lr(param_groups: Sequence[Mapping[str, Any]]) -> list[LearningRate]:

@@ -8,14 +8,13 @@ model's modules in the pre-hook of each training forward and in `step`; no tenso
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.foreign_steps import forget_steps, refuse_step_of_other, watch_steps
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
 from slivertune.core.parameters import held_parameters, settle_requires_grad
@@ -109,12 +108,11 @@ class ModelHooks:
             self._model.register_forward_pre_hook(ModuleHook(self._before_forward)),
             self._model.register_forward_hook(ModuleHook(self._after_forward)),
         ]
-        _watch_steps()
-        _on_models.add(self)
+        watch_steps(self)
 
     def take_off(self) -> None:
         """Leave the model without any of it, still frozen."""
-        _on_models.discard(self)
+        forget_steps(self)
         for handle in self._handles:
             handle.remove()
         self._recording.end()
@@ -228,39 +226,11 @@ class ModelHooks:
                 if leaf.is_leaf and not leaf.is_inference() and not isinstance(leaf, nn.Parameter):
                     leaf.requires_grad_(True)
 
-    def _refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse the step of another optimizer that holds what SFT trains."""
-        own = self._optimizer()
-        inner: Any = optimizer
-        while inner is not None:
-            if inner is own:
-                return
-            inner = getattr(inner, "optimizer", None)
-        deltas = {id(weight.phi): weight.name for weight in self._weights} | self._trained
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in deltas:
-                    raise RuntimeError(
-                        f"{type(optimizer).__name__} would step {deltas[id(parameter)]}, which SFT trains while it is "
-                        "attached; call detach() of the SFT (or of what slivertune.attach returned) before anything "
-                        "else trains the model, and build that optimizer afterwards"
-                    )
+    def refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the step of another optimizer that holds what SFT trains.
 
-
-_on_models: weakref.WeakSet[ModelHooks] = weakref.WeakSet()
-"""Those that are put on; models may outlive them, or go with them."""
-
-
-@cache
-def _watch_steps() -> None:
-    """Let every optimizer's step be seen, once and for good.
-
-    Optimizers' hooks are global: one that went with its model would be taken out of their dictionary by the garbage
-    collector, which may run while a step goes through it.
-    """
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(*args: Any) -> None:
-    for hooks in _on_models:
-        hooks._refuse_foreign_step(args[0])
+        Args:
+            optimizer: About to step.
+        """
+        names = {id(weight.phi): weight.name for weight in self._weights} | self._trained
+        refuse_step_of_other(optimizer, self._optimizer(), names, "SFT")

@@ -18,7 +18,7 @@ from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparam
 from slivertune.core.layout import Layout
 from slivertune.core.parameters import check_free, release, take
 from slivertune.core.saved_state import COUNT_LIMIT
-from slivertune.core.sliver import CheckpointedSliver
+from slivertune.core.sliver import IDLE_STEPS, CheckpointedSliver
 from slivertune.deltas.delta import SparseDelta
 from slivertune.sft.adam import age_limit
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
@@ -35,9 +35,6 @@ from slivertune.sft.selection import random_indices
 from slivertune.sft.targets import Target, count_weights, find_targets
 from slivertune.sft.unsupported import clash_with_layout
 from slivertune.sft.weight import PretrainedValues, SparseWeight
-
-IDLE_STEPS = 20
-"""Steps without a gradient, one after the other, after which a warning says so."""
 
 
 class SFT(CheckpointedSliver):
