@@ -4,6 +4,7 @@ import functools
 import shlex
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM, Trainer
 
 from slivertune.cli import main
+from slivertune.core.manifest import write_manifest
+from slivertune.training import interruption
 from slivertune.training.interruption import Interruption
 from slivertune.training.output.folders import newest_whole
 from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits
@@ -75,7 +78,7 @@ def test_the_first_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_bits
         interrupted(patched, {call}, in_training=in_training)
         assert main(runs.arguments("parts", *more, method=method)) == 130
     captured = capsys.readouterr()
-    assert "interrupted: ending this update and saving a checkpoint; Ctrl-C again ends at once" in captured.out
+    assert "interrupted: ending this update and saving a checkpoint; Ctrl-C again ends at once. Until" in captured.out
     checkpoint, passed_over = newest_whole(runs["parts"])
     assert checkpoint == runs["parts"] / f"checkpoint-{step}" and passed_over == []
     said, _, command = captured.err.strip().splitlines()[-1].partition("continue with: ")
@@ -85,11 +88,57 @@ def test_the_first_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_bits
     assert_same_bits(runs["whole"], runs["parts"])
 
 
-def test_a_second_ctrl_c_ends_at_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted(monkeypatch, {2, 3})
+@pytest.mark.parametrize(
+    ("more", "kept", "again"),
+    [
+        pytest.param(("--save_steps", "2"), "checkpoint-2", ("--resume_from_checkpoint", "auto"), id="an earlier one"),
+        # The command that is printed copes with the half of a checkpoint.
+        pytest.param((), None, None, id="none"),
+    ],
+)
+def test_a_save_that_is_cut_short_leaves_the_checkpoint_that_the_first_line_names(
+    more: tuple[str, ...],
+    kept: str | None,
+    again: tuple[str, ...] | None,
+    runs: Runs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = (*more, *UNMEASURED)
+    runs.train("whole", *more)
+
+    def write(checkpoint: Path, entries: Any) -> None:
+        if checkpoint.name == "checkpoint-3":
+            raise KeyboardInterrupt
+        write_manifest(checkpoint, entries)
+
+    with monkeypatch.context() as patched:
+        interrupted(patched, {3})
+        patched.setattr("slivertune.training.callbacks.write_together", write)
+        assert main(runs.arguments("parts", *more)) == 130
+    captured = capsys.readouterr()
+    checkpoint = None if kept is None else runs["parts"] / kept
+    state = "no checkpoint is whole" if checkpoint is None else f"{checkpoint} is the last whole checkpoint"
+    assert f"Ctrl-C again ends at once. Until that is done, {state}\n" in captured.out
+    assert newest_whole(runs["parts"])[0] == checkpoint and (runs["parts"] / "checkpoint-3").is_dir()
+    _, *printed = shlex.split(captured.err.strip().splitlines()[-1].rpartition(" with: ")[2])
+    assert main(printed if again is None else runs.arguments("parts", *more, *again)) == 0
+    assert_same_bits(runs["whole"], runs["parts"])
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ({2, 3}, "interrupted before the first checkpoint; start again with: slivertune train"),
+        ({6, 7}, "interrupted; the last whole checkpoint is {folder}/checkpoint-1; continue with: slivertune train"),
+    ],
+    ids=["in the first update", "in the second"],
+)
+def test_a_second_ctrl_c_ends_at_once(calls: set[int], said: str, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(monkeypatch, calls)
     more = ("--gradient_accumulation_steps", "4", "--save_steps", "1", *UNMEASURED)
-    assert "before the first checkpoint; start again with: slivertune train" in runs.complaint(*more, code=130)
-    assert not list(runs["out"].glob("checkpoint-*"))
+    assert said.format(folder=runs["out"]) in runs.complaint(*more, code=130)
+    assert len(list(runs["out"].glob("checkpoint-*"))) == min(calls) // 4
 
 
 def test_ctrl_c_after_the_last_update_lets_the_run_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +148,35 @@ def test_ctrl_c_after_the_last_update_lets_the_run_end(runs: Runs, monkeypatch: 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_launcher_that_passes_ctrl_c_on_does_not_end_the_saving(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("again_s", "said"),
+    [
+        (60.0, "the last whole checkpoint is {folder}/checkpoint-1; continue with: "),
+        (0.0, "interrupted before the first checkpoint; start again with: "),
+    ],
+    ids=["passed on", "typed again"],
+)
+def test_ctrl_c_that_a_launcher_passes_on_does_not_end_the_saving_and_a_later_one_does(
+    again_s: float, said: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(interruption, "_AGAIN_S", again_s)
     monkeypatch.setenv("SLIVERTUNE_COMPARED", "1")
     interrupted(monkeypatch, {2, 3})
-    assert main(runs.arguments("out", "--gradient_accumulation_steps", "4", *UNMEASURED)) == 130
-    assert f"the last whole checkpoint is {runs['out'] / 'checkpoint-1'}" in capsys.readouterr().err
+    assert said.format(folder=runs["out"]) in runs.complaint(
+        "--gradient_accumulation_steps", "4", *UNMEASURED, code=130
+    )
+    assert len(list(runs["out"].glob("checkpoint-*"))) == (again_s > 0)
+
+
+def test_a_run_from_the_checkpoint_of_another_folder_names_that_one(tmp_path: Path) -> None:
+    said: list[str] = []
+    callback, nothing = Interruption(said.append), Mock()
+    callback.on_train_begin(
+        Mock(output_dir=str(tmp_path), resume_from_checkpoint="other/checkpoint-5"), nothing, nothing
+    )
+    signal.raise_signal(signal.SIGINT)
+    callback.close()
+    assert "Until that is done, other/checkpoint-5 is the last whole checkpoint" in said[0]
 
 
 def test_a_shell_that_lets_ctrl_c_be_ignored_is_obeyed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +187,10 @@ def test_a_shell_that_lets_ctrl_c_be_ignored_is_obeyed(runs: Runs, monkeypatch: 
 
 def test_a_worker_of_the_data_leaves_ctrl_c_to_its_parent() -> None:
     said: list[str] = []
-    interruption, nothing = Interruption(said.append), Mock()
-    interruption.on_train_begin(nothing, nothing, nothing)
-    interruption._process = -1
+    callback, nothing = Interruption(said.append), Mock()
+    callback.on_train_begin(nothing, nothing, nothing)
+    callback._process = -1
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
-    interruption.close()
+    callback.close()
     assert said == [] and signal.getsignal(signal.SIGINT) is signal.default_int_handler

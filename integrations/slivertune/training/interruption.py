@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 
+from slivertune.training.output.folders import newest_whole
 from slivertune.training.ranks.launchers import is_launched, sends_sigterm
 from slivertune.training.ranks.processes import is_on_any_rank
 
@@ -35,6 +37,8 @@ class Interruption(TrainerCallback):
         self._asked_at: float | None = None
         self._is_training = False
         self._is_saving = False
+        self._folder = Path()
+        self._resumed_from: str | None = None
         self._replaced: dict[int, Any] = {}
 
     def on_train_begin(
@@ -42,6 +46,7 @@ class Interruption(TrainerCallback):
     ) -> None:
         """Take Ctrl-C from here on, unless a shell has this process ignore it."""
         self._is_training = True
+        self._folder, self._resumed_from = Path(str(args.output_dir)), args.resume_from_checkpoint
         if threading.current_thread() is not threading.main_thread() or self._process is not None:
             return
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -103,7 +108,13 @@ class Interruption(TrainerCallback):
         doing = "ending this update and saving a checkpoint" if self._is_training else "evaluating and saving the model"
         # The signal may have come in the midst of a line.
         with suppress(RuntimeError):
-            self._say(f"interrupted: {doing}; Ctrl-C again ends at once")
+            self._say(f"interrupted: {doing}; Ctrl-C again ends at once. {self._describe_kept()}")
+
+    def _describe_kept(self) -> str:
+        """Say now what is left if the process is killed, which prints nothing."""
+        checkpoint = newest_whole(self._folder, read_files=False)[0] or self._resumed_from
+        state = "no checkpoint is whole" if checkpoint is None else f"{checkpoint} is the last whole checkpoint"
+        return f"Until that is done, {state}"
 
     def _on_terminate(self, number: int, frame: Any) -> None:
         if self._asked_at is None:

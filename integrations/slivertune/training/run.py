@@ -16,7 +16,13 @@ from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.options.settings_file import write_settings
 from slivertune.training.output.display import describe_metrics
-from slivertune.training.output.folders import SETTINGS_NAME, START_NAME, newest_whole, read_results
+from slivertune.training.output.folders import (
+    SETTINGS_NAME,
+    START_NAME,
+    checkpoint_folders,
+    newest_whole,
+    read_results,
+)
 from slivertune.training.output.largest_batch import LargestBatch
 from slivertune.training.output.plan_line import DevicePeak, batch_of, plan_run
 from slivertune.training.output.planned_update import plan_update
@@ -55,9 +61,11 @@ def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
     folder = Path(str(arguments.training.output_dir))
     checkpoint, _ = newest_whole(folder, read_files=False)
     words, launcher = arguments.command[2:], ""
-    if checkpoint is not None:
+    # An interrupted save leaves files in the folder, over which only a resumed run writes.
+    if checkpoint is not None or (arguments.folder.checkpoint is None and checkpoint_folders(folder)):
         words = _without_options(words, ("output_dir", "resume_from_checkpoint"))
-        words = (*words, "--output_dir", str(folder), "--resume_from_checkpoint", "true")
+        resumed = "true" if checkpoint is not None else "auto"
+        words = (*words, "--output_dir", str(folder), "--resume_from_checkpoint", resumed)
     command = [*typed_command("train", *words)]
     if is_started_by_launcher():
         command = ["-m", "slivertune", "train", *words]
