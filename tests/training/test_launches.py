@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from slivertune.core.manifest import find_damage
+from slivertune.training.output.folders import checkpoint_step, newest_whole
 from tests.helpers.launching import build_deepspeed_collectives, environment
 from tests.helpers.models import differing
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, exact_sums
@@ -73,6 +75,21 @@ def await_checkpoint(output: Path, process: subprocess.Popen[str]) -> None:
     while not list(output.glob("checkpoint-*/slivertune_checkpoint.json")):
         assert process.poll() is None and time.monotonic() < deadline, finish(process)
         time.sleep(0.02)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Kill a launcher's processes, and the launcher."""
+    children = [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    for each in (*children, process.pid):
+        os.kill(each, signal.SIGKILL)
+
+
+def await_line(start: str, process: subprocess.Popen[str]) -> str:
+    """Return the next line of the process that begins so."""
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith(start):
+        assert line, finish(process)
+    return line
 
 
 def launch(launcher: tuple[str, ...], arguments: list[str], folder: Path) -> tuple[dict[str, Any], str]:
@@ -144,9 +161,7 @@ def test_one_command_goes_on_after_all_processes_were_killed(runs: Runs, tmp_pat
     arguments = runs.arguments("cut", *more, "--resume_from_checkpoint", "auto")
     process = start((*TORCHRUN, *arguments), tmp_path)
     await_checkpoint(runs["cut"], process)
-    children = [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    for each in (*children, process.pid):
-        os.kill(each, signal.SIGKILL)
+    kill_all(process)
     finish(process)
     assert not (runs["cut"] / "results.json").exists()
     _, out = launch(TORCHRUN, arguments, tmp_path)
@@ -230,12 +245,52 @@ def test_ctrl_c_leaves_a_whole_checkpoint_of_that_update_and_one_line(
         more += ["--deepspeed", zero2_config(tmp_path)]
         command = ("deepspeed", "--num_accelerators=2", "--master_port=29583", "--module", "slivertune")
     process = start((*command, *runs.arguments("out", *more, method="dense")), tmp_path)
-    assert process.stdout is not None
-    while not (read := process.stdout.readline()).startswith("step "):
-        assert read, finish(process)
+    await_line("step ", process)
     os.killpg(process.pid, signal.SIGINT)
     code, _, said = finish(process)
     assert code != 0
     (line,) = said
     assert line.startswith("slivertune train: interrupted; the last whole checkpoint is ")
-    assert find_damage(Path(line.split("checkpoint is ")[1].split(";")[0])) is None
+    checkpoint = Path(line.split("checkpoint is ")[1].split(";")[0])
+    assert find_damage(checkpoint) is None
+    if launcher == "torchrun":
+        # Of the launcher are its own options; the last --max_steps counts.
+        words = shlex.split(line[line.index("-m slivertune train ") :])
+        goal = checkpoint_step(checkpoint) + 2
+        code, out, said = finish(start((*TORCHRUN[:-2], *words, "--max_steps", str(goal)), tmp_path))
+        assert (code, said) == (0, []), out
+        assert results_of(runs["out"])["num_steps"] == goal
+
+
+STALLS = """
+import sys, time
+from slivertune.cli import main
+from slivertune.training import callbacks
+
+write = callbacks.write_together
+callbacks.write_together = lambda folder, entries: (
+    write(folder, entries) if folder.name == "checkpoint-5" else time.sleep(600)
+)
+sys.exit(main())
+"""
+"""A program whose checkpoints after the first never become whole."""
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_while_they_save_leave_the_checkpoint_that_the_line_names(
+    runs: Runs, tmp_path: Path
+) -> None:
+    program = tmp_path / "stalls.py"
+    program.write_text(STALLS, encoding="utf-8")
+    arguments = runs.arguments("out", "--max_steps", "12", "--save_steps", "5", "--memory_ledger", "off")
+    process = start((*TORCHRUN[:-2], str(program), *arguments), tmp_path)
+    await_checkpoint(runs["out"], process)
+    os.killpg(process.pid, signal.SIGINT)
+    line = await_line("interrupted: ", process)
+    kill_all(process)
+    finish(process)
+    kept = runs["out"] / "checkpoint-5"
+    assert line.endswith(f"Until that is done, {kept} is the last whole checkpoint\n")
+    assert newest_whole(runs["out"])[0] == kept
+    _, out = launch(TORCHRUN, [*arguments, "--resume_from_checkpoint", "auto"], tmp_path)
+    assert f"continuing from {kept}" in "".join(out.split("\n"))
