@@ -207,3 +207,49 @@ def test_what_trains_leaves_no_dtype_and_no_device_to_torchs_defaults(checkout: 
 )
 def test_what_is_left_to_the_defaults_is_found_and_no_more(source: str, expected: list[str]) -> None:
     assert [each.split()[2] for each in left_to_defaults(source)] == expected
+
+
+HANDLES_A_COMMAND = re.compile(r"sys\.(?:orig_)?argv|\.command\b|shlex\.join|\btyped_command\(|\.agree_on\(")
+"""Words of a command are read, joined or shown."""
+MASKED_ELSEWHERE = {
+    "core/option_parser.py": "its errors are printed by cli.py, which masks them",
+    "core/typed_command.py": "returns words, which their callers print",
+    "planning/answer.py": "report.py prints it and command.py writes it, both masked",
+    "training/assemble.py": "reads the names of options alone",
+    "training/comparison/comparison.py": "its lines go through command.py, which masks them",
+    "training/run.py": "TrainArguments.command is masked when it is made, and cli.py masks what it prints",
+}
+"""Files that handle a command and do not import the masking, with the reason."""
+
+
+def unmasked_files(root: Path) -> list[str]:
+    """Name the files under `root` that handle words of a command and import nothing of `core.masking`."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        imported = imported_modules(source, root.name)
+        if HANDLES_A_COMMAND.search(source) and not any(".core.masking." in f"{name}." for name in imported):
+            found.append(path.relative_to(root).as_posix())
+    return found
+
+
+def test_every_file_that_handles_a_command_masks_its_secrets(checkout: Path) -> None:
+    # A file that needs no reason any more leaves the list.
+    assert unmasked_files(checkout / "integrations" / "slivertune") == sorted(MASKED_ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("import sys\nprint(sys.argv)", True),
+        ("import sys\nprint(sys.orig_argv[1:])", True),
+        ("def keep(run):\n    write(run.arguments.command)", True),
+        ("import shlex\nprint(shlex.join(words))", True),
+        ("from slivertune.core.typed_command import typed_command\nprint(*typed_command('train'))", True),
+        ("import sys\nfrom slivertune.core.masking import masked\nprint(masked(sys.argv))", False),
+        ("print('command')", False),
+    ],
+)
+def test_a_file_that_shows_a_command_as_it_is_is_found(source: str, is_found: bool, tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text(source, encoding="utf-8")
+    assert unmasked_files(tmp_path) == (["new.py"] if is_found else [])

@@ -11,6 +11,7 @@ import torch
 from slivertune.cli import main
 from slivertune.core import masking
 from slivertune.core.masking import MASK
+from slivertune.training.comparison.processes import FailedError
 from tests.training.tiny_runs import UNMEASURED, Runs, complaint, train_arguments
 
 TOKEN, KEY, PASSWORD = "hf-of-the-hub-4711", "of the environment", "pass-of-a-url"
@@ -75,26 +76,69 @@ def test_a_run_that_ends_early_shows_no_secret(
     assert [each for each in SECRETS if each in said] == [] and MASK in said
 
 
+@pytest.fixture
+def compared(tiny_base: Path, texts: Path, tmp_path: Path) -> list[str]:
+    """A comparison in the folder `compared`, whose rows and common options have secrets."""
+    common = train_arguments(tiny_base, texts, tmp_path, *UNMEASURED)[7:]
+    words = ["compare", "--output_dir", str(tmp_path / "compared"), *common[common.index("--max_length") :]]
+    words += ["--rows", "dense", f"m2:--method hift --hub_token {TOKEN}"]
+    words += ["--model_name_or_path", str(tiny_base), "--dataset", str(texts)]
+    return [*words, "--max_steps", "1", "--hub_token", TOKEN, "--sample_prompt", PROMPT]
+
+
 def test_a_comparison_keeps_and_shows_no_secret(
-    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    compared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
 
     def run(words: list[str], *_: object) -> None:
         ran.append(words)
-        assert main([*words[2:], "--max_steps", "1"]) == 0
+        assert main(words[2:]) == 0
 
     monkeypatch.setattr("slivertune.training.comparison.comparison.run_process", run)
-    folder = tmp_path / "compared"
-    common = train_arguments(tiny_base, texts, tmp_path, *UNMEASURED)[7:]
-    common = common[common.index("--max_length") :]
-    words = ["compare", "--output_dir", str(folder), "--rows", "dense", f"m2:--method hift --hub_token {TOKEN}"]
-    words += ["--model_name_or_path", str(tiny_base), "--dataset", str(texts), *common]
-    words += ["--hub_token", TOKEN, "--sample_prompt", PROMPT]
-    assert main(words) == 0
+    assert main(compared) == 0
     # The runs themselves had it; and the same command finds that all is there.
     assert all(TOKEN in each for each in ran) and len(ran) == 2
-    assert main(words) == 0 and len(ran) == 2
+    assert main(compared) == 0 and len(ran) == 2
+    captured = capsys.readouterr()
+    assert_kept_nowhere(tmp_path / "compared", captured.out + captured.err)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; continue with what is missing: slivertune compare"),
+        (FailedError(f"no entry with {TOKEN} and {PROMPT}"), 1, "2 of 2 rows failed"),
+    ],
+)
+def test_a_comparison_that_ends_early_shows_no_secret(
+    error: BaseException,
+    code: int,
+    said: str,
+    compared: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slivertune.training.comparison.comparison.run_process", Mock(side_effect=error))
+    assert main(compared) == code
+    captured = capsys.readouterr()
+    assert said in captured.err and MASK in captured.err + captured.out
+    kept = "".join(path.read_text(encoding="utf-8") for path in tmp_path.glob("compared/*.json"))
+    assert [each for each in SECRETS if each in captured.out + captured.err + kept] == []
+
+
+@pytest.mark.slow
+def test_the_logs_of_the_processes_of_a_comparison_have_no_secret(
+    compared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "compared"
+    for _ in range(2):
+        assert main(compared) == 0
+        # Without its record, each process says that its run is finished, and by which command.
+        (folder / "compare.json").unlink()
+    logs = [path.read_text(encoding="utf-8") for path in folder.rglob("*.log")]
+    assert len(logs) == 2 and all(f"--hub_token '{MASK}'" in log for log in logs)
     captured = capsys.readouterr()
     assert_kept_nowhere(folder, captured.out + captured.err)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from slivertune.core.masking import masked
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.arguments import PlanArguments, Sweep, parse_plan_arguments
 from slivertune.planning.byte_text import format_bytes
@@ -51,7 +52,7 @@ def run_plan(argv: Sequence[str]) -> None:
         else:
             draw(answer, arguments.plot)
     if arguments.json:
-        print(json.dumps(answer.to_json(), indent=2))
+        print(json.dumps(masked(answer.to_json()), indent=2))
         return
     console = _console(stderr=False)
     if isinstance(answer, Comparison):

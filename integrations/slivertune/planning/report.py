@@ -2,12 +2,12 @@
 
 import shlex
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from slivertune.core.masking import masked
 from slivertune.core.typed_command import typed_command
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
@@ -31,8 +31,8 @@ _ALWAYS_SHOWN = ("optimizer", "precision", "batch_size", "seq_length")
 
 
 def line_printer(console: Console) -> Tell:
-    """What prints a line as it is, however long."""
-    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    """Return a function that prints a line without its secrets, however long."""
+    return lambda line: console.print(masked(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_answer(answer: Answer, console: Console) -> None:

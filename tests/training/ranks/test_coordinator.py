@@ -1,3 +1,4 @@
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
@@ -7,6 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from slivertune.core import masking
+from slivertune.core.masking import MASK
 from slivertune.training.ranks import coordinator as module
 from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_launch
 
@@ -47,6 +50,36 @@ def test_what_differs_is_named_on_every_process() -> None:
     outcomes = on_each(lambda coordinator: coordinator.agree_on("arguments", coordinator.rank // 2))
     text = "the processes were given different arguments: rank 0 0, rank 2 1"
     assert [(type(each), str(each)) for each in outcomes] == [(ValueError, text)] * RANKS
+
+
+SECRETS = [f"token-of-rank-{rank}" for rank in range(RANKS)]
+
+
+def disagreement(words: Callable[[int], list[str]]) -> str:
+    """Return what each process says where a rank has these words; no secret may be in it."""
+    first, *others = on_each(lambda coordinator: coordinator.agree_on("arguments", words(coordinator.rank)))
+    assert isinstance(first, ValueError) and [str(each) for each in others] == [str(first)] * len(others)
+    assert [each for each in SECRETS if each in str(first)] == []
+    return str(first)
+
+
+@pytest.mark.parametrize("words", [["--hub_token", "{}"], ["--hub-token={}"]], ids=str)
+def test_what_differs_is_named_without_secrets(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, "_known", set())
+    hidden = [word.format(MASK) for word in words]
+    said = disagreement(lambda rank: [word.format(SECRETS[rank]) for word in words])
+    assert said.endswith(f"arguments: rank 0 {hidden}, rank 1 {hidden}, rank 2 {hidden}")
+
+
+def test_each_process_hides_the_secrets_that_it_alone_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = threading.local()
+
+    def words(rank: int) -> list[str]:
+        known.secret = SECRETS[rank]
+        return ["--run_name", SECRETS[rank]]
+
+    monkeypatch.setattr(module, "masked", lambda value: [word.replace(known.secret, MASK) for word in value])
+    assert disagreement(words).count(MASK) == RANKS
 
 
 def test_the_first_decides_for_all() -> None:

@@ -39,7 +39,7 @@ def run_compare(argv: Sequence[str], *, program: Sequence[str] = TRAIN_PROGRAM) 
         )
         results = comparison.run()
         title = _title(arguments, comparison.amount)
-        remarks = notes(results, is_searched=arguments.rates is not None)
+        remarks = masked(notes(results, is_searched=arguments.rates is not None))
         record.describe(
             {
                 "title": title,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from slivertune.core.masking import masked
 from slivertune.parallel.consistency.processes import let_threads_finish_at_exit
 
 _Value = TypeVar("_Value")
@@ -63,16 +64,17 @@ class LaunchCoordinator:
             value: Compared by `==`.
 
         Raises:
-            ValueError: On every process, with the values that differ from the first one's.
+            ValueError: On every process, with the values that differ from the first one's, without secrets.
         """
         if self._store is None:
             return
-        self._put(f"{name}/{self.rank}", value)
-        values = [self._wait_for(f"{name}/{rank}") for rank in range(self.world_size)]
-        others = [f"rank {rank} {each!r}" for rank, each in enumerate(values) if each != values[0]]
+        # Each process masks its own: the others do not know its secrets.
+        self._put(f"{name}/{self.rank}", (value, masked(value)))
+        values, shown = zip(*(self._wait_for(f"{name}/{rank}") for rank in range(self.world_size)), strict=True)
+        others = [f"rank {rank} {shown[rank]!r}" for rank, each in enumerate(values) if each != values[0]]
         if others:
-            shown = ", ".join(others if len(others) <= _NUM_SHOWN else [*others[:_NUM_SHOWN], "..."])
-            raise ValueError(f"the processes were given different {name}: rank 0 {values[0]!r}, {shown}")
+            listed = ", ".join(others if len(others) <= _NUM_SHOWN else [*others[:_NUM_SHOWN], "..."])
+            raise ValueError(f"the processes were given different {name}: rank 0 {shown[0]!r}, {listed}")
 
     def decide(self, name: str, choose: Callable[[], _Value]) -> _Value:
         """Let the first process choose for all.
