@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slivertune.cli import main
+from slivertune.core import masking
 from slivertune.planning import command, limits
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
@@ -63,6 +64,18 @@ def test_what_libraries_print_or_log_while_a_plan_is_made_does_not_reach_standar
     assert "hello from a library" in captured.err
     assert speaks == [False], "transformers warns of what a model can't be used for, which no one asked"
     assert logging.getLogger("transformers.some.model").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["lines", "json"])
+def test_a_plan_shows_no_secret(
+    more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secret = "key-in-a-path"
+    monkeypatch.setattr(masking, "_known", set())
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    assert main(["plan", "--model", str(write_config(tmp_path / secret, num_hidden_layers=1)), *SMALL, *more]) == 0
+    captured = capfd.readouterr()
+    assert masking.MASK in captured.out and secret not in captured.out + captured.err
 
 
 @pytest.mark.slow
