@@ -17,7 +17,7 @@ from slivertune.core.masking import learn, masked
 from slivertune.core.option_parser import OptionParser
 from slivertune.core.presets import example_names, preset_names, preset_path, run_file_names
 from slivertune.core.terminal_text import print_line
-from slivertune.core.typed_command import typed_command
+from slivertune.core.typed_command import naming_options, typed_command
 
 _FAILED = 1
 _BAD_ARGUMENTS = 2
@@ -25,6 +25,7 @@ _INTERRUPTED = 130
 _LONG_NUMBER = re.compile(r"\d{100,}")
 
 
+@naming_options()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 

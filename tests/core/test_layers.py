@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slivertune import Layer, find_layers
+from slivertune.core.typed_command import naming_options
 from tests.helpers.architectures import (
     BART,
     CASES,
@@ -529,6 +530,33 @@ def test_listed_layers_need_no_blocks_and_keep_the_order_of_the_list(layers: Any
     assert [(layer.name, layer.parameter_names) for layer in found] == list(expected.items())
 
 
+@pytest.mark.parametrize(
+    ("layers", "written_out"),
+    [
+        (
+            [["tokens", "first_norm"], ["blocks.*"], ["final_norm", "output"]],
+            [["tokens", "first_norm"], ["blocks.0"], ["blocks.1"], ["blocks.2"], ["final_norm", "output"]],
+        ),
+        (
+            [["*.weight", "*.bias"], ["blocks.*.0", "blocks.*.1.weight"]],
+            [
+                ["final_norm.weight", "final_norm.bias"],
+                ["tokens.weight"],
+                ["first_norm.weight", "first_norm.bias"],
+                ["output.weight", "output.bias"],
+                *([f"blocks.{index}"] for index in range(3)),
+            ],
+        ),
+        ([["*"]], [["final_norm"], ["tokens"], ["blocks"], ["first_norm"], ["output"]]),
+    ],
+    ids=["blocks", "parts that belong together", "all"],
+)
+def test_a_star_repeats_a_layer_for_each_part_of_a_path(layers: Any, written_out: Any, model: Any) -> None:
+    model.shape = nn.Identity()  # holds no parameter, and so is no layer
+    found, expected = (find_layers(model, each) for each in (layers, written_out))
+    assert [each.parameter_names for each in found] == [each.parameter_names for each in expected]
+
+
 def test_a_tied_parameter_may_be_listed_under_any_of_its_names(model: Any) -> None:
     model.output.weight = model.tokens.weight
     layers = find_layers(model, layers=[["first_norm"], ["blocks"], ["final_norm"], ["output.weight", "output.bias"]])
@@ -551,8 +579,15 @@ def test_a_tied_parameter_may_be_listed_under_any_of_its_names(model: Any) -> No
         ([*PLAIN_LAYERS, ["blocks.0.0.weigh"]], r"layers\[4\] names 'blocks\.0\.0\.weigh', which is neither"),
         ([[], *PLAIN_LAYERS, ["output.bias"]], r"layers\[0\]=\[\] is empty: it holds no parameter; drop"),
         (["tokens", *PLAIN_LAYERS], r"layers\[0\] is the string 'tokens'; write a list of names, \['tokens'\]"),
+        (["blocks.*"], r"layers\[0\] is the string 'blocks\.\*'; write a list"),
+        ([["block.*"]], r"layers= has 'block\.\*', which fits no module and no parameter of PlainModel"),
+        ([["blocks.*"], ["tokens"]], r"layers= leaves out 'final_norm\.weight'"),
+        ([["tokens", "blocks.*"]], r"'tokens\.weight' is in layers\[0\] and, through 'tokens', in layers\[1\]"),
     ],
-    ids=["orphan", "many orphans", "twice", "unknown module", "unknown parameter", "empty", "string"],
+    ids=[
+        *("orphan", "many orphans", "twice", "unknown module", "unknown parameter", "empty", "string"),
+        *("string with a star", "star that fits nothing", "orphan beside a star", "twice through a star"),
+    ],
 )
 def test_a_list_that_is_no_partition_is_refused(layers: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -565,6 +600,11 @@ def test_a_tied_parameter_listed_in_two_layers_is_refused(model: Any) -> None:
         find_layers(model, layers=[["tokens", "first_norm"], ["blocks"], ["final_norm", "output"]])
 
 
-def test_a_model_without_blocks_is_refused_by_name() -> None:
+def test_a_model_without_blocks_is_refused_by_name_in_the_words_of_a_script_or_of_a_command() -> None:
+    mamba = hf.MambaForCausalLM(hf.MambaConfig(**{**SIZES, "state_size": 4}))
     with pytest.raises(ValueError, match=r"^MambaForCausalLM has no nn\.ModuleList .* with layers="):
-        find_layers(hf.MambaForCausalLM(hf.MambaConfig(**{**SIZES, "state_size": 4})))
+        find_layers(mamba)
+    with naming_options(), pytest.raises(ValueError, match=r"^MambaForCausalLM has no .* with --layers MODULE_PATH"):
+        find_layers(mamba)
+    with naming_options(), pytest.raises(ValueError, match=r"^--layers leaves out 'backbone\.embeddings\.weight'"):
+        find_layers(mamba, [["backbone.layers.*"]])

@@ -14,6 +14,7 @@ device and so without memory for weights, runs a dummy batch until it enters its
 """
 
 import math
+import re
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Literal
 from torch import nn
 
 from slivertune.core.forward_trace import trace_forward
+from slivertune.core.typed_command import setting_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,8 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
     Args:
         model: A transformers model, a PEFT model, or any module with a list of blocks.
         layers: The layers, from the bottom to the top, in place of the search: for each the module paths and parameter
-            names that it consists of. Together they name every parameter, none in two layers.
+            names that it consists of. Together they name every parameter, none in two layers. A `*` stands for one part
+            of a path: such a layer is repeated for each that fits, as `blocks.*` is a layer per block.
 
     Returns:
         The layers from the bottom to the top: embedding, blocks (an encoder's, then its decoder's), head. A layer
@@ -58,10 +61,11 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
             a parameter in two layers, or one in none.
     """
     if layers is not None:
-        return _listed_layers(model, layers)
+        return _listed_layers(model, _written_out(model, layers))
     block_lists = _find_block_lists(model)
     if not block_lists:
-        raise ValueError(f"{_no_blocks(model)}; name its layers with layers=[[module path, ...], ...]")
+        way_out = setting_name("--layers MODULE_PATH ...", "layers=[[module path, ...], ...]")
+        raise ValueError(f"{no_blocks(model)}; name its layers with {way_out}")
     blocks = _blocks_in(block_lists)
     place_of_block = {id(block): place for place, (_, block) in enumerate(blocks, start=1)}
     head = len(blocks) + 1
@@ -84,21 +88,31 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
     return tuple(layer for layer in found if layer.parameter_names)
 
 
-def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def layers_in(words: Sequence[str] | None) -> list[list[str]] | None:
+    """Read layers as a command line has them.
+
+    Args:
+        words: One word per layer, in which a plus parts what the layer consists of; None finds the layers.
+    """
+    return None if words is None else [word.split("+") for word in words]
+
+
+def find_blocks(model: nn.Module, *, are_needed: bool = True) -> list[tuple[str, nn.Module]]:
     """The blocks of a model, those without parameters included.
 
     Args:
         model: A transformers model, a PEFT model, or any module with a list of blocks.
+        are_needed: Whether a model without blocks is refused.
 
     Returns:
         Path and module of each, from the bottom to the top.
 
     Raises:
-        ValueError: If the model has no list of blocks.
+        ValueError: If the model has no list of blocks, and these are needed.
     """
     block_lists = _find_block_lists(model)
-    if not block_lists:
-        raise ValueError(f"{_no_blocks(model)}; only models with blocks can be run block by block")
+    if not block_lists and are_needed:
+        raise ValueError(f"{no_blocks(model)}; only models with blocks can be run block by block")
     return _blocks_in(block_lists)
 
 
@@ -106,11 +120,41 @@ def _blocks_in(block_lists: dict[str, nn.ModuleList]) -> list[tuple[str, nn.Modu
     return [(f"{path}.{name}", block) for path, each in block_lists.items() for name, block in each.named_children()]
 
 
-def _no_blocks(model: nn.Module) -> str:
+def no_blocks(model: nn.Module) -> str:
+    """Say that a model has no blocks, at the beginning of an error.
+
+    Args:
+        model: The model.
+    """
     return (
         f"{type(model).__name__} has no nn.ModuleList with an item that holds a module with 'attention' in its class "
         "name, which is how blocks are found"
     )
+
+
+def _written_out(model: nn.Module, layers: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Repeat each layer that has a `*` for each part of a path that this stands for, in order of registration."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    # Modules without parameters are no layers.
+    owners = {name.rsplit(".", depth)[0] for name in parameters for depth in range(1, name.count(".") + 1)}
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path in owners] + parameters
+    written: list[Sequence[str]] = []
+    for entries in layers:
+        patterns = [] if isinstance(entries, str) else [entry for entry in entries if "*" in entry]
+        by_part: dict[tuple[str, ...], list[str]] = {}
+        for pattern in patterns:
+            expression = re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))
+            found = [(match.groups(), path) for path in paths if (match := expression.fullmatch(path))]
+            if not found:
+                raise ValueError(
+                    f"{setting_name('--layers', 'layers=')} has {pattern!r}, which fits no module and no parameter of "
+                    f"{type(model).__name__}; see model.named_modules()"
+                )
+            for part, path in found:
+                by_part.setdefault(part, []).append(path)
+        plain = [entry for entry in entries if entry not in patterns]
+        written += [[*plain, *named] for named in by_part.values()] if patterns else [entries]
+    return written
 
 
 def _listed_layers(model: nn.Module, layers: Sequence[Sequence[str]]) -> tuple[Layer, ...]:
@@ -132,7 +176,10 @@ def _listed_layers(model: nn.Module, layers: Sequence[Sequence[str]]) -> tuple[L
             raise ValueError(f"layers[{index}]={list(entries)!r} is empty: it holds no parameter; drop it or fill it")
     orphans = [name for name in name_of.values() if name not in layer_of]
     if orphans:
-        raise ValueError(f"layers= leaves out {_quoted(orphans)}; name each parameter, or its module, in one layer")
+        raise ValueError(
+            f"{setting_name('--layers', 'layers=')} leaves out {_quoted(orphans)}; name each parameter, or its module, "
+            "in one layer"
+        )
     return tuple(
         Layer(
             kind="custom",
@@ -238,7 +285,8 @@ def _parameters_before_blocks(model: nn.Module, block_lists: dict[str, nn.Module
         placed = ", ".join(f"{_quoted(paths)} to the {layer}" for layer, paths in guesses.items() if paths)
         warnings.warn(
             f"no dummy batch reached all blocks of {type(model).__name__} ({'; '.join(failures) or 'no error'}), so "
-            f"the order of registration assigned {placed}; if that is wrong, name the layers with layers=",
+            f"the order of registration assigned {placed}; if that is wrong, name the layers with "
+            f"{setting_name('--layers', 'layers=')}",
             stacklevel=3,
         )
     return before

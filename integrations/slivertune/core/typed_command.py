@@ -1,15 +1,43 @@
-"""Commands to copy, by the name of the program as it was typed: `python -m slivertune`, a path, or `make train`."""
+"""Commands and settings as their user writes them, for messages.
+
+A command has the name of the program as it was typed: `python -m slivertune`, a path, or `make train`.
+"""
 
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 _NAME = "slivertune"
 MAKE_VARIABLE = "SLIVERTUNE_MAKE"
 """Environment variable in which the Makefile gives the words of `make train`, which takes options as ARGS."""
+
+
+_names_options: ContextVar[bool] = ContextVar("_names_options", default=False)
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Let `setting_name` name options: what runs inside was asked for on a command line."""
+    token = _names_options.set(True)
+    try:
+        yield
+    finally:
+        _names_options.reset(token)
+
+
+def setting_name(option: str, keyword: str) -> str:
+    """Name a setting in an error as its user can write it.
+
+    Args:
+        option: On the command line, as in `--layers`.
+        keyword: In a script, as in `layers=`.
+    """
+    return option if _names_options.get() else keyword
 
 
 def typed_command(*words: str) -> tuple[str, ...]:

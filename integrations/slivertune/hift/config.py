@@ -34,7 +34,8 @@ class HiFTConfig:
     seed: int = 0
     """Seed of the `random` order; must be the same on all ranks."""
     layers: Sequence[Sequence[str]] | None = None
-    """Layers from bottom to top, each a list of module paths or parameter names; None finds them in the model."""
+    """Layers from bottom to top, each a list of module paths or parameter names; None finds them in the model. A `*`
+    stands for one part of a path, and repeats its layer: `["blocks.*"]` is a layer per block."""
     state: StatePlace = "host"
     """Where a group's optimizer state and masters wait for their turn. `discard` throws them away when the group's
     turn ends, so nothing waits (BAdam's way)."""

@@ -11,6 +11,7 @@ import torch
 from slivertune.core.hyperparameters import own_copy
 from slivertune.core.layers import Layer
 from slivertune.core.sliver import IDLE_STEPS
+from slivertune.core.typed_command import setting_name
 from slivertune.hift.config import Order
 
 LearningRate = float | torch.Tensor | None
@@ -215,7 +216,7 @@ class Rotation:
                 f"no batch of a whole cycle reached group {group}, so it is not trained: "
                 f"{', '.join(groups[group].parameter_names)}. If the loss does not depend on them, freeze them before "
                 "HiFT is built; if they only now and then have a gradient, put them into one layer with others by "
-                "layers=, or raise layers_per_group",
+                f"{setting_name('--layers', 'layers=')}, or raise layers_per_group",
                 UserWarning,
                 stacklevel=5,
             )

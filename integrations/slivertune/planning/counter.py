@@ -74,7 +74,8 @@ class WorkCounter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks = [] if model is None else [block for _, block in find_blocks(model)]
+        self._tells_updates = model is not None
+        self._blocks = [] if model is None else [block for _, block in find_blocks(model, are_needed=False)]
         self._counted: dict[tuple[Hashable, Place], Work] = {}
         self._part: Hashable = None
         self._block: int | None = None
@@ -111,7 +112,7 @@ class WorkCounter(TorchDispatchMode):
     def _work(self, *, updates_state: bool = False) -> Work:
         place = None if self._block is None else (self._block, self.is_again)
         # A backward may step as well.
-        key = (STEP, None) if self._blocks and updates_state else (self._part, place)
+        key = (STEP, None) if self._tells_updates and updates_state else (self._part, place)
         return self._counted.setdefault(key, Work())
 
     def _watch_outputs(self, index: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -42,6 +42,7 @@ from slivertune.planning.step_work import Place, UpdateWork
 
 NAMED_ALIKE = (
     "layers_per_group",
+    "layers",
     "steps_per_group",
     "state",
     "state_ram_bytes",
@@ -274,7 +275,7 @@ class HiFTRun:
             members: All of them.
             place: Of their plan among the plan's groups.
         """
-        index_of = {path: index for index, (path, _) in enumerate(find_blocks(self._model))}
+        index_of = {path: index for index, (path, _) in enumerate(find_blocks(self._model, are_needed=False))}
         blocks = [{index_of[layer.name] for layer in each.layers if layer.kind == "block"} for each in members]
         return [
             peak.work.of_update(

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from slivertune.core.layers import find_layers
+from slivertune.core.layers import find_layers, layers_in
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.cards import Card
 from slivertune.planning.make import build_model, make_plan
@@ -159,7 +159,7 @@ def count_layers(request: PlanRequest, config: PreTrainedConfig) -> int:
         request: Names the model's head.
         config: The model's configuration.
     """
-    return len(find_layers(build_model(request, config)))
+    return len(find_layers(build_model(request, config), layers_in(request.layers)))
 
 
 def _halved(num_layers: int) -> Iterator[int]:

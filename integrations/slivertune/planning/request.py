@@ -163,6 +163,14 @@ class PlanRequest:
             or_auto=True,
         ),
     )
+    layers: tuple[str, ...] | None = field(
+        default=None,
+        metadata=option(
+            _METHODS,
+            "hift: the layers from the bottom to the top, for models in which they are not found; as for slivertune "
+            "train",
+        ),
+    )
     steps_per_group: int = field(
         default=1,
         metadata=option(
@@ -368,7 +376,7 @@ class PlanRequest:
         for name, value in (("token_ratio", self.token_ratio), ("density", self.density)):
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be in (0, 1]; leave it out for the default")
-        for name in ("sft_target_modules", "lora_target_modules"):
+        for name in ("sft_target_modules", "lora_target_modules", "layers"):
             if getattr(self, name) == ():
                 raise ValueError(f"{name} is empty; name modules, or leave it out for the default")
         for name, value in (("sft_momentum", self.sft_momentum), ("lora_dropout", self.lora_dropout)):
@@ -544,6 +552,13 @@ class PlanRequest:
                 (
                     f"offload_parameters streams parameters by FSDP2 or ZeRO-3; layout={self.layout!r} keeps them on "
                     "the GPU: take layout='fsdp2' or 'zero3', also on one GPU"
+                ),
+            ),
+            (
+                self.layers is not None and self.layout != "single",
+                (
+                    f"layers={self.layers} with layout={self.layout!r}, whose units are the blocks that "
+                    "are found in the model; take layout='single'"
                 ),
             ),
             (

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.layers import find_layers
+from slivertune.core.layers import find_blocks, find_layers, no_blocks
 from slivertune.core.parameters import whole_shape
+from slivertune.core.typed_command import setting_name
 from slivertune.deltas.delta import INDEX_LIMIT
 from slivertune.sft.config import DEFAULT_LORA_RANK, SFTConfig
 from slivertune.sft.selection import spread_weights
@@ -128,10 +129,10 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
 
 
 def _default_names(model: nn.Module) -> list[str]:
-    try:
-        layers = find_layers(model)
-    except ValueError as error:
-        raise ValueError(f"{error}; or, for SFT, name what to train with SFTConfig(targets=[...])") from error
+    if not find_blocks(model, are_needed=False):
+        way_out = setting_name("--sft_target_modules", "SFTConfig(targets=[...])")
+        raise ValueError(f"{no_blocks(model)}; name what to train with {way_out}")
+    layers = find_layers(model)
     in_blocks = {name for layer in layers if layer.kind == "block" for name in layer.parameter_names}
     parameters = list(model.parameters())
     # All weights beside 4-bit ones are frozen, as PEFT's `prepare_model_for_kbit_training` leaves them.

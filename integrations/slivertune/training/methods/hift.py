@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
+from slivertune.core.layers import layers_in
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.core.setting_checks import integer_or_auto
 from slivertune.hift import keep_blocks_on_host, quantize_layers
@@ -61,6 +62,14 @@ class HiFTArguments:
             "metavar": "NAME",
             "help": f"hift: the card for which --layers_per_group auto chooses, one of {', '.join(known_cards())}; by "
             "default the one that is here.",
+        },
+    )
+    layers: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "hift: the layers from the bottom to the top, for models in which they are not found: for each a "
+            "module path or a parameter name, or several with a plus between them; blocks.* is a layer per block. "
+            "Together they name every parameter.",
         },
     )
     steps_per_group: int = field(
@@ -149,7 +158,7 @@ class HiFTArguments:
         for name in ("prefetch_bytes", "resident_bytes"):
             if given[name].isdecimal():
                 given[name] = int(given[name])
-        return HiFTConfig(**given, seed=seed)
+        return HiFTConfig(**{**given, "layers": layers_in(self.layers)}, seed=seed)
 
 
 class HiFTMethod(SliverMethod):
@@ -266,13 +275,15 @@ class HiFTMethod(SliverMethod):
                 "layers_per_group": options.num_layers,
                 "steps_per_group": options.steps_per_group,
                 "order": options.order,
-            }
+            },
+            "layers": options.layers,
         }
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
         settings = {name: getattr(self.options, name) for name in NAMED_ALIKE}
         settings["layers_per_group"] = self.options.num_layers or 1
+        settings["layers"] = None if self.options.layers is None else tuple(self.options.layers)
         for name in ("prefetch_bytes", "resident_bytes"):
             settings[name] = 0 if settings[name] == "auto" else int(settings[name])
         if precision == "bf16" and self.options.master != "none":
