@@ -227,7 +227,7 @@ def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(runs:
     "folder", [("--output_dir", "{out}"), ("--output_dir={out}",), ("--output-dir", "{out}"), ("--output-dir={out}",)]
 )
 @pytest.mark.parametrize("resume", [(), ("--resume_from_checkpoint=true",), ("--resume-from-checkpoint", "true")])
-@pytest.mark.parametrize("file", [(), ("my run.yaml",)])
+@pytest.mark.parametrize("file", [(), ("my run.yaml",), ("my run.yaml", "--unset", "output_dir")])
 def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_were_spelled(
     file: tuple[str, ...],
     resume: tuple[str, ...],
@@ -250,7 +250,7 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
     start = line.partition("continue with:")[2]
     program = words[: words.index("train") + 1]
     assert words[len(program) :] == [
-        *file,
+        *file[:1],
         *("--seed", "3", "--sample_prompt", "a 'b' $c"),
         *("--output_dir", str(output), "--resume_from_checkpoint", "true"),
     ]

@@ -72,6 +72,8 @@ SAID_OTHERWISE = {
     *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout", "use_cpu"),
     # A plan's rows are all full, as packed ones are.
     "packing",
+    # A plan reads no run file.
+    "unset",
 }
 NOT_PLANNED = {
     # A run with one of these says why it is not planned, or is planned as its like in bf16.
@@ -114,6 +116,7 @@ def test_names_of_the_model_are_the_same_in_both_commands() -> None:
             ("--method", "lora", "--lora_target_modules", "q_proj,v_proj"),
             {"method": "lora", "lora_target_modules": ("q_proj", "v_proj")},
         ),
+        (("--layers", "a+b,c.*", "d"), {"layers": ("a+b", "c.*", "d")}),
         (("--activation_checkpointing", "true"), {"gradient_checkpointing": True}),
     ],
 )

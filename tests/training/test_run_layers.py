@@ -110,7 +110,7 @@ def test_named_layers_stay_with_the_run_and_a_file_may_name_them(
     said = runs.complaint(*more, "--resume_from_checkpoint", checkpoint)
     assert f"was trained with layers={list(MAMBA_WORDS)}, and this run asks for layers=None" in said
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(kept), encoding="utf-8")
+    path.write_text(yaml.safe_dump({**kept, "layers": ", ".join(MAMBA_WORDS)}), encoding="utf-8")
     assert main(["train", str(path), "--output_dir", str(runs["from file"])]) == 0
     assert_same_bits(runs["from file"], runs["whole"])
 

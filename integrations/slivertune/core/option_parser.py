@@ -1,9 +1,10 @@
 """The parser of a command: its errors say what a mistyped option or choice may mean."""
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from slivertune.core.removed_settings import say_removed, say_removed_value
@@ -12,9 +13,71 @@ from slivertune.core.suggestions import did_you_mean
 _NEGATIVE = re.compile(r"-(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|infinity|nan)$", re.IGNORECASE)
 
 
-def split_names(words: Iterable[str]) -> list[str]:
-    """Return names that spaces or commas part, as a command line has them."""
-    return [part.strip() for word in words for part in word.split(",") if part.strip()]
+class PartedWords(argparse.Action):
+    """Stores the words behind an option, which a comma or a space parts, also inside of one argument.
+
+    A run file has one text where a shell hands on several words, and both must mean the same.
+    """
+
+    separator: ClassVar[re.Pattern[str]] = re.compile(r"[,\s]")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # argparse would read the whole text as one value, before it is parted.
+        self._read: Callable[[str], Any] = options.pop("type", None) or str
+        super().__init__(*args, **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Part and read the words; an option that is given again replaces them."""
+        words = [part.strip() for word in values for part in self.parts_of(word) if part.strip()]
+        if not words:
+            raise argparse.ArgumentError(self, "expected at least one argument")
+        setattr(namespace, self.dest, [self._value(word) for word in words])
+
+    def parts_of(self, word: str) -> Sequence[str]:
+        """Part one argument.
+
+        Args:
+            word: The argument.
+        """
+        return self.separator.split(word)
+
+    def _value(self, word: str) -> Any:
+        try:
+            return self._read(word)
+        except ValueError as error:
+            name = getattr(self._read, "__name__", "")
+            raise argparse.ArgumentError(self, f"invalid {name} value: {word!r}") from error
+
+
+class PartedTexts(PartedWords):
+    """Stores texts that may have spaces, such as names of columns: a comma alone parts them."""
+
+    separator = re.compile(",")
+
+
+class PartedPaths(PartedTexts):
+    """Stores names of files; a comma in the name of a file that is there parts nothing."""
+
+    def parts_of(self, word: str) -> Sequence[str]:
+        """Part one argument that is no file's name.
+
+        Args:
+            word: The argument.
+        """
+        # A `Path` raises for texts that can't be one.
+        is_there = os.path.exists(os.path.expanduser(word))  # noqa: PTH110, PTH111
+        return [word] if is_there else super().parts_of(word)
+
+
+class AddedWords(PartedWords):
+    """Stores words of an option that may be given several times; later ones are added."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Add the words to those that are there."""
+        before = getattr(namespace, self.dest, None)
+        super().__call__(parser, namespace, values, option_string)
+        if isinstance(before, list):
+            setattr(namespace, self.dest, before + getattr(namespace, self.dest))
 
 
 class OptionParser(argparse.ArgumentParser):

@@ -5,7 +5,6 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from slivertune.core.option_parser import split_names
 from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.byte_text import parse_memory_size
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, known_cards
@@ -286,7 +285,7 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     """
     # What was not typed is absent.
     values: dict[str, Any] = {
-        name: tuple(split_names(value)) if isinstance(value, list) else value
+        name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(make_parser(argument_fields()).parse_args(map(_with_underscores, argv))).items()
     }
     given = {name: values.pop(name) for name in tuple(values) if name in KINDS}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from slivertune.core.option_help import ON_SPELLING, HelpEntry, HelpGroup, describe_option, render_help
-from slivertune.core.option_parser import OptionParser
+from slivertune.core.option_parser import OptionParser, PartedWords
 from slivertune.core.setting_checks import integer_or_auto
 from slivertune.planning.methods import planned_methods
 
@@ -74,7 +74,7 @@ def _words(item: Any, kind: Any) -> dict[str, Any]:
     if item.name == "method" or get_origin(kind) is Literal:
         return {"choices": get_args(kind) or planned_methods()}
     if get_origin(kind) is tuple:
-        return {"nargs": "+", "metavar": "NAME"}
+        return {"nargs": "+", "metavar": "NAME", "action": PartedWords}
     if read is not None:
         return {**more, "type": _reader(read)}
     if item.metadata["or_auto"]:

@@ -14,6 +14,7 @@ from slivertune.training.assemble import Run
 from slivertune.training.early_stopping import check_best_metric
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
+from slivertune.training.options.parser import without_unset
 from slivertune.training.options.settings_file import write_settings
 from slivertune.training.output.display import describe_metrics
 from slivertune.training.output.folders import (
@@ -63,9 +64,10 @@ def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
     words, launcher = arguments.command[2:], ""
     # An interrupted save leaves files in the folder, over which only a resumed run writes.
     if checkpoint is not None or (arguments.folder.checkpoint is None and checkpoint_folders(folder)):
-        words = _without_options(words, ("output_dir", "resume_from_checkpoint"))
+        replaced = ("output_dir", "resume_from_checkpoint")
         resumed = "true" if checkpoint is not None else "auto"
-        words = (*words, "--output_dir", str(folder), "--resume_from_checkpoint", resumed)
+        words = (*without_unset(_without_options(words, replaced), replaced), "--output_dir", str(folder))
+        words = (*words, "--resume_from_checkpoint", resumed)
     command = [*typed_command("train", *words)]
     if is_started_by_launcher():
         command = ["-m", "slivertune", "train", *words]

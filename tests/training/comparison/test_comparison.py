@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from slivertune.training.comparison import trial as trials
 from slivertune.training.comparison.command import run_compare
 from slivertune.training.comparison.outcome import Outcome
 from slivertune.training.comparison.processes import FailedError, run_process
+from slivertune.training.options.parser import given_values
 from tests.training.tiny_runs import TINY_CYCLE, UNMEASURED, complaint, results_of
 
 ROWS = 2
@@ -126,6 +128,28 @@ def test_each_row_is_a_run_of_train_that_can_be_repeated_alone(
     text = capsys.readouterr().out
     assert "equal steps: 6\n" in re.sub(r" +\n", "\n", text) and "were not searched" in text and "one seed" in text
     assert (comparison.folder / "compare.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_a_run_file_sets_can_be_unset_for_all_rows_or_for_one(
+    comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    words = [word.removeprefix("--") for word in comparison.common if word != "--packing"]
+    own = {"save_strategy": "epoch", "seed": 3, "weight_decay": 0.1, "output_dir": "elsewhere", "packing": True}
+    path.write_text(json.dumps({**dict(zip(words[::2], words[1::2], strict=True)), **own}), encoding="utf-8")
+    comparison.common = [str(path), "--unset", "learning_rate", "max_steps", "save_strategy", "seed", "output_dir"]
+    comparison.is_dry = True
+    monkeypatch.setattr(comparing, "read_outcome", Mock(side_effect=ValueError("dry")))
+    # The file comes first.
+    command = ["compare", *comparison.common, "--rows", "dense", "m:--unset weight_decay"]
+    assert main([*command, "--output_dir", str(comparison.folder)]) == 1
+    of_dense, of_m = (given_values(each[3:]) for each in comparison.ran)
+    for values, name in ((of_dense, "dense"), (of_m, "m")):
+        assert values["learning_rate"] == 5e-5 and values["seed"] == 42 and values["save_strategy"] == "no"
+        assert "max_steps" not in values and Path(values["output_dir"]).parent == comparison.folder / name
+    assert of_dense["weight_decay"] == 0.1 and "weight_decay" not in of_m
+    message = complaint(capsys, [*command, "n:--weight_decay 0.2 --unset weight_decay"])
+    assert "--rows n: --unset weight_decay takes back what --weight_decay 0.2 sets" in message
 
 
 def test_another_program_runs_every_row(comparison: Comparison) -> None:

@@ -40,9 +40,9 @@ def test_the_short_help_has_ours_and_the_trainers_that_people_set_each_once() ->
     shown = shown_options(help_text(has_all=False))
     ours = [name for name, option in train_options().items() if "TrainingArguments" not in option.owner.__name__]
     aliases = [alias for option in train_options().values() for alias in option.aliases]
-    assert len(shown) == len(set(shown)) and {*ours, *aliases, *SET_BY_PEOPLE, "method", "help"} <= set(shown)
+    assert len(shown) == len(set(shown)) and {*ours, *aliases, *SET_BY_PEOPLE, "method", "unset", "help"} <= set(shown)
     assert len(shown) < 110 and "fsdp_config" not in shown
-    assert {each.name for each in common_options()} == set(shown) - {*aliases, "help"}
+    assert {each.name for each in common_options()} == set(shown) - {*aliases, "unset", "help"}
 
 
 @pytest.mark.parametrize("has_all", [False, True])
@@ -63,7 +63,7 @@ def test_groups_stand_in_the_order_in_which_a_run_is_put_together() -> None:
     titles = re.findall(r"^(\S.*?)[:,](?: .*)?$", help_text(has_all=True), re.MULTILINE)
     expected = ["examples", "model and data", "method", *(f"--method {name}" for name in ("hift", "sft", "lora"))]
     expected += ["with any method", "training", "memory", "output and resume"]
-    expected += ["every other field of transformers.TrainingArguments", "help"]
+    expected += ["every other field of transformers.TrainingArguments", "run file", "help"]
     assert [title for title in titles if title in expected] == expected
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slivertune.training.options.parser import given_values
+from slivertune.training.options.parser import given_values, without_unset
 from slivertune.training.options.table import RENAMED, Option, train_options
 
 CHECKPOINTING = RENAMED.get("gradient_checkpointing", "gradient_checkpointing")
@@ -184,14 +184,147 @@ def test_a_mistyped_word_is_an_error_that_says_what_was_meant(words: str, messag
         given_values(words.split())
 
 
-@pytest.mark.parametrize("option", ["lora_target_modules", "sft_target_modules", "label_names"])
-@pytest.mark.parametrize("text", ["q_proj,v_proj", "q_proj, v_proj", "[q_proj, v_proj]"])
-def test_a_comma_parts_names_in_a_file_and_where_they_are_typed(option: str, text: str) -> None:
-    expected = {option: ["q_proj", "v_proj"]}
-    assert given_values([write(f"{option}: {text}\n")]) == expected
-    assert given_values([f"--{option}", *text.strip("[]").split(" ")]) == expected
+PARTED = {
+    name: "0.25,0.75" if option.item_kind is float else "one,two"
+    for name, option in train_options().items()
+    if option.takes_words and not option.choices and name != "debug"
+}
+"""Every option that takes several words, and two of them in one text."""
 
 
-def test_a_comma_in_the_name_of_a_file_or_a_column_parts_nothing() -> None:
-    words = ["--dataset", "a,b.jsonl", "--column_names", "a,b", "c"]
-    assert given_values(words) == {"dataset": ["a,b.jsonl"], "column_names": ["a,b", "c"]}
+def test_the_options_that_take_several_words_are_all_known() -> None:
+    assert {"dataset", "dataset_weights", "column_names", "lora_target_modules", "sft_target_modules"} <= PARTED.keys()
+    assert {"layers", "label_names", "include_for_metrics", "report_to"} <= PARTED.keys()
+
+
+@pytest.mark.parametrize("option", PARTED)
+def test_a_comma_parts_words_however_they_are_written(option: str) -> None:
+    one, two = (text := PARTED[option]).split(",")
+    expected = given_values([f"--{option}", one, two])
+    assert len(expected[option]) == 2
+    texts = (text, f"{one}, {two}", f"[{one}, {two}]", f'["{text}"]', f"\n- {one}\n- {two}")
+    assert [given_values([write(f"{option}: {each}\n")]) for each in texts] == [expected] * len(texts)
+    assert given_values([write(json.dumps({option: text}), "run.json")]) == expected
+    assert given_values([f"--{option}", text]) == given_values([f"--{option}={text}"]) == expected
+    single = given_values([f"--{option}", one])
+    assert given_values([write(f"{option}: {one}\n")]) == given_values([write(f"{option}: [{one}]\n")]) == single
+
+
+@pytest.mark.parametrize("option", ["lora_target_modules", "sft_target_modules", "layers", "dataset_weights"])
+def test_a_space_parts_words_that_have_none_inside(option: str) -> None:
+    one, two = PARTED[option].split(",")
+    expected = given_values([f"--{option}", one, two])
+    assert given_values([write(f"{option}: {one} {two}\n")]) == expected
+    assert given_values([f"--{option}", f"{one} {two}"]) == expected
+
+
+def test_a_space_parts_no_files_and_no_columns_and_a_comma_no_file_that_is_there() -> None:
+    Path("a,b.jsonl").touch()
+    words = ["--dataset", "a,b.jsonl", "my data.csv,c.csv", "--column_names", "a b,c"]
+    expected = {"dataset": ["a,b.jsonl", "my data.csv", "c.csv"], "column_names": ["a b", "c"]}
+    assert given_values(words) == expected
+    text = 'dataset: ["a,b.jsonl", "my data.csv,c.csv"]\ncolumn_names: a b, c\n'
+    assert given_values([write(text)]) == expected
+
+
+@pytest.mark.parametrize("text", [",", " , "])
+def test_commas_without_words_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="argument --layers: expected at least one argument"):
+        given_values(["--layers", text])
+    with pytest.raises(ValueError, match=r"run.yaml, line 1: argument --lora_target_modules.*: expected at least one"):
+        given_values([write(f'lora_target_modules: "{text}"\n')])
+
+
+UNSET = """\
+learning_rate: 1e-4
+seed: 3
+lora_rank: 4
+method: lora
+model: base
+dataset: [a, b]
+dataset_weights: [0.5, 0.5]
+token_ratio: 0.4
+gradient_checkpointing: true
+bf16: true
+chunked_cross_entropy: false
+output_dir: out
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--unset dataset_weights", ["dataset_weights"]),
+        ("--unset dataset-weights token_ratio --seed 4", ["dataset_weights", "token_ratio"]),
+        ("--unset learning_rate,lora_rank --unset token_ratio", ["learning_rate", "lora_rank", "token_ratio"]),
+        ("--unset=bf16 --unset chunked_cross_entropy", ["bf16", "chunked_cross_entropy"]),
+        ("--unset model output_dir", ["model_name_or_path", "output_dir"]),
+        ("--unset model_name_or_path", ["model_name_or_path"]),
+        ("--unset gradient_checkpointing", [CHECKPOINTING]),
+        (f"--unset {CHECKPOINTING}", [CHECKPOINTING]),
+    ],
+)
+def test_what_a_file_sets_can_be_unset(words: str, names: list[str]) -> None:
+    path = write(UNSET)
+    expected = given_values([path]) | ({"seed": 4} if "--seed 4" in words else {})
+    assert given_values([path, *words.split()]) == {
+        name: value for name, value in expected.items() if name not in names
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--unset dataset_weigths", "--unset dataset_weigths: there is no such option; did you mean dataset_weights?"),
+        ("--unset lr", "--unset lr: there is no such option; did you mean learning_rate?"),
+        ("--unset update", "update was removed"),
+        ("--unset zzz", "--unset zzz: there is no such option; see slivertune train --help"),
+        ("--unset seed --seed 4", "--unset seed takes back what --seed 4 sets. Leave out one of the two"),
+        (
+            "--unset gradient-checkpointing --gradient_checkpointing false",
+            f"--unset gradient-checkpointing takes back what --{CHECKPOINTING} False sets",
+        ),
+        ("--unset model --model_name_or_path x", "--unset model takes back what --model_name_or_path x sets"),
+        ("--unset max_steps", "--unset max_steps: run.yaml does not set it. Leave it out"),
+        ("--unset", "argument --unset: expected at least one argument"),
+    ],
+)
+def test_what_can_not_be_unset_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        given_values([write(UNSET), *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("run.yaml --seed 3 --order random", "run.yaml --seed 3 --order random"),
+        ("run.yaml --unset output_dir --seed 3", "run.yaml --seed 3"),
+        ("run.yaml --unset output-dir seed --packing", "run.yaml --packing --unset seed"),
+        ("run.yaml --unset=output_dir,seed --unset model model_name_or_path", "run.yaml --unset seed"),
+    ],
+)
+def test_what_a_command_goes_on_to_set_is_no_longer_unset(words: str, left: str) -> None:
+    without = without_unset(words.split(), {"output_dir", "model_name_or_path"})
+    assert " ".join(without) == left
+
+
+def test_without_a_file_nothing_can_be_unset() -> None:
+    with pytest.raises(ValueError, match="--unset seed: no run file is read"):
+        given_values(["--unset", "seed"])
+
+
+def test_null_in_a_file_leaves_out_every_option_whose_default_is_null() -> None:
+    names = [name for name, option in train_options().items() if option.default is None]
+    assert {"dataset_weights", "lora_target_modules", "token_ratio", "hub_token", "eval_steps"} <= {*names}
+    for null in ("null", "~"):
+        assert given_values([write("".join(f"{name}: {null}\n" for name in names) + "seed: 3")]) == {"seed": 3}
+    assert given_values([write(json.dumps({**dict.fromkeys(names), "seed": 3}), "run.json")]) == {"seed": 3}
+
+
+@pytest.mark.parametrize("option", ["learning_rate", "layers_per_group", "packing", "method", "pakcing"])
+def test_null_in_a_file_is_refused_where_a_default_is_something(option: str) -> None:
+    message = f"run.yaml, line 2: {option} can't be null, which is not its default. Leave the key out"
+    if option not in train_options():
+        message = f"run.yaml, line 2: there is no option '{option}'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        given_values([write(f"token_ratio: 0.4\n{option}: null\n")])

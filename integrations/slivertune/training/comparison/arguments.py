@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from slivertune.core.option_help import HelpEntry, HelpGroup, render_help
-from slivertune.core.option_parser import OptionParser
+from slivertune.core.option_parser import OptionParser, PartedWords
 from slivertune.training.comparison.budget import Budget, parse_budget
 from slivertune.training.comparison.rows import DEFAULT_ROWS, NAMED_ROWS, Row, parse_rows
 
@@ -92,7 +92,7 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
     parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
     parser.add_argument("--budget", nargs="+", default=("steps",))
     parser.add_argument("--search_rates", nargs="*", type=float)
-    parser.add_argument("--seeds", nargs="+", type=int, default=(42,))
+    parser.add_argument("--seeds", nargs="+", action=PartedWords, type=int, default=(42,))
     parser.add_argument("--output_dir", type=Path, default=Path(DEFAULT_FOLDER))
     own, common = parser.parse_known_args(argv)
     for name, instead in (
@@ -100,7 +100,8 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
         ("--seed", "--seeds"),
         ("--resume_from_checkpoint", "the same command again, which goes on"),
     ):
-        if any(word.partition("=")[0].replace("-", "_").lstrip("_") == name.lstrip("-") for word in common):
+        options = (word.partition("=")[0] for word in common if word.startswith("--"))
+        if any(option.replace("-", "_").lstrip("_") == name.lstrip("-") for option in options):
             raise ValueError(f"{name} differs from run to run here; take {instead}")
     rates = None if own.search_rates is None else tuple(own.search_rates)
     if rates is not None and any(not 0 < rate < float("inf") for rate in rates):

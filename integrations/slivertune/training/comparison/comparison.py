@@ -16,7 +16,7 @@ from slivertune.training.comparison.record import Record
 from slivertune.training.comparison.rows import Row
 from slivertune.training.comparison.trial import Trial
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
-from slivertune.training.options.parser import given_values
+from slivertune.training.options.parser import given_values, without_unset
 
 Say = Callable[[str], None]
 
@@ -113,8 +113,8 @@ class Comparison:
     def _parse(self, row: Row) -> TrainArguments:
         """The settings of a row's runs, checked before the first of them starts."""
         try:
-            words = [*self._words(row), "--output_dir", str(self._arguments.folder / row.name / "run")]
-            return parse_train_arguments(words)
+            place = ("--output_dir", str(self._arguments.folder / row.name / "run"))
+            return parse_train_arguments(_with(self._words(row), *place))
         except ValueError as error:
             raise ValueError(f"--rows {row.name}: {error}") from error
 
@@ -125,7 +125,9 @@ class Comparison:
         defaults = {name: value for name, value in _OF_A_COMPARISON.items() if name not in given}
         if "dataset" not in given and not {"max_steps", "num_train_epochs"} & given.keys():
             defaults["max_steps"] = str(_EMBEDDED_UPDATES)
-        return [*common, *(word for name, value in defaults.items() for word in (f"--{name}", value)), *row.options]
+        added = (word for name, value in defaults.items() for word in (f"--{name}", value))
+        # What `--unset` has taken back counts as not given, and can be set.
+        return without_unset([*common, *added, *row.options], defaults)
 
     def _run_row(self, row: Row) -> RowResult:
         rates, by_rate = self._rates(row), dict[float, Outcome]()
@@ -134,7 +136,7 @@ class Comparison:
         failure = None
         try:
             words = self._sized(row)
-            words += self._length(row, words)
+            words = _with(words, *self._length(row, words))
             for rate in rates:
                 by_rate[rate] = self._run(row, words, rate, first)
             best = best_of(list(by_rate.values()))
@@ -172,8 +174,8 @@ class Comparison:
         num_rows = training.per_device_train_batch_size
         whole = num_rows * training.gradient_accumulation_steps
         for size in (size for size in range(num_rows, 0, -1) if whole % size == 0):
-            sized = [*words, "--per_device_train_batch_size", str(size)]
-            sized += ["--gradient_accumulation_steps", str(whole // size)]
+            rows = ("--per_device_train_batch_size", str(size))
+            sized = _with(words, *rows, "--gradient_accumulation_steps", str(whole // size))
             try:
                 peak = self._trial(f"{row.name}, {size} rows a forward", sized).peak_bytes
             except FailedError as error:
@@ -217,14 +219,14 @@ class Comparison:
         return trial
 
     def _run(self, row: Row, words: Sequence[str], rate: float, seed: int) -> Outcome:
-        words = [*words, "--learning_rate", repr(rate), "--seed", str(seed)]
+        words = _with(words, "--learning_rate", repr(rate), "--seed", str(seed))
         name = _run_name(row, rate, seed)
         outcome = self._record.outcomes.get(name, words)
         if outcome is None:
             folder = self._record.folder / name
             place = ("--output_dir", str(folder), "--resume_from_checkpoint", "auto")
             self._process(
-                [*self._program, *words, *place],
+                [*self._program, *_with(words, *place)],
                 folder.with_name(f"{folder.name}.log"),
                 f"  rate {rate:g}, seed {seed}",
             )
@@ -252,6 +254,12 @@ class Comparison:
                 f"({first.failure or 'not counted'}); give a number: {length}=..."
             )
         return spent
+
+
+def _with(words: Sequence[str], *added: str) -> list[str]:
+    """Add options to a command line, which may have unset them for a file."""
+    names = {word.removeprefix("--") for word in added if word.startswith("--")}
+    return [*without_unset(words, names), *added]
 
 
 def _beyond(by_rate: Mapping[float, Outcome], best: Outcome) -> float | None:

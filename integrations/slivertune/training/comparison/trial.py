@@ -19,8 +19,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from slivertune.core import atomic
 from slivertune.core.masking import learn, masked
+from slivertune.core.typed_command import naming_options
 from slivertune.training.assemble import Run, assemble
 from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.options.parser import without_unset
 from slivertune.training.output.display import make_console, one_voice
 from slivertune.training.output.plan_line import DevicePeak
 
@@ -81,7 +83,8 @@ def measure(argv: Sequence[str], console: Console) -> Trial:
         console: Where to write.
     """
     with tempfile.TemporaryDirectory(prefix="slivertune-trial-") as folder, one_voice(console):
-        arguments = parse_train_arguments([*argv, *_QUIET, "--output_dir", folder])
+        words = without_unset(argv, ("eval_strategy", "save_strategy", "output_dir"))
+        arguments = parse_train_arguments([*words, *_QUIET, "--output_dir", folder])
         run = assemble(arguments, console)
         stopwatch, device_peak = _Stopwatch(run), DevicePeak()
         with closing(run):
@@ -103,6 +106,7 @@ def measure(argv: Sequence[str], console: Console) -> Trial:
         )
 
 
+@naming_options()
 def main(argv: Sequence[str]) -> None:
     """Measure, and write what was measured.
 

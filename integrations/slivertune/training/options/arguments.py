@@ -6,6 +6,7 @@ from datetime import date
 from typing import Any, Literal
 
 from slivertune.core.kept_activations import NumKept, check_num_kept
+from slivertune.core.option_parser import PartedPaths, PartedTexts
 from slivertune.core.setting_checks import integer_or_auto
 from slivertune.core.token_tiles import check_tile_size
 from slivertune.tokentune.config import Pattern
@@ -203,8 +204,9 @@ class DataArguments:
     dataset: list[str] | None = field(
         default=None,
         metadata={
+            "action": PartedPaths,
             "help": "A hub dataset id, or a local csv, tsv, json, jsonl, txt or parquet file, or a folder of such; "
-            "with --task causal_lm also several, each in a format of its own."
+            "with --task causal_lm also several, each in a format of its own.",
         },
     )
     dataset_weights: list[float] | None = field(
@@ -246,7 +248,11 @@ class DataArguments:
         default=None, metadata={"help": "Where the datasets library keeps prepared data; its own cache by default."}
     )
     column_names: list[str] | None = field(
-        default=None, metadata={"help": "Column names of a csv or tsv file without a header line, in order."}
+        default=None,
+        metadata={
+            "action": PartedTexts,
+            "help": "Column names of a csv or tsv file without a header line, in order.",
+        },
     )
     sample_by: SampleBy = field(
         default="line",

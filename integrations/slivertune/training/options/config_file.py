@@ -19,7 +19,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 _TAG = "tag:yaml.org,2002:"
 _TEXT_TAGS = frozenset(f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "timestamp"))
 
-Value = str | list[str] | dict[str, Any]
+Value = str | list[str] | dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Setting:
 
     key: str
     value: Value
+    """None where `null` is written."""
     place: str
     """The file, and the line where that is known; for errors."""
 
@@ -140,7 +141,8 @@ def _value(key: str, node: Any, place: str, loader: Any) -> Value:
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return _checked_list(key, [_scalar(key, item, place) for item in node.value], place)
-    return _scalar(key, node, place)
+    # A key without a value is rather one that was forgotten.
+    return None if node.tag == f"{_TAG}null" and node.value else _scalar(key, node, place)
 
 
 def _scalar(key: str, node: Any, place: str) -> str:
@@ -198,7 +200,7 @@ def _json_value(key: str, value: Any, place: str) -> Value:
         return value
     if isinstance(value, list):
         return _checked_list(key, [_json_scalar(key, item, place) for item in value], place)
-    return _json_scalar(key, value, place)
+    return None if value is None else _json_scalar(key, value, place)
 
 
 def _json_scalar(key: str, value: Any, place: str) -> str:

@@ -89,6 +89,11 @@ _OF_MEMORY = (
 )
 
 
+_UNSET = HelpEntry(
+    "--unset NAME ...", "take options that RUN.yaml sets back to their defaults, as if it did not have them"
+)
+
+
 class PrintHelp(argparse.Action):
     """Prints the help and ends the program."""
 
@@ -123,7 +128,7 @@ def help_text(*, has_all: bool, width: int | None = None) -> str:
         usage="slivertune train [RUN.yaml] [--option value ...]",
         description=_DESCRIPTION,
         examples=_EXAMPLES,
-        groups=[*groups, HelpGroup("help", [asked])],
+        groups=[*groups, HelpGroup("run file", [_UNSET]), HelpGroup("help", [asked])],
         notes=(_ON_DEFAULTS, ON_SPELLING) if has_all else (_ON_DEFAULTS, ON_SPELLING, _ON_ALL),
         width=width,
     )

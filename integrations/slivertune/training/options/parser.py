@@ -1,13 +1,13 @@
 """What the user set: typed after `slivertune train`, or written in a config file."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import HfArgumentParser
 
-from slivertune.core.option_parser import OptionParser, split_names
+from slivertune.core.option_parser import AddedWords, OptionParser, PartedWords
 from slivertune.core.removed_settings import is_only_value
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
 from slivertune.training.options.config_file import SUFFIXES, Setting, read_settings
@@ -44,19 +44,22 @@ _OTHER_WORDS = {
     "precision": "bf16",
 }
 """What these options are called elsewhere: in `slivertune plan`, in TRL, in axolotl and LlamaFactory."""
-
-
-_NAMES_APART = frozenset(("lora_target_modules", "sft_target_modules", "label_names", "include_for_metrics"))
-"""Lists of names of which none has a comma, so that one between two names parts them."""
+UNSET = "--unset"
+"""Takes options of a run file back."""
 
 
 class _TrainParser(OptionParser, HfArgumentParser):
     other_words = _OTHER_WORDS
 
     def add_argument(self, *names: Any, **options: Any) -> Any:
-        """Let several trackers be named: of a field that is a text or a list, HfArgumentParser takes one word."""
+        """Let several trackers be named, and let commas part the words of lists.
+
+        Of a field that is a text or a list, HfArgumentParser takes one word.
+        """
         if "--report_to" in names:
             options["nargs"] = "+"
+        if options.get("nargs") == "+" and not options.get("choices"):
+            options.setdefault("action", PartedWords)
         return super().add_argument(*names, **options)
 
     def explain(self, message: str) -> str:
@@ -73,11 +76,14 @@ def make_parser() -> HfArgumentParser:
     parser = _TrainParser(classes, prog="slivertune train", add_help=False)
     parser.add_argument("-h", "--help", nargs="?", choices=("all",), action=PrintHelp)
     parser.add_argument("--method", default=DEFAULT_METHOD.name, choices=TRAIN_METHODS)
+    parser.add_argument(UNSET, nargs="+", action=AddedWords)
     return parser
 
 
 def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = read_settings) -> dict[str, Any]:
     """What the user set, by field name, without any default; what was typed wins over the config file.
+
+    `--unset` takes options of the file back, which are then as if the file did not have them.
 
     Args:
         argv: What follows `slivertune train`: maybe a config file, then options.
@@ -96,8 +102,6 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
         for name, value in given.items():
             if value is not absent and name in options:
                 check_number(options[name], value)
-            if name in _NAMES_APART and isinstance(value, list):
-                given[name] = split_names(value)
         trackers = given["report_to"]
         if isinstance(trackers, list) and len(trackers) == 1:
             given["report_to"] = trackers[0]
@@ -105,8 +109,54 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
 
     has_file = bool(argv) and not argv[0].startswith("-")
     typed = parse(argv[1:] if has_file else argv)
+    unset: list[str] = typed.pop(UNSET.strip("-"), [])
+    if unset and not has_file:
+        raise ValueError(f"{UNSET} {unset[0]}: no run file is read. Name one before all options, or leave it out")
     written = _written_values(read(Path(argv[0])), parser, parse) if has_file else {}
-    return {**written, **typed}
+    taken_back = {_name_to_unset(word, parser): word for word in unset}
+    for name, word in taken_back.items():
+        if name in typed:
+            raise ValueError(f"{UNSET} {word} takes back what --{name} {typed[name]} sets. Leave out one of the two")
+        if name not in written:
+            raise ValueError(f"{UNSET} {word}: {argv[0]} does not set it. Leave it out")
+    return {**{name: value for name, value in written.items() if name not in taken_back}, **typed}
+
+
+def _name_to_unset(word: str, parser: Any) -> str:
+    """Return the name under which the value of an option stands that is to be unset."""
+    options = train_options()
+    option = option_named(word.strip("-").replace("-", "_"), options)
+    if option is None:
+        meant = parser.suggest_option(word, options)
+        raise ValueError(f"{UNSET} {word}: there is no such option{meant}; see slivertune train --help")
+    return RENAMED.get(option.name, option.name)
+
+
+def without_unset(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Drop options from the `--unset` of a command line that goes on to set them.
+
+    Args:
+        words: A command line of `slivertune train`, whose `--unset` names options that exist.
+        names: The options that are added to it, with underscores.
+    """
+    kept, taken_back, is_name = list[str](), list[str](), False
+    for word in words:
+        name, _, value = word.partition("=")
+        if word.startswith("--"):
+            is_name = name == UNSET
+        else:
+            value = word
+        if is_name:
+            taken_back += PartedWords.separator.split(value)
+        else:
+            kept.append(word)
+    options = train_options() if taken_back else {}
+    left = [
+        word
+        for word in filter(None, taken_back)
+        if (option := option_named(word.replace("-", "_"), options)) is None or option.name not in names
+    ]
+    return [*kept, UNSET, *left] if left else kept
 
 
 def _written_values(
@@ -117,7 +167,7 @@ def _written_values(
     values: dict[str, Any] = {}
     for setting in settings:
         option = option_named(setting.key, options)
-        if is_only_value(setting.key, setting.value):
+        if setting.value is not None and is_only_value(setting.key, setting.value):
             continue
         if option is None and isinstance(setting.value, dict):
             raise ValueError(
@@ -127,6 +177,14 @@ def _written_values(
             known = [*options, *(alias for each in options.values() for alias in each.aliases)]
             meant = parser.suggest_option(setting.key, known)
             raise ValueError(f"{setting.place}: there is no option {setting.key!r}{meant}; see slivertune train --help")
+        if setting.value is None:
+            if option.default is not None:
+                raise ValueError(
+                    f"{setting.place}: {setting.key} can't be null, which is not its default. Leave the key out for "
+                    "the default, or give a value"
+                )
+            # As if the key were not there.
+            continue
         try:
             value = _read_value(option, setting.value, parse)
         except ValueError as error:

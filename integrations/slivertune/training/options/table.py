@@ -58,7 +58,8 @@ class Option:
     @property
     def takes_words(self) -> bool:
         """Whether several words may follow it on the command line."""
-        return self.item_kind is not None and str not in self.kinds
+        # Of trackers, a text or a list, the parser takes several as well.
+        return self.item_kind is not None and (str not in self.kinds or self.name == "report_to")
 
     @property
     def takes_mapping(self) -> bool:
