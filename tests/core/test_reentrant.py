@@ -134,7 +134,8 @@ def test_models_that_tokentune_does_not_hook_have_dense_gradients_too(name: str,
     model, batch, expected = reference(name)
     found = METHODS[method](made(model, CHECKPOINTING[kind]), batch)
     # What all decoder blocks read is added up block by block, which is another order: one rounding a block of 1e-2.
-    assert_same(method, found, expected, 1e-7 if kind == "reentrant" and name in ("t5", "bart") else None)
+    is_added_up = kind == "reentrant" and name in ("t5", "bart", "whisper seq2seq")
+    assert_same(method, found, expected, 1e-7 if is_added_up else None)
 
 
 # ---- frozen below the blocks

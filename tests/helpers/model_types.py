@@ -82,6 +82,10 @@ def _encoder_decoder() -> Batch:
     return {"input_ids": ids, "labels": torch.randint(3, VOCAB, (BATCH, 5), generator=generator)}
 
 
+def _speech_and_text() -> Batch:
+    return {**_inputs("input_features", 6, 20)(), "labels": _encoder_decoder()["labels"]}
+
+
 def _decoder(name: str, attention: str = "sdpa", **options: Any) -> ModelType:
     return _of_class(f"{name}ForCausalLM", f"{name}Config", _ids(), attention, {**GROUPED, **options})
 
@@ -240,4 +244,7 @@ OTHERS: dict[str, ModelType] = {
     "llava": _of_class("LlavaForConditionalGeneration", "LlavaConfig", _ids_and_pixels, "sdpa", _LLAVA),
     "t5": _of_class("T5ForConditionalGeneration", "T5Config", _encoder_decoder, "eager", _T5),
     "bart": _of_class("BartForConditionalGeneration", "BartConfig", _encoder_decoder, "sdpa", _BART),
+    "whisper seq2seq": _of_class(
+        "WhisperForConditionalGeneration", "WhisperConfig", _speech_and_text, "sdpa", _WHISPER
+    ),
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from slivertune.cli import main
 from slivertune.core import masking
@@ -76,6 +77,34 @@ def test_a_plan_shows_no_secret(
     assert main(["plan", "--model", str(write_config(tmp_path / secret, num_hidden_layers=1)), *SMALL, *more]) == 0
     captured = capfd.readouterr()
     assert masking.MASK in captured.out and secret not in captured.out + captured.err
+
+
+GEMMA: dict[str, Any] = {
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+}
+WITH_EMBEDDINGS_PER_LAYER = {
+    "gemma3n_text": {**GEMMA, "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 4, "altup_num_inputs": 2},
+    "gemma4_text": {**GEMMA, "global_head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("kind", WITH_EMBEDDINGS_PER_LAYER)
+def test_a_model_with_embeddings_per_layer_is_planned(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    figures: Any = CONFIG_MAPPING[kind](**WITH_EMBEDDINGS_PER_LAYER[kind])
+    (tmp_path / "config.json").write_text(figures.to_json_string(), encoding="utf-8")
+    assert plan_json(capfd, tmp_path)["peak_bytes"] > 0
 
 
 @pytest.mark.slow

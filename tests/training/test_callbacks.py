@@ -1,10 +1,12 @@
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.modeling_outputs import ModelOutput
 
 from slivertune.core.manifest import MANIFEST_NAME, find_damage
@@ -150,6 +152,31 @@ def test_a_training_that_no_gradient_reached_is_an_error(method: str, tmp_path: 
         attach(trainer, HiFTConfig() if method == "hift" else SFTConfig(density=0.1))
     with pytest.raises(RuntimeError, match="none of the 2 updates since step 0 was applied, as no gradient reached"):
         trainer.train()
+
+
+OVERFLOWED = "as their gradients overflowed under fp16, whose loss scale falls for some updates"
+UNREACHED = "as no gradient reached the trained weights"
+
+
+@pytest.mark.parametrize(("fp16", "reason"), [(True, OVERFLOWED), (False, UNREACHED)])
+@pytest.mark.parametrize("first_step", [0, 4])
+def test_a_training_without_an_update_says_why_and_of_the_rest_of_one_it_is_no_error(
+    first_step: int, fp16: bool, reason: str, tmp_path: Path
+) -> None:
+    # The Trainer takes fp16 on a GPU alone, whose scaler skips a step with an infinite gradient.
+    said, model, state = list[str](), nn.Linear(1, 1), TrainerState(global_step=first_step)
+    arguments, control, optimizer = quiet_arguments(tmp_path), TrainerControl(), SimpleNamespace(step_was_skipped=fp16)
+    arguments.fp16, guard = fp16, NonFiniteGuard(10, said.append)
+    guard.on_train_begin(arguments, state, control)
+    for _ in range(3):
+        model.weight.grad = torch.full((1, 1), float("inf")) if fp16 else None
+        guard.on_pre_optimizer_step(arguments, state, control, model=model)
+        guard.on_optimizer_step(arguments, state, control, optimizer=optimizer)
+        state.global_step += 1
+    message = f"none of the 3 updates since step {first_step} was applied, {reason}"
+    with nullcontext() if first_step else pytest.raises(RuntimeError, match=rf"{message}\. The model is as it was"):
+        guard.on_train_end(arguments, state, control)
+    assert said == [f"warning: {message}; the model is that of the checkpoint"] * bool(first_step)
 
 
 def test_only_a_row_of_failures_stops_the_run(tmp_path: Path) -> None:

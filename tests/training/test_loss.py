@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slivertune.training import loss as loss_of_run
 from slivertune.training.assemble import Run
 from slivertune.training.embedded.base_model import VOCABULARY_SIZE
 from slivertune.training.loss import attach_loss
-from tests.helpers.architectures import DECODER
+from tests.chunked_loss.test_handle import NOT_SERVED, made
 from tests.helpers.models import assert_same_bits, tiny_llama, twin, weights
 from tests.helpers.tolerance import (
     assert_step_close,
@@ -27,7 +26,6 @@ from tests.training.test_callbacks import make_trainer
 from tests.training.tiny import byte_tokenizer, llama_config, prepared, sentiment_splits, splits_of, word_tokenizer
 from tests.training.tiny_runs import COMBINATIONS, EVALUATED_TOKENS, Runs
 
-hf: Any = transformers
 CAP = 1e-4
 """Of the largest weight, after six updates: with a rate that is off by 1 % they are 2e-2 apart."""
 CAP_OF_LOSSES = 1e-3
@@ -75,13 +73,14 @@ def test_training_and_evaluation_hold_no_logits_and_end_where_the_plain_run_ends
         ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor computes it outside of the model"),
         ({"torch_compile": True}, "--torch_compile can't see into it"),
         ({"model": "gemma2"}, "the model reads its head's output outside of the loss function"),
+        ({"model": "bamba"}, "the model reads its head's output outside of the loss function"),
+        ({"model": "a term by its size alone"}, "its loss of two tokens is "),
     ],
 )
 def test_a_loss_that_cant_be_chunked_is_said_in_one_line(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     options = dict(options)
-    model = tiny_llama()
-    if options.pop("model", None):
-        model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**DECODER)).train()
+    name = options.pop("model", None)
+    model: Any = made(NOT_SERVED[name][0]).train() if name else tiny_llama()
     before, said = twin(model), list[str]()
     assert attach_loss(make_trainer(tmp_path, model=model, **options), CAUSAL, said.append, wanted=True) is None
     (line,) = said

@@ -46,6 +46,8 @@ def test_the_adapter_of_a_run_and_of_a_checkpoint_become_plain_models(
         loaded = made.from_pretrained(results["model_folder"])
         beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(runs.base), results["model_folder"])
         assert torch.equal(loaded(IDS).logits, beside(IDS).logits)
+    of_checkpoint = AutoModelForCausalLM.from_pretrained(results["checkpoint"])
+    assert torch.equal(of_checkpoint(IDS).logits, loaded(IDS).logits)
     for command in (["train", "--output_dir", str(runs["again"]), "--dataset", "x.jsonl"], ["plan"]):
         option = "--model" if command == ["plan"] else "--model_name_or_path"
         assert main([*command, option, str(results["model_folder"]), "--method", "hift"]) == 2

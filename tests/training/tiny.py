@@ -125,10 +125,18 @@ def chat_tokenizer(
 
 def trl_template(name: str) -> str:
     """Return one of the chat templates that the installed trl has; skip the test where it has none of that name."""
-    file = Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{name}.jinja"
-    if not file.is_file():
+    if name not in trl_template_names():
         pytest.skip(f"this version of trl has no {name}.jinja")
-    return file.read_text(encoding="utf-8")
+    return (_trl_templates() / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def trl_template_names() -> set[str]:
+    """Return the names of the chat templates that the installed trl has; skip the test where there is no trl."""
+    return {file.stem for file in _trl_templates().glob("*.jinja")}
+
+
+def _trl_templates() -> Path:
+    return Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
 
 
 def llama_config(*, positions: int = 64) -> PreTrainedConfig:

@@ -73,6 +73,7 @@ def test_a_default_is_shown_unless_it_is_nothing() -> None:
         "--num_train_epochs X how often the data are trained on (default: 3.0)",
         "0 writes none (default: 160)",
         "label smoothing factor to prevent overconfidence. Zero means no smoothing (default: 0.0)",
+        "updates in a row with a loss or gradient that is not finite (default: 10)",
         "--order {bottom2up,top2down,random} order of the groups",
         "~10% slower performance",
         "text between a prompt and its response (default: \\n)",

@@ -1,7 +1,7 @@
 """What is learned of each format: the labels, decoded, against texts written by hand."""
 
 import json
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from tests.training.tiny import (
     llama_config,
     prepared,
     splits_from,
+    trl_template,
     write,
 )
 
@@ -56,7 +57,7 @@ def task_of(
     """Rows of a jsonl file, which are evaluated on, too."""
     file = write(folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     splits = splits_from(file, eval_file=file, dataset_cache_dir=str(folder / "cache"))
-    return prepared(splits, tokenizer or chat_tokenizer(), llama_config(positions=512), **options)
+    return prepared(splits, tokenizer or chat_tokenizer(), llama_config(positions=1024), **options)
 
 
 def learned(task: Task, tokenizer: PreTrainedTokenizerFast | None = None) -> list[str]:
@@ -341,6 +342,24 @@ def test_turns_that_are_not_to_be_learned_are_read_and_a_row_without_others_is_d
     assert "1 of 2 train rows dropped: no assistant turn that says it is to be learned" in task.notes
 
 
+@pytest.mark.parametrize(("key", "value"), [("weight", 0), ("train", False), ("loss", False)])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(SHAREGPT, ["2<|im_end|>\n", "Hello<|im_end|>\n"]), (COMPLETIONS, ["Hello<|im_end|>\n"])],
+    ids=["sharegpt", "completions"],
+)
+def test_turns_of_other_formats_that_are_not_to_be_learned_are_read(
+    rows: list[dict[str, Any]], expected: list[str], key: str, value: Any, tmp_path: Path
+) -> None:
+    first, *others = rows
+    column = list(first)[-1]
+    *before, last = first[column]
+    task = task_of(tmp_path, [{**first, column: [*before, {**last, key: value}]}, *others])
+    assert learned(task) == expected
+    texts = ["".join(turn(each["role"], each["content"]) for each in row["messages"]) for row in CHAT]
+    assert written(task) == texts[-len(expected) :]
+
+
 @pytest.mark.parametrize(("key", "value"), [("weight", 1), ("weight", 0.5), ("train", "yes"), ("train_detail", [1])])
 def test_a_turn_of_somebody_else_that_is_to_be_learned_is_read_and_said(key: str, value: Any, tmp_path: Path) -> None:
     task = task_of(tmp_path, with_key(1, key, value, role="user"))
@@ -374,6 +393,15 @@ def test_messages_that_the_template_passes_over_cost_their_row_and_are_counted(t
     assert "3 of 5 train rows dropped: the chat template leaves out a message of the role 'system'" in task.notes
 
 
+def test_reasoning_of_earlier_turns_that_the_template_leaves_out_is_counted(tmp_path: Path) -> None:
+    content = "message['content']"
+    template = CHATML.replace(content, f"{content} if loop.last else {content}.split('</think>')[-1]")
+    first, answer, *others = CHAT[0]["messages"]
+    thoughtful = {"messages": [first, {**answer, "content": "<think>sum</think>2"}, *others]}
+    task = task_of(tmp_path, [*CHAT, thoughtful], chat_tokenizer(template))
+    assert "1 of 3 train rows: the chat template leaves out the reasoning of earlier turns" in task.notes
+
+
 def test_a_chat_with_nothing_in_a_users_turn_is_dropped(tmp_path: Path) -> None:
     rows = [*CHAT, {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "Hello"}]}]
     assert "1 of 3 train rows dropped: a user's turn that says nothing" in task_of(tmp_path, rows).notes
@@ -382,11 +410,23 @@ def test_a_chat_with_nothing_in_a_users_turn_is_dropped(tmp_path: Path) -> None:
 DATED = CHATML + "{{ strftime_now('%d %b %Y') }}"
 
 
-def test_the_date_that_a_template_writes_is_the_runs(tmp_path: Path) -> None:
-    task = task_of(tmp_path, CHAT, chat_tokenizer(DATED), chat_template_date="2024-02-29")
-    assert all(text.endswith("29 Feb 2024") for text in written(task))
-    assert task.chat_template_date == "2024-02-29"
-    assert task.notes[-1] == "the chat template writes the date, which is 2024-02-29 in this run (--chat_template_date)"
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("own", "%d %b %Y"), ("llama3_2", "%d %b %Y"), ("gptoss", "%Y-%m-%d"), ("gptoss_training", "%Y-%m-%d")],
+)
+def test_the_date_that_a_template_writes_is_the_runs(name: str, form: str, tmp_path: Path) -> None:
+    tokenizer, texts = chat_tokenizer(DATED if name == "own" else trl_template(name)), list[list[str]]()
+    for day in (date(2024, 2, 29), date(2031, 11, 3)):
+        task = task_of(tmp_path, CHAT, tokenizer, chat_template_date=str(day))
+        texts.append(written(task, tokenizer))
+        assert all(day.strftime(form) in text for text in texts[-1])
+        assert task.chat_template_date == str(day)
+        line = f"the chat template writes the date, which is {day} in this run (--chat_template_date)"
+        assert line in task.notes
+    assert all(one != other for one, other in zip(*texts, strict=True))
+
+
+def test_a_date_for_a_template_that_writes_none_is_not_the_runs(tmp_path: Path) -> None:
     assert task_of(tmp_path, CHAT, chat_template_date="2024-02-29").chat_template_date is None
 
 

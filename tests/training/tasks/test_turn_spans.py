@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from slivertune.core.transformers_internals import generation_spans
 from slivertune.training.data.conversations import Conversation
+from slivertune.training.tasks import rendering
 from slivertune.training.tasks.chat import encode_conversation
 from slivertune.training.tasks.marked_words import mark_words
 from slivertune.training.tasks.rendering import render
 from slivertune.training.tasks.turn_spans import find_turns
 from slivertune.training.tasks.written_words import find_words
-from tests.training.tiny import CHATML, byte_tokenizer, chat_tokenizer, trl_template
+from tests.training.tiny import CHATML, MARKED, byte_tokenizer, chat_tokenizer, trl_template
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "lookup", "arguments": {"city": "Bern", "n": 3}}}]}
 PAIR = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": " 2\n"}]
@@ -70,10 +72,29 @@ def test_a_turn_that_is_written_otherwise_later_is_not_found_in_the_whole() -> N
     assert found(tokenizer, PAIR * 2) is None and found(tokenizer, PAIR) == naive(tokenizer, PAIR)
 
 
+ASKED_FOR = [{"role": "user", "content": "1+1, please?"}, {"role": "assistant", "content": "2, please"}]
+CALLED = [PAIR[0], CALL, {"role": "tool", "content": '{"t": "4"}'}, PAIR[1]]
+LINES = [{"role": "user", "content": "1\n+1?"}, {"role": "assistant", "content": "2\n3"}]
+BROKEN = CHATML.replace("message['content']", "message['content'].replace('\\n', '<br>')")
+POLITE = CHATML.replace("<|im_end|>", "{% if 'please' in message['content'] %}!{% endif %}.")
+GROWING = {
+    "chatml": (CHATML, PAIR),
+    "marked": (MARKED, PAIR),
+    "llama3_1": ("llama3_1", CALLED),
+    "qwen2_5": ("qwen2_5", CALLED),
+    "qwen2_5_training": ("qwen2_5_training", CALLED),
+    "text inside of words": (BROKEN, LINES),
+    "text for certain words": (POLITE, [*PAIR, *ASKED_FOR]),
+}
+"""By name: a template, and messages that are repeated."""
+
+
+@pytest.mark.parametrize("name", GROWING)
 def test_a_conversation_is_tokenised_once_and_its_turns_are_not_written_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = chat_tokenizer()
+    template, repeated = GROWING[name]
+    tokenizer = chat_tokenizer(template if "{" in template else trl_template(template))
     counted = {"characters": 0, "messages": 0}
     tokenise, write = type(tokenizer).__call__, type(tokenizer).apply_chat_template
 
@@ -85,13 +106,21 @@ def test_a_conversation_is_tokenised_once_and_its_turns_are_not_written_one_by_o
         counted["messages"] += len(messages)
         return write(self, messages, **options)
 
+    def counting_blocks(tokenizer: Any, messages: Any, tools: Any) -> Any:
+        counted["messages"] += len(messages)
+        return generation_spans(tokenizer, messages, tools)
+
     monkeypatch.setattr(type(tokenizer), "__call__", counting_tokens)
     monkeypatch.setattr(type(tokenizer), "apply_chat_template", counting_messages)
-    for num_pairs in (40, 160):
-        messages = PAIR * num_pairs
+    monkeypatch.setattr(rendering, "generation_spans", counting_blocks)
+    for num_repeats in (40, 160):
+        messages = repeated * num_repeats
         length = len(tokenizer.apply_chat_template(messages, tokenize=False))
         counted.update(characters=0, messages=0)
         encode_conversation(tokenizer, Conversation(messages=messages))
         assert counted["characters"] == length
         # Whole, as it is and with marks, and up to the last turn, with and without it. The first turns are short.
-        assert counted["messages"] <= 4 * len(messages) + 20
+        once = 4 * len(messages) + 20
+        # Letters in words hide where these end, so that each turn is looked for in what is written up to it.
+        limit = len(messages) ** 2 if name == "text inside of words" else once
+        assert 2 * len(messages) <= counted["messages"] <= limit

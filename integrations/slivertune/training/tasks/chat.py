@@ -76,7 +76,7 @@ def encode_conversation(
     becomes a row for each turn, which ends with it and has labels on it alone: as it is at generation.
 
     Characters are tokenised once, and messages written a number of times that does not grow with the conversation,
-    unless it becomes several rows.
+    unless it becomes several rows, or the template writes letters into the words of a message.
 
     Args:
         tokenizer: Has a chat template.
