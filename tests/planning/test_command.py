@@ -92,13 +92,25 @@ GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
     "num_kv_shared_layers": 0,
 }
-WITH_EMBEDDINGS_PER_LAYER = {
+GEMMA_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 64,
+}
+WITH_EMBEDDINGS_PER_LAYER: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**GEMMA, "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 4, "altup_num_inputs": 2},
     "gemma4_text": {**GEMMA, "global_head_dim": 16},
+    "gemma4": {"text_config": {**GEMMA, "global_head_dim": 16}, "vision_config": GEMMA_VISION},
 }
 
 
-@pytest.mark.parametrize("kind", WITH_EMBEDDINGS_PER_LAYER)
+# Text reaches no image tower, and no dummy batch is made for one that names no size of images.
+@pytest.mark.filterwarnings("ignore:no dummy batch reached", "ignore:no gradient reached group")
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_a_model_with_embeddings_per_layer_is_planned(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
