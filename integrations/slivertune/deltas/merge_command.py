@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from slivertune.core.atomic import check_absent, recover
+from slivertune.core.output_place import check_place
 from slivertune.deltas.adapter_folder import is_adapter, open_adapter
 from slivertune.deltas.adapter_merge import merge_adapter
 from slivertune.deltas.delta_file import DELTA_FILE, load
@@ -33,6 +34,8 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
         FileNotFoundError: If the base is not there.
         ImportError: If an adapter is given, and PEFT is not installed.
     """
+    check_place(Path(output), "--output_dir")
+    check_absent(Path(output))
     adapters = [folder for folder in deltas if is_adapter(Path(folder))]
     if adapters:
         _merge_one_adapter(adapters[0], deltas, Path(output), base, allow_quantized_base)
@@ -89,7 +92,6 @@ def _merge_one_adapter(
     name = base or adapter.base_name
     if name is None:
         raise ValueError(f"{folder} does not name its base; say which it is with --model_name_or_path")
-    check_absent(output)
     merged = merge_adapter(adapter, find_checkpoint(name, None if base else adapter.config.get("revision")), output)
     print(f"{output}: {name} with the LoRA of {folder} added to {merged.num_adapted} matrices")
     if base and adapter.base_name and Path(base).resolve() != Path(adapter.base_name).resolve():
@@ -125,6 +127,8 @@ def run_unmerge(merged: str, output: str) -> None:
         merged: What `merge` wrote.
         output: The folder to write.
     """
+    check_place(Path(output), "--output_dir")
+    check_absent(Path(output))
     with _progress() as show:
         unmerge(merged, output, progress=show)
     print(f"{output}: the base's weights, to the bit")

@@ -5,6 +5,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+from slivertune.core.output_place import check_file_place
 from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.byte_text import parse_memory_size
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, known_cards
@@ -235,6 +236,7 @@ class PlanArguments:
         if self.plot is not None:
             if self.plot.suffix.lower() != ".png":
                 raise ValueError(f"--plot {self.plot} must end in .png")
+            check_file_place(self.plot, "--plot")
             if not self.plot.parent.is_dir():
                 raise ValueError(f"--plot {self.plot}: there is no folder {self.plot.parent}; make it first")
 

@@ -307,13 +307,43 @@ def test_a_malformed_file_is_named(
     assert file in str(raised.value)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".json", ".jsonl"])
 @pytest.mark.parametrize(
-    ("name", "message"), [("rows.csv", "is not UTF-8 text .* iconv"), ("rows.txt", "can't be read as text: Unicode")]
+    ("encoding", "place", "named"),
+    [
+        ("latin-1", "line 1201 has the byte 0xef", "latin1"),
+        ("utf-16", "line 1 has a zero byte", "utf-16"),
+        ("utf-16-le", "line 1 has a zero byte", "utf-16"),
+    ],
 )
-def test_text_in_another_encoding_is_refused(name: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes("text\nna\u00efve\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=message):
-        rows_of(tmp_path / name)
+def test_text_in_another_encoding_is_refused(
+    suffix: str, encoding: str, place: str, named: str, tmp_path: Path
+) -> None:
+    row = '{"text": "%s"}\n' if suffix.startswith(".json") else "%s\n"
+    file = tmp_path / f"rows{suffix}"
+    # Far behind what a reader looks at first.
+    file.write_bytes((row % "plain" * 1200 + row % "na\u00efve").encode(encoding))
+    with pytest.raises(ValueError, match=re.escape(f"{file} is not UTF-8 text: {place}")) as refused:
+        rows_of(file)
+    assert f"convert it, such as by iconv -f {named} -t utf-8" in str(refused.value)
+
+
+def test_json_without_a_row_and_parquet_that_was_cut_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = tmp_path / "whole.parquet"
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(str(whole))
+    cut, blank = tmp_path / "cut.parquet", tmp_path / "blank.jsonl"
+    cut.write_bytes(whole.read_bytes()[:-9])
+    blank.write_text("\n \n", encoding="utf-8")
+    capfd.readouterr()
+    with pytest.raises(
+        ValueError, match=re.escape(f"{blank} holds only blank lines; a dataset needs at least one row")
+    ):
+        rows_of(blank)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(cut))} can't be read as parquet: .*; repair the file, or"):
+        rows_of(cut)
+    assert "Failed" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

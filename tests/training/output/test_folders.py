@@ -58,6 +58,14 @@ def test_a_file_where_a_folder_is_asked_for_or_above_it_is_called_a_file(resume:
             choose_run_folder("hift", asked, resume)
 
 
+def test_a_link_that_leads_nowhere_is_called_one() -> None:
+    Path("loop").symlink_to("loop")
+    Path("old").symlink_to("gone")
+    for asked in ("loop", "loop/x", "old", "old/x"):
+        with pytest.raises(FileExistsError, match=f"output_dir {asked} .*is a link that leads nowhere; name a folder"):
+            choose_run_folder("hift", asked, None)
+
+
 def test_a_file_in_the_place_of_all_runs_is_called_a_file() -> None:
     Path("runs").touch()
     with pytest.raises(FileExistsError, match=r"output_dir runs/hift lies under .*runs, which is a file"):
@@ -84,9 +92,10 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(m
             "output_dir /proc/mine could not be written: No such file or directory; it needs a folder /proc",
         ),
         ("x" * 300, "can't be a folder: File name too long; name another"),
+        ("new/" + "x" * 300, "can't be a folder: File name too long; name another"),
         ("a\0b", "can't be a folder: embedded null byte; name another"),
     ],
-    ids=["proc", "long", "null"],
+    ids=["proc", "long", "long below a new one", "null"],
 )
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_a_folder_that_can_not_be_made_is_refused_by_its_name(folder: str, said: str, resume: str | None) -> None:

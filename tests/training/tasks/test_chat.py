@@ -412,8 +412,13 @@ def test_a_template_is_a_file_or_the_text_itself(tmp_path: Path) -> None:
     [
         ("nowhere.jinja", r"'nowhere.jinja' is neither a file nor a template \(which has a \{\{ or \{%\)"),
         ("{% for %}", "is no Jinja: line 1: "),
+        ("latin.jinja", r"chat_template='latin.jinja': latin.jinja is not UTF-8 text: line 5 has the byte 0xe9"),
     ],
 )
-def test_what_is_no_template_is_refused(given: str, message: str) -> None:
+def test_what_is_no_template_is_refused(
+    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin.jinja").write_bytes(f"{CHATML}\n{{# café #}}".encode("latin-1"))
     with pytest.raises(ValueError, match=message):
         set_chat_template(byte_tokenizer(), given)

@@ -9,6 +9,8 @@ import glob
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import huggingface_hub
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
 from slivertune.core.suggestions import closest, did_you_mean
+from slivertune.core.text_encoding import find_not_utf8
 from slivertune.training.data.columns import number_rows
 from slivertune.training.options.arguments import DataArguments
 
@@ -31,6 +34,7 @@ _SPLIT_OF_WORD = {
     **dict.fromkeys(("validation", "valid", "val", "dev", "devset"), "validation"),
     **dict.fromkeys(("test", "testing", "testset", "eval", "evaluation"), "test"),
 }
+_FEW_BYTES = 4096
 _PROBE_SECONDS = 10.0
 """How long one request may take that asks the hub whether it is there."""
 _HUB_ID = re.compile(r"[\w][\w.\-]*(/[\w][\w.\-]*)?")
@@ -216,9 +220,25 @@ def load_local(
     # The reader takes glob patterns; a name such as data[1].csv is meant as written.
     patterns = {name: [glob.escape(str(file.resolve())) for file in group] for name, group in files_of_split.items()}
     try:
-        return list(datasets.load_dataset(reader, data_files=patterns, split=splits, cache_dir=cache_dir, **options))
+        with _quiet_readers():
+            loaded = datasets.load_dataset(reader, data_files=patterns, split=splits, cache_dir=cache_dir, **options)
+        return list(loaded)
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        raise ValueError(f"{path} can't be read as {reader}: {_reason(error)}") from error
+        raise ValueError(
+            f"{path} can't be read as {reader}: {_reason(error)}; repair the file, or write it again as another format"
+        ) from error
+
+
+@contextmanager
+def _quiet_readers() -> Iterator[None]:
+    """Keep the readers of the datasets library from logging the error that they raise."""
+    readers = logging.getLogger("datasets.packaged_modules")
+    level = readers.level
+    readers.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        readers.setLevel(level)
 
 
 def _load_saved(path: Path, splits: list[str]) -> list[Any]:
@@ -258,6 +278,11 @@ def _reader_of(files: list[Path]) -> str:
             )
         if file.stat().st_size == 0:
             raise ValueError(f"{file} is empty; a dataset needs at least one row")
+        if file.suffix.lower() != ".parquet" and (not_text := find_not_utf8(file)) is not None:
+            # The reader of JSON passes other encodings on, as rows that break where they are used.
+            raise ValueError(not_text)
+        if file.stat().st_size < _FEW_BYTES and not file.read_bytes().strip():
+            raise ValueError(f"{file} holds only blank lines; a dataset needs at least one row")
     suffixes = Counter(file.suffix.lower() for file in files)
     if len(suffixes) > 1:
         found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.items())
@@ -290,8 +315,6 @@ def _header(file: Path, delimiter: str, quoting: Any, column_names: list[str] | 
         with file.open(newline="", encoding="utf-8-sig") as lines:
             records = (record for record in csv.reader(lines, delimiter=delimiter, quoting=quoting) if record)
             first, second = [*islice(records, 2), [], []][:2]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error}); convert it, e.g. with iconv -t utf-8") from error
     except csv.Error as error:
         raise ValueError(f"{file} can't be read as csv: {error}") from error
     header, row = (first, second) if column_names is None else (column_names, first)

@@ -6,10 +6,8 @@ Which of its checkpoints are whole, which is the newest of them, and which may g
 import itertools
 import json
 import math
-import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slivertune.core.atomic import is_partial
 from slivertune.core.manifest import find_damage, read_entries, remove_manifest
-from slivertune.core.write_errors import cannot_write
+from slivertune.core.output_place import check_place
 
 RESULTS_NAME = "results.json"
 """The file that a run writes into its folder when it ends."""
@@ -28,7 +26,6 @@ START_NAME = "slivertune_run.json"
 SETTINGS_NAME = "slivertune_run.yaml"
 """The file with its settings that it writes beside that one."""
 
-_LONGEST_SHOWN = 80
 _RUNS = Path("runs")
 _ROUNDING = 1e-6
 """Of an update, by which a number of epochs times the updates of one may be off."""
@@ -92,7 +89,7 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: 
     """
     folder = None if asked is None else Path(asked).expanduser()
     if folder is not None:
-        _check_place(folder)
+        check_place(folder)
     if resume is None or resume.lower() == "false":
         return RunFolder(path=_fresh_folder(method, folder))
     if resume.lower() == "true":
@@ -104,7 +101,7 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: 
 
 def _fresh_folder(method: str, asked: Path | None) -> Path:
     if asked is None:
-        _check_place(_RUNS / method)
+        check_place(_RUNS / method)
         return next(folder for folder in _default_folders(method) if not _is_occupied(folder))
     if _is_occupied(asked):
         raise FileExistsError(
@@ -228,31 +225,6 @@ def _continue_from(checkpoint: Path, asked: Path | None) -> RunFolder:
 
 def _default_folders(method: str) -> itertools.chain[Path]:
     return itertools.chain([_RUNS / method], (_RUNS / f"{method}-{number}" for number in itertools.count(2)))
-
-
-def _check_place(folder: Path) -> None:
-    """Refuse a place where no folder can be, or none that can be written."""
-    try:
-        if "\0" in str(folder):
-            # Of such a name `Path.exists` says that it is not there.
-            raise ValueError("embedded null byte")
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"output_dir {str(folder)[:_LONGEST_SHOWN]!r} can't be a folder: {reason}; name another"
-        ) from error
-    if not there.is_dir():
-        where = "is a file" if there == folder else f"lies under {there}, which is a file"
-        raise FileExistsError(f"output_dir {folder} {where}; name a folder, which need not exist yet")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"output_dir {cannot_write(folder, f'{there} is not writable for this user', there)}")
-    try:
-        # Rights are not all: /proc, a full quota, a name that is too long.
-        with tempfile.TemporaryDirectory(dir=there):
-            pass
-    except OSError as error:
-        raise ValueError(f"output_dir {cannot_write(folder, str(error.strerror), there)}") from error
 
 
 def _is_occupied(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from slivertune.core.output_place import check_file_place
 from slivertune.planning.plot import require_matplotlib, save
 from slivertune.training.run_report.figure import run_figure
 from slivertune.training.run_report.run_log import read_run_log
@@ -24,11 +25,14 @@ def run_report(folder: Path, output: Path | None = None) -> Path:
     Raises:
         ImportError: If matplotlib is not installed.
         FileNotFoundError: If there is no such folder.
-        ValueError: If it has no log, or a damaged one.
+        ValueError: If it has no log, or a damaged one; if no file can be where the PNG is to be.
         OSError: If the file can't be written.
     """
     require_matplotlib("a picture of the run")
-    path, log = output or folder / REPORT_NAME, read_run_log(folder)
+    path = output or folder / REPORT_NAME
+    if output is not None:
+        check_file_place(path, "--output")
+    log = read_run_log(folder)
     if not any("loss" in entry for entry in log.entries):
         raise ValueError(f"{log.source} has no line with a loss: the run was over before --logging_steps updates")
     save(run_figure(log), path)

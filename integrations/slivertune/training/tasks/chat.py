@@ -10,6 +10,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from slivertune.core.suggestions import did_you_mean
+from slivertune.core.text_encoding import find_not_utf8
 from slivertune.core.transformers_internals import has_generation_blocks, template_date
 from slivertune.training.data.conversations import (
     TEMPLATE_ROLES,
@@ -39,7 +40,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
         given: `--chat_template`: the path of a Jinja file, or the template itself, which has a `{{` or `{%`.
 
     Raises:
-        ValueError: If it is neither, or no Jinja.
+        ValueError: If it is neither, no Jinja, or a file that is not UTF-8.
     """
     is_template = "{{" in given or "{%" in given
     if not is_template and not Path(given).expanduser().is_file():
@@ -47,6 +48,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
             f"chat_template={given!r} is neither a file nor a template (which has a {{{{ or {{%); give the path of a "
             "Jinja file, or the template itself"
         )
+    if not is_template and (not_text := find_not_utf8(Path(given).expanduser())) is not None:
+        raise ValueError(f"chat_template={given!r}: {not_text}")
     tokenizer.chat_template = given if is_template else Path(given).expanduser().read_text(encoding="utf-8")
     try:
         render(tokenizer, Conversation(messages=[{"role": "user", "content": ""}]))

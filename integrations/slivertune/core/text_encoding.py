@@ -1,0 +1,45 @@
+"""Text files that are not UTF-8: where that shows, and how to convert them."""
+
+import codecs
+from pathlib import Path
+
+_PIECE_BYTES = 2**20
+_MARKS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def find_not_utf8(path: Path) -> str | None:
+    """Find the first place of a file that is no UTF-8 text. Reads the file, a piece at a time.
+
+    Args:
+        path: The file.
+
+    Returns:
+        An error's text, which names the file, the line and the way out; None where all is UTF-8.
+
+    Raises:
+        OSError: If it can't be read.
+    """
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with path.open("rb") as file:
+        encoding = "utf-16" if file.read(2) in _MARKS_OF_UTF16 else "latin1"
+        file.seek(0)
+        while True:
+            piece = file.read(_PIECE_BYTES)
+            if (zero := piece.find(b"\0")) >= 0:
+                # Most of UTF-16 are letters that UTF-8 has, too, each beside a zero.
+                return _explain(path, line + piece.count(b"\n", 0, zero), "a zero byte", "utf-16")
+            try:
+                decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                line += error.object.count(b"\n", 0, error.start)
+                return _explain(path, line, f"the byte 0x{error.object[error.start]:02x}", encoding)
+            if not piece:
+                return None
+            line += piece.count(b"\n")
+
+
+def _explain(path: Path, line: int, what: str, encoding: str) -> str:
+    return (
+        f"{path} is not UTF-8 text: line {line} has {what}; convert it, such as by iconv -f {encoding} -t utf-8, if it "
+        f"is {encoding}"
+    )
