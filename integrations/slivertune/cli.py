@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"slivertune {options.command}: interrupted{end}", command)
         return _INTERRUPTED
     except Exception as error:
-        bad_arguments = (ValueError,) if reads_itself else (ValueError, FileExistsError, FileNotFoundError)
+        bad_arguments = (ValueError, FileExistsError, *(() if reads_itself else (FileNotFoundError,)))
         code = _BAD_ARGUMENTS if isinstance(error, bad_arguments) else _FAILED
         return _complain(options.command, error, code, debug=debug)
     return 0

@@ -41,8 +41,16 @@ def make_parser() -> OptionParser:
         ("--number 3", "invalid choice: 3 (choose from 1, 2); see tool verb --help"),
         (
             "--learning_rate much",
-            "argument --learning_rate/--learning-rate: invalid float value: 'much'; see tool verb",
+            "--learning_rate 'much' must be a number; see tool verb",
         ),
+        ("--learning_rate -1,5", "--learning_rate '-1,5' must be a number; see"),
+        ("--learning_rate -0x1", "--learning_rate '-0x1' must be a number; see"),
+        (
+            "--learning-rate --1",
+            "expected one argument; if '--1' is its value, write --learning_rate=--1; see tool verb",
+        ),
+        ("--learning-rate --method hift", "expected one argument; see tool verb"),
+        ("--learning-rate", "expected one argument; see tool verb"),
         # Whole names alone: a new option must not change what an older command means.
         ("--learn 1", "unrecognized arguments: --learn 1"),
     ],

@@ -3,14 +3,19 @@
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
 from slivertune.core.removed_settings import say_removed, say_removed_value
 from slivertune.core.suggestions import did_you_mean
 
-_NEGATIVE = re.compile(r"-(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|infinity|nan)$", re.IGNORECASE)
+_NEGATIVE = re.compile(r"-(?:\.?\d|(?:inf|infinity|nan)$)", re.IGNORECASE)
+_NO_NUMBER = re.compile(r"argument (--[\w-]+)\S*: invalid (int|float) value: (.+)", re.DOTALL)
+_NO_VALUE = re.compile(r"argument (\S+): expected (?:at least )?one argument")
+_NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
 class PartedWords(argparse.Action):
@@ -90,7 +95,7 @@ class OptionParser(argparse.ArgumentParser):
         # A prefix of an option would change its meaning with every option that is added.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._typed: list[str] = []
-        # argparse takes -1e-4 and -inf for options, and says that the one before lacks its value.
+        # argparse takes -1e-4, -1,5 and -inf for options, and says that the one before lacks its value.
         self._negative_number_matcher = _NEGATIVE
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -115,7 +120,19 @@ class OptionParser(argparse.ArgumentParser):
         Args:
             message: argparse's.
         """
-        return f"{message}{self._suggestion(message)}; see {self.prog} --help"
+        if wrong := _NO_NUMBER.fullmatch(message):
+            rule = self.describe_number(wrong[1].strip("-").replace("-", "_"), _NUMBERS[wrong[2]])
+            message = f"{wrong[1]} {wrong[3]} must be {rule}"
+        return f"{message}{self._suggestion(message)}{self._value_behind(message)}; see {self.prog} --help"
+
+    def describe_number(self, option: str, kind: str) -> str:
+        """Say which numbers an option takes, after `must be`; a subclass adds their range.
+
+        Args:
+            option: Its name.
+            kind: A whole number, or any.
+        """
+        return kind
 
     def suggest_option(self, word: str, known: Iterable[str]) -> str:
         """Say what became of an option, or ask whether another was meant; at the end of an error.
@@ -144,6 +161,15 @@ class OptionParser(argparse.ArgumentParser):
             return ""
         word = wrong[2].strip("'\"")
         return say_removed_value(wrong[1], word) or did_you_mean(word, re.findall(r"[\w.+-]+", wrong[3]))
+
+    def _value_behind(self, message: str) -> str:
+        """Say how a value is typed that looks like an option, if one stands behind the option that lacks its value."""
+        lacking = _NO_VALUE.fullmatch(message)
+        names = [] if lacking is None else lacking[1].split("/")
+        behind = [word for option, word in pairwise(self._typed) if option in names and word.startswith("-")]
+        if not behind or behind[0].partition("=")[0] in self._option_string_actions:
+            return ""
+        return f"; if {behind[0]!r} is its value, write {shlex.quote(f'{names[0]}={behind[0]}')}"
 
     def _unknown_typed(self) -> str:
         """Options that are not known: one of them may be the one that is missing."""

@@ -52,7 +52,7 @@ def check_bytes_or_auto(name: str, value: object) -> None:
     if value == "auto":
         return
     if isinstance(value, str):
-        raise ValueError(f'{name}={value!r} must be a number of bytes, or "auto"')
+        raise ValueError(f'{name}={value!r} must be a number of bytes, 0 or more, or "auto"')
     check_integer(name, value, 0)
 
 

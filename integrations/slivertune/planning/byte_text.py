@@ -16,7 +16,7 @@ _BYTES_OF_UNIT = {
 }
 _BINARY_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _FEWEST_BYTES_MEANT = 2**20
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:

@@ -28,12 +28,16 @@ def test_rates_may_be_left_to_the_rows() -> None:
         ("--resume-from-checkpoint auto", "the same command again"),
         ("--search_rates 1e-3", "one rate is no search"),
         ("--search_rates 1e-3 -1", "rates are above 0"),
+        ("--seeds -1", "--seeds -1 must be at least 0 and at most 4294967295"),
+        ("--seeds 1.5", "--seeds '1.5' must be a whole number"),
+        ("--search_rates 1e6 1e7", "--search_rates 1000000.0 must be at least 0 and at most 100"),
+        ("--output_dir /dev/null", "output_dir /dev/null is a file; name a folder"),
         ("--seeds 1 1", "one of them stands there twice"),
         ("--rows", "expected at least one argument"),
     ],
 )
 def test_what_does_not_hold_together_is_refused(words: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileExistsError), match=message):
         parse_compare_arguments(words.split())
 
 

@@ -77,7 +77,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         ("run.yaml", "seed: 3\nbf16: [true\n", "run.yaml is no valid YAML: expected ',' or ']', but got"),
         ("run.yaml", "seed: 3\n\tbf16: true\n", "(line 2, column 1)"),
         ("run.yaml", "seed: 3\n---\nseed: 4\n", "is no valid YAML: but found another document (line 2, column 1)"),
-        ("run.yaml", "seed: \x00\n", "is no valid YAML"),
+        ("run.yaml", "seed: \x00\n", "is not UTF-8 text: line 1 has a zero byte"),
         ("run.json", '{"seed": 3,}', "run.json is no valid JSON: "),
         ("run.yaml", "seed: 3\norder: random\nseed: 4\n", "run.yaml, line 3: seed is set twice, first in line 1; keep"),
         ("run.json", '{"seed": 3, "seed": 4}', "run.json: seed is set twice; keep one of the two"),
@@ -123,7 +123,7 @@ def test_what_is_no_readable_file_is_an_error_that_names_it(tmp_path: Path, monk
     for name, message in (
         ("folder.yaml", "config file folder.yaml is a folder; name a file in it"),
         (".", "config file . is a folder; name a file in it"),
-        ("latin.yaml", "config file latin.yaml is not text in UTF-8"),
+        ("latin.yaml", "config file latin.yaml is not UTF-8 text: line 1 has the byte 0xe9; convert it"),
         ("qlroa.yaml", "config file qlroa.yaml is not there; did you mean qlora.yaml?"),
         ("none/at/all.yaml", "config file none/at/all.yaml is not there"),
         ("qlora.yaml/run.yaml", "config file qlora.yaml/run.yaml can't be read: Not a directory"),

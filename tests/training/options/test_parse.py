@@ -238,8 +238,8 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         ),
         (["--gradients", "stepped", "--max_grad_norm", "0", "--fp16"], "--gradients stepped does not go with --fp16"),
         (["--gradients", "host", "--fp16"], "--gradients host does not go with --fp16"),
-        (["--prefetch_bytes", "much"], "prefetch_bytes='much' must be a number of bytes, or \"auto\""),
-        (["--resident_bytes", "much"], "resident_bytes='much' must be a number of bytes, or \"auto\""),
+        (["--prefetch_bytes", "much"], "prefetch_bytes='much' must be a number of bytes, 0 or more, or \"auto\""),
+        (["--resident_bytes", "much"], "resident_bytes='much' must be a number of bytes, 0 or more, or \"auto\""),
         (["--weights", "host", "--state", "device"], 'use state="host" or "disk"'),
         (["--method", "dense", "--gradients", "host"], "--gradients: only --method hift reads this"),
         (
@@ -322,13 +322,32 @@ def test_a_missing_library_is_named_as_pip_does(
 
 
 @pytest.mark.parametrize("method", ["dense", "hift", "sft", "lora"])
-@pytest.mark.parametrize("asked", ["typed", "by a launcher"])
+@pytest.mark.parametrize("asked", ["typed", "by a launcher", "in a run file"])
+def test_fp16_and_tf32_without_a_gpu_are_refused_alike_for_all_methods(
+    method: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("slivertune.training.ranks.processes.is_torch_tf32_available", lambda: False)
+    Path("run.yaml").write_text("fp16: on\n", encoding="utf-8")
+    words = {"typed": ["--fp16"], "in a run file": ["run.yaml"]}.get(asked, [])
+    if asked == "by a launcher":
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    for more in ([], ["--use_cpu"]):
+        with pytest.raises(ValueError, match=r"^--fp16 needs a GPU, and this run has none; leave it out, or take --bf"):
+            parse_train_arguments([*words, "--method", method, *more])
+    with pytest.raises(ValueError, match="--tf32 needs an NVIDIA GPU of compute capability 8 or later"):
+        parse_train_arguments(["--method", method, "--tf32"])
+    assert [path.name for path in Path().iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize("method", ["dense", "hift", "sft", "lora"])
+@pytest.mark.parametrize("asked", ["--bf16", "--bf16_full_eval", "by a launcher"])
 def test_bf16_without_support_is_said_alike_for_all_methods(
     method: str, asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "slivertune")
-    words = ["--method", method, *(["--bf16"] if asked == "typed" else [])]
-    if asked != "typed":
+    words = ["--method", method, *([asked] if asked.startswith("--") else [])]
+    if asked == "by a launcher":
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setattr("slivertune.training.ranks.processes.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)

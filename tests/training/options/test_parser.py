@@ -143,9 +143,9 @@ def test_json_is_taken_too() -> None:
         ("method: hifft", "); did you mean hift?"),
         (
             "seed: 1\nlearning_rate: much",
-            "line 2: argument --learning_rate/--learning-rate: invalid float value: 'much'",
+            "line 2: --learning_rate 'much' must be a number, at least 0 and at most 100; see",
         ),
-        ("max_steps: 1e3", "invalid int value: '1e3'"),
+        ("max_steps: 1e3", "--max_steps '1e3' must be a whole number, at least 1 and"),
         ("bf16: maybe", "Truthy value expected: got maybe"),
         ("seed: [1, 2]", "run.yaml, line 1: seed takes one value, and this is a list of 2"),
         ("order: {first: random}", "run.yaml, line 1: order takes one value and no mapping; options are not nested"),

@@ -7,8 +7,11 @@ from typing import ClassVar
 
 from slivertune.core.option_help import HelpEntry, HelpGroup, render_help
 from slivertune.core.option_parser import OptionParser, PartedWords
+from slivertune.core.output_place import check_place
 from slivertune.training.comparison.budget import Budget, parse_budget
 from slivertune.training.comparison.rows import DEFAULT_ROWS, NAMED_ROWS, Row, parse_rows
+from slivertune.training.options.number_rules import number_rule
+from slivertune.training.options.table import train_options
 
 DEFAULT_FOLDER = "runs/compare"
 _DESCRIPTION = (
@@ -93,7 +96,7 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
     parser.add_argument("--budget", nargs="+", default=("steps",))
     parser.add_argument("--search_rates", nargs="*", type=float)
     parser.add_argument("--seeds", nargs="+", action=PartedWords, type=int, default=(42,))
-    parser.add_argument("--output_dir", type=Path, default=Path(DEFAULT_FOLDER))
+    parser.add_argument("--output_dir", default=DEFAULT_FOLDER)
     own, common = parser.parse_known_args(argv)
     for name, instead in (
         ("--method", "--rows"),
@@ -108,14 +111,23 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
         raise ValueError(f"--search_rates {' '.join(map(str, rates))}: rates are above 0")
     if rates is not None and len(set(rates)) == 1:
         raise ValueError(f"--search_rates {rates[0]:g}: one rate is no search; give three or more, or --learning_rate")
-    for name, values in (("--seeds", own.seeds), ("--search_rates", rates or ())):
+    options = train_options()
+    for name, values, option in (("--seeds", own.seeds, "seed"), ("--search_rates", rates or (), "learning_rate")):
+        rule = number_rule(options[option])
+        for value in values:
+            if rule is not None and not rule.allows(value):
+                raise ValueError(f"{name} {value} must be {rule.describe()}")
         if len(set(values)) < len(values):
             raise ValueError(f"{name} {' '.join(map(str, values))}: one of them stands there twice")
+    if not own.output_dir:
+        raise ValueError("--output_dir '' is empty; name a folder, or leave it out")
+    folder = Path(own.output_dir).expanduser()
+    check_place(folder)
     return CompareArguments(
         rows=parse_rows(own.rows),
         budget=parse_budget(own.budget),
         rates=rates,
         seeds=tuple(own.seeds),
-        folder=own.output_dir.expanduser(),
+        folder=folder,
         common=tuple(common),
     )

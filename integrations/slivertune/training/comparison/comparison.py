@@ -15,6 +15,7 @@ from slivertune.training.comparison.processes import FailedError, run_process
 from slivertune.training.comparison.record import Record
 from slivertune.training.comparison.rows import Row
 from slivertune.training.comparison.trial import Trial
+from slivertune.training.data.splits import check_datasets
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
 from slivertune.training.options.parser import given_values, without_unset
 
@@ -114,9 +115,11 @@ class Comparison:
         """The settings of a row's runs, checked before the first of them starts."""
         try:
             place = ("--output_dir", str(self._arguments.folder / row.name / "run"))
-            return parse_train_arguments(_with(self._words(row), *place))
+            parsed = parse_train_arguments(_with(self._words(row), *place))
+            check_datasets(parsed.data)
         except ValueError as error:
             raise ValueError(f"--rows {row.name}: {error}") from error
+        return parsed
 
     def _words(self, row: Row) -> list[str]:
         """Options of `slivertune train` that are the same in all runs of a row."""

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from slivertune.core.suggestions import did_you_mean
+from slivertune.core.text_encoding import find_not_utf8
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _TAG = "tag:yaml.org,2002:"
@@ -39,6 +40,24 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml ships no types
 
 _LOWERCASE_EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
 _Loader.add_implicit_resolver(f"{_TAG}float", _LOWERCASE_EXPONENT, list("-+.0123456789"))
+
+
+def _integer(text: str) -> int | str:
+    """An integer; of more digits than Python reads, its text, which the option's check refuses by its name."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _yaml_integer(loader: Any, node: Any) -> Any:
+    try:
+        return loader.construct_yaml_int(node)
+    except ValueError:
+        return node.value
+
+
+_Loader.add_constructor(f"{_TAG}int", _yaml_integer)
 
 
 def read_settings(path: Path) -> list[Setting]:
@@ -69,6 +88,8 @@ def read_settings(path: Path) -> list[Setting]:
 
 def _read_text(path: Path) -> str:
     try:
+        if (not_text := find_not_utf8(path.expanduser())) is not None:
+            raise ValueError(f"config file {not_text}")
         return path.expanduser().read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         beside = path.expanduser().parent
@@ -76,8 +97,6 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"config file {path} is not there{did_you_mean(path.name, there)}") from None
     except IsADirectoryError:
         raise ValueError(f"config file {path} is a folder; name a file in it") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"config file {path} is not text in UTF-8: {error}") from error
     except OSError as error:
         raise ValueError(f"config file {path} can't be read: {error.strerror}") from error
 
@@ -173,7 +192,7 @@ def _read_json(text: str, path: Path) -> list[Setting]:
     if not text.strip():
         return []
     try:
-        root = json.loads(text, object_pairs_hook=_unique_keys(str(path)))
+        root = json.loads(text, object_pairs_hook=_unique_keys(str(path)), parse_int=_integer)
     except json.JSONDecodeError as error:
         raise ValueError(f"config file {path} is no valid JSON: {error}") from error
     except RecursionError as error:

@@ -1,6 +1,8 @@
-"""Which numbers the options of `slivertune train` take; checked where they are read, before anything is loaded."""
+"""Which values the options of `slivertune train` take; checked where they are read, before anything is loaded."""
 
+import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,8 @@ from slivertune.training.options.table import Option
 
 _LARGEST = 2**63 - 1
 _LARGEST_OF_TRAINER = 2**31 - 1
+_MANY_DIGITS = re.compile(r"\d{400,}")
+"""More than any float has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class NumberRule:
         return (" and ".join(parts) or "a finite number of at most 64 bits") + off
 
 
+_ANY = NumberRule()
 _COUNT = NumberRule(1, _LARGEST_OF_TRAINER)
 _FROM_ZERO = NumberRule(0, _LARGEST_OF_TRAINER)
 _ABOVE_ZERO = NumberRule(0, _LARGEST_OF_TRAINER, excludes_least=True)
@@ -69,6 +74,10 @@ _RULES = {
 """Of the Trainer's arguments, and of those of ours that are otherwise checked when the data are there."""
 
 
+_MAY_BE_EMPTY = frozenset(("sample_prompt", "response_separator", "template", "optim_args", "debug", "fsdp"))
+"""Texts that mean something, or that something else refuses; an empty path would be the working directory."""
+
+
 def number_rule(option: Option) -> NumberRule | None:
     """Find the rule of an option.
 
@@ -76,12 +85,14 @@ def number_rule(option: Option) -> NumberRule | None:
         option: Of `slivertune train`.
 
     Returns:
-        The rule; None where its values are no numbers.
+        The rule; None where its values are no numbers. Of a number or a word, its owner checks the rest.
     """
+    if option.takes_number_or_word:
+        return _ANY
     kinds = (*option.kinds, option.item_kind)
     if option.is_switch or str in option.kinds or not {int, float}.intersection(kinds):
         return None
-    return _RULES.get(option.name, _FROM_ZERO if option.owner is TrainingArguments else NumberRule())
+    return _RULES.get(option.name, _FROM_ZERO if option.owner is TrainingArguments else _ANY)
 
 
 def check_number(option: Option, value: Any) -> None:
@@ -96,5 +107,54 @@ def check_number(option: Option, value: Any) -> None:
     """
     rule = number_rule(option)
     for each in value if isinstance(value, list) else [value]:
-        if rule is not None and isinstance(each, int | float) and not rule.allows(each):
+        number = _number_in(each) if option.takes_number_or_word else each
+        if rule is not None and isinstance(number, int | float) and not rule.allows(number):
             raise ValueError(f"--{option.name} {each} must be {rule.describe()}")
+
+
+def check_text(option: Option, value: Any) -> None:
+    """Refuse an empty text where something is to be named.
+
+    Args:
+        option: Of `slivertune train`.
+        value: As it was read: a text, or a list of texts.
+
+    Raises:
+        ValueError: Naming the option and the way out.
+    """
+    is_empty = "" in value if isinstance(value, list) else value == ""
+    if is_empty and not option.takes_number_or_word and option.name not in _MAY_BE_EMPTY:
+        raise ValueError(f"--{option.name} '' is empty; name something, or leave it out")
+
+
+def _number_in(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def check_mapping(option: Option, value: Any) -> None:
+    """Refuse a text that is no mapping, where an option takes one, and numbers in it that nothing reads.
+
+    Args:
+        option: Of `slivertune train`.
+        value: As it was read: JSON, or a mapping of a run file; the path of a file where the option takes one.
+
+    Raises:
+        ValueError: Naming the option, the value and the rule.
+    """
+    if not option.takes_mapping:
+        return
+    if _MANY_DIGITS.search(str(value)):
+        raise ValueError(f"--{option.name} {value} has a number of more digits than is read; give a smaller one")
+    is_path = str in option.kinds and not option.name.endswith("_kwargs")
+    if not isinstance(value, str) or (is_path and not value.startswith("{")):
+        return
+    rule = f'--{option.name} {value!r} must be a JSON mapping, such as {{"name": 1}}'
+    try:
+        is_mapping = isinstance(json.loads(value), dict)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{rule}: {error}") from error
+    if not is_mapping:
+        raise ValueError(rule)

@@ -26,10 +26,11 @@ from slivertune.training.output.folders import Goal, RunFolder, choose_run_folde
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
     asks_for,
-    bf16_values,
     check_engine_precision,
+    check_fp16,
     check_processes,
     device_values,
+    precision_values,
 )
 
 _Dataclass = TypeVar("_Dataclass")
@@ -114,7 +115,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
     # Not kept with the settings, which may make the run again where a GPU is.
-    values |= bf16_values(values) if "bf16" in (mixed, precision.autocast) else {}
+    values |= precision_values(values, (mixed, precision.autocast))
     training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
     _check_engine_secrets(training)
     check_processes(training, coordinator.world_size, four_bit=model.load_in_4bit)
@@ -124,6 +125,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
             setattr(training, name, Secret(getattr(training, name)))
     training.mixed_precision = precision.autocast
     method.check(given, training)
+    check_fp16(values)
     _check_task(data, tokens, training)
     _check_long(run, training)
     _check_kept(run, training)

@@ -1,18 +1,20 @@
 """What the user set: typed after `slivertune train`, or written in a config file."""
 
 import argparse
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from slivertune.core.option_parser import AddedWords, OptionParser, PartedWords
 from slivertune.core.removed_settings import is_only_value
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
 from slivertune.training.options.config_file import SUFFIXES, Setting, read_settings
 from slivertune.training.options.help import PrintHelp
-from slivertune.training.options.number_rules import check_number
+from slivertune.training.options.number_rules import check_mapping, check_number, check_text, number_rule
 from slivertune.training.options.table import RENAMED, Option, option_classes, option_named, train_options
 
 _OTHER_WORDS = {
@@ -52,12 +54,16 @@ class _TrainParser(OptionParser, HfArgumentParser):
     other_words = _OTHER_WORDS
 
     def add_argument(self, *names: Any, **options: Any) -> Any:
-        """Let several trackers be named, and let commas part the words of lists.
+        """Let several trackers be named, commas part the words of lists, and each switch stand alone.
 
-        Of a field that is a text or a list, HfArgumentParser takes one word.
+        Of a field that is a text or a list, HfArgumentParser takes one word; a switch whose default is None needs one.
         """
         if "--report_to" in names:
             options["nargs"] = "+"
+        if options.get("type") is string_to_bool:
+            options = {"nargs": "?", "const": True, **options}
+        if get_origin(options.get("type")) is dict:
+            options["type"] = str
         if options.get("nargs") == "+" and not options.get("choices"):
             options.setdefault("action", PartedWords)
         return super().add_argument(*names, **options)
@@ -68,6 +74,12 @@ class _TrainParser(OptionParser, HfArgumentParser):
         if any(word == "--config" or word.endswith(SUFFIXES) for word in words):
             return f"{message}; a config file comes before all options: slivertune train run.yaml --seed 3"
         return super().explain(message)
+
+    def describe_number(self, option: str, kind: str) -> str:
+        """Add the range of an option."""
+        known = option_named(option, train_options())
+        rule = None if known is None else number_rule(known)
+        return kind if rule is None else f"{kind}, {rule.describe()}"
 
 
 def make_parser() -> HfArgumentParser:
@@ -102,6 +114,10 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
         for name, value in given.items():
             if value is not absent and name in options:
                 check_number(options[name], value)
+                check_mapping(options[name], value)
+                check_text(options[name], value)
+                if options[name].takes_mapping and str not in options[name].kinds:
+                    given[name] = json.loads(value)
         trackers = given["report_to"]
         if isinstance(trackers, list) and len(trackers) == 1:
             given["report_to"] = trackers[0]
@@ -200,6 +216,7 @@ def _read_value(option: Option, value: Any, parse: Callable[[Sequence[str]], dic
     if isinstance(value, dict):
         if not option.takes_mapping:
             raise ValueError(f"{name} takes one value and no mapping; options are not nested")
+        check_mapping(option, value)
         return {RENAMED.get(name, name): value}
     if isinstance(value, list):
         if option.item_kind is None:

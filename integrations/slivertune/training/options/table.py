@@ -56,6 +56,11 @@ class Option:
         return next((get_args(kind)[0] for kind in self.kinds if get_origin(kind) is list), None)
 
     @property
+    def takes_number_or_word(self) -> bool:
+        """Whether it is a number or a word such as auto, and so read as a text."""
+        return self.value_name is not None and self.value_name.startswith("N|")
+
+    @property
     def takes_words(self) -> bool:
         """Whether several words may follow it on the command line."""
         # Of trackers, a text or a list, the parser takes several as well.
@@ -117,7 +122,7 @@ def _option(item: Any, hint: Any, owner: type) -> Option:
         aliases=tuple(alias.strip("-") for alias in ([aliases] if isinstance(aliases, str) else aliases)),
         choices=tuple(item.metadata.get("choices", ())) or next(filter(None, map(_choices, kinds)), ()),
         value_name=item.metadata.get("metavar"),
-        may_stand_alone=isinstance(item.default, bool) or item.metadata.get("nargs") == "?",
+        may_stand_alone=isinstance(item.default, bool) or kinds == (bool,) or item.metadata.get("nargs") == "?",
     )
 
 

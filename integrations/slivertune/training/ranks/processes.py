@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import Trainer, TrainingArguments
-from transformers.utils.import_utils import is_torch_bf16_gpu_available
+from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_tf32_available
 
 from slivertune.core.layout import Layout
 from slivertune.parallel.accelerate_internals import forget_state
@@ -96,19 +96,24 @@ def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
         )
 
 
-def bf16_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Say alike for all methods where bf16 is computed that was asked for by --bf16 or a launcher.
+def precision_values(values: dict[str, Any], mixed: Sequence[str]) -> dict[str, Any]:
+    """Say alike for all methods where a precision is computed that was asked for by an option or a launcher.
 
     Args:
         values: What the user typed, by name.
+        mixed: What is asked of the Trainer by `--bf16` or a launcher, and what follows for its autocast.
 
     Returns:
         Fields of `TrainingArguments` and their values: without a GPU, bf16 is computed on the CPU.
 
     Raises:
-        ValueError: If there is a GPU that has no bf16.
+        ValueError: If there is a GPU that has no bf16, or none for TF32.
     """
-    if values.get("use_cpu", False) or asks_for("deepspeed", values) or is_torch_bf16_gpu_available():
+    if values.get("tf32") and not is_torch_tf32_available():
+        raise ValueError("--tf32 needs an NVIDIA GPU of compute capability 8 or later, and none is here; leave it out")
+    is_bf16 = "bf16" in mixed or values.get("bf16_full_eval", False)
+    has_place = values.get("use_cpu", False) or asks_for("deepspeed", values) or is_torch_bf16_gpu_available()
+    if has_place or not is_bf16:
         return {}
     if torch.accelerator.is_available():
         raise ValueError(
@@ -116,6 +121,20 @@ def bf16_values(values: dict[str, Any]) -> dict[str, Any]:
         )
     _LOG.info("no GPU is here; --bf16 computes on the CPU")
     return {"use_cpu": True}
+
+
+def check_fp16(values: dict[str, Any]) -> None:
+    """Refuse fp16 autocast on a CPU, where accelerate would refuse it once the model is loaded.
+
+    Args:
+        values: What the user typed, by name, `fp16` as the launcher may have it.
+
+    Raises:
+        ValueError: If there is no GPU, or it is not used.
+    """
+    on_cpu = values.get("use_cpu", False) or not torch.accelerator.is_available()
+    if values.get("fp16", False) and on_cpu and not asks_for("deepspeed", values):
+        raise ValueError("--fp16 needs a GPU, and this run has none; leave it out, or take --bf16")
 
 
 def check_processes(training: TrainingArguments, world_size: int, *, four_bit: bool = False) -> None:
