@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     arguments = [each for each in words if not each.startswith(("--local_rank=", "--local-rank="))]
     learn(arguments)
+    _quiet_libraries()
     if argv is None:
         # Trackers publish the command line of their process.
         sys.argv[1:] = masked(words)
@@ -82,17 +83,14 @@ def _act(options: argparse.Namespace, arguments: list[str]) -> None:
 
         run_plan(arguments)
     elif options.command == "compare":
-        _quiet_bitsandbytes()
         from slivertune.training.comparison.command import run_compare
 
         run_compare(arguments)
     elif options.command == "report":
-        _quiet_bitsandbytes()
         from slivertune.training.run_report.command import run_report
 
         print(run_report(Path(options.folder), None if options.output is None else Path(options.output)))
     elif options.command == "merge":
-        _quiet_bitsandbytes()
         from slivertune.deltas.merge_command import run_merge
 
         run_merge(
@@ -193,7 +191,6 @@ def _add_merge_commands(commands: argparse._SubParsersAction[_CommandParser]) ->
 
 
 def _train(argv: list[str], *, debug: bool) -> int:
-    _quiet_bitsandbytes()
     from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_launch
 
     coordinator = LaunchCoordinator()
@@ -244,9 +241,18 @@ def _train(argv: list[str], *, debug: bool) -> int:
     return 0
 
 
-def _quiet_bitsandbytes() -> None:
-    """Transformers pulls it in through peft, and then it warns of a 4-bit kernel that nothing here calls."""
+def _quiet_libraries() -> None:
+    """Keep libraries from logging, as they are imported, what nothing here depends on."""
+    # Transformers pulls it in through peft, and then it warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # torchao tells of its kernels for other GPUs, and registers enumerations as torch no longer asks for.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return not text.startswith("Failed to load") and "is an Enum subclass" not in text
 
 
 def _complain(command: str, error: Exception, code: int, *, debug: bool, where: str = "") -> int:
