@@ -350,26 +350,33 @@ def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket() -> None:
         assert found["sent"] == 0
 
 
-def skip_a_batch(rank: int, num_ranks: int, method: str) -> str:
-    """Rank 1 passes over the third of five batches of a prepared loader."""
+def skip_a_batch(rank: int, num_ranks: int, method: str, who: int, skipped: int) -> str:
+    """One rank passes over one of five batches of a prepared loader."""
     accelerator, model = Accelerator(cpu=True), tiny_llama()
     loader = DataLoader(torch.randint(0, 97, (5 * num_ranks, 12), generator=torch.Generator().manual_seed(0)))
     model, optimizer, loader = prepare_ranks(accelerator, model, METHODS[method].build_optimizer(model), loader)
 
     def train() -> None:
         for index, ids in enumerate(loader):
-            if rank == 1 and index == 2:
+            if rank == who and index == skipped:
                 continue
             accelerator.backward(model(input_ids=ids, labels=ids).loss)
             optimizer.step()
             optimizer.zero_grad()
+        accelerator.end_training()
 
     return message_of(train)
 
 
+@pytest.mark.parametrize(("who", "skipped"), [(1, 2), (0, 2), (1, 0), (1, 4)])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_skipped_batch_is_told_at_the_last_batch_of_one_rank(method: str) -> None:
-    for said in run_ranks(skip_a_batch, 2, method):
-        assert "at update 3" in said and "the ranks are not at the same place: rank 0 is " in said
-        assert said.count("on the last batch of its loader") == 1
-        assert said.index("rank 1 is ") < said.index("on the last batch of its loader")
+def test_a_skipped_batch_is_told_at_the_last_batch_of_one_rank(method: str, who: int, skipped: int) -> None:
+    # Of the last batch, only the rank that trains it can say that it is the last; the other has ended.
+    is_last = skipped == 4
+    update, on_last = (4, 1 - who) if is_last else (3, who)
+    for said in run_ranks(skip_a_batch, 2, method, who, skipped):
+        assert "the ranks are not at the same place: rank 0 is " in said
+        places = said.split("rank 1 is ")
+        assert all(f"at update {update}" in each for each in places)
+        assert ["on the last batch of its loader" in each for each in places] == [on_last == 0, on_last == 1]
+        assert ("rank 1 is saving or ending the training" in said) == is_last
