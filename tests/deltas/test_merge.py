@@ -182,10 +182,13 @@ unmerge("merged", "again")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory by what Linux counts")
 def test_no_model_is_built_and_no_tensor_loaded_whole(tmp_path: Path) -> None:
-    base = {"fc.weight": torch.zeros(4096, 8192, dtype=torch.bfloat16)}
+    base = {f"{name}.weight": torch.zeros(4096, 8192, dtype=torch.bfloat16) for name in ("first", "second")}
     (tmp_path / "base").mkdir()
-    save_file(base, tmp_path / "base" / "model.safetensors")
-    deltas = {"fc.weight": random_delta((4096, 8192), 9, seed=0)}
+    shards = {name: f"model-{number}-of-2.safetensors" for number, name in enumerate(base, 1)}
+    for name, shard in shards.items():
+        save_file({name: base[name]}, tmp_path / "base" / shard)
+    (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    deltas = {name: random_delta((4096, 8192), 9, seed=seed) for seed, name in enumerate(base)}
     save_pretrained(tmp_path / "deltas", deltas, config={}, base=base)
     done = subprocess.run(
         [sys.executable, "-c", MERGE_IN_LITTLE_MEMORY],
@@ -239,6 +242,21 @@ def test_tied_weights_are_merged_under_whatever_names_they_are_stored(
     assert {each for each in (EMBEDDING, HEAD) if each in merged} == set(stored)
     assert all(torch.equal(merged[each], expected) for each in stored)
     assert_unmerging_gives_the_base(tmp_path)
+
+
+def test_deltas_of_blocks_are_merged_into_a_resized_base_and_those_of_its_embedding_are_refused(tmp_path: Path) -> None:
+    model: Any = tiny_llama(torch.bfloat16)
+    blocks, embedding = deltas_of(model, UP), deltas_of(model, EMBEDDING)
+    write_deltas(tmp_path / "deltas", model, UP)
+    model.resize_token_embeddings(120, mean_resizing=False)
+    base = save_model(model, tmp_path / "base")
+    with pytest.raises(DeltaFileError, match=r"embed_tokens.weight' has shape \(97, 32\), .* has \(120, 32\) there"):
+        merge(base, {**blocks, **embedding}, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    merge(base, tmp_path / "deltas", tmp_path / "merged")
+    merged, before = bits_of(load_model(tmp_path / "merged")), bits_of(model)
+    assert same_bits({UP: merged[UP]}, {UP: naive_sum(named(model)[UP], blocks[UP]).view(torch.uint8)})
+    assert [name for name in before if not torch.equal(merged[name], before[name])] == [UP]
 
 
 def test_tensors_at_odd_addresses_and_of_no_touched_weight_are_merged(tmp_path: Path) -> None:
