@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from slivertune import SFT, HiFT, HiFTConfig, SFTConfig, TokenTune
 from slivertune.core.checkpointing import enable_checkpointing
@@ -238,6 +239,24 @@ def test_what_an_own_checkpoint_would_lose_is_refused_in_the_forward(method: str
     with pytest.raises(RuntimeError, match=r"blocks\.0.*reentrant checkpointing.*use_reentrant=False"):
         METHODS[method](model, {"rows": rows})
     assert all(torch.equal(each, before[name]) for name, each in model.named_parameters() if name in before)
+
+
+class OwnLayer(LlamaDecoderLayer):
+    """A layer that is called inside of a checkpoint of the model's own."""
+
+    def __call__(self, hidden: torch.Tensor, **named: Any) -> Any:
+        return reentrant(partial(super().__call__, **named), hidden)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_layers_that_an_own_checkpoint_would_lose_are_refused_in_the_forward_of_tokentune() -> None:
+    model: Any = copy.deepcopy(reference("llama")[0])
+    model.get_input_embeddings().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.__class__ = OwnLayer
+    with pytest.raises(RuntimeError, match=r"OwnLayer.*reentrant checkpointing.*use_reentrant=False"):
+        tokentune(model, reference("llama")[1])
+    assert not gradients_of(model)
 
 
 @pytest.mark.parametrize("method", ["hift", "sft"])
