@@ -80,6 +80,8 @@ CASES = {
     "bf16, sharded, tied": Case(dtype=BF16, shard=20_000, tie=True),
     "rslora, patterns": Case(dtype=BF16, adapter={"use_rslora": True, **PATTERNS}),
     "dora": Case(dtype=BF16, adapter={"use_dora": True}),
+    "dora, resized": Case(dtype=BF16, resize=70, adapter={"use_dora": True}),
+    "dora, sharded": Case(dtype=BF16, shard=20_000, adapter={"use_dora": True}),
     "embedding, tied": Case(tie=True, adapter=EMBEDDING, untied=True),
     "embedding, tied, bf16, sharded": Case(tie=True, dtype=BF16, shard=20_000, adapter=EMBEDDING, untied=True),
     "embedding, not tied": Case(dtype=BF16, adapter=EMBEDDING),
@@ -92,6 +94,10 @@ CASES = {
     "both, not tied": Case(adapter=BOTH),
     "whole, tied": Case(tie=True, dtype=BF16, adapter=WHOLE, untied=True),
     "whole, not tied, resized": Case(resize=70, dtype=BF16, adapter=WHOLE),
+    "whole, tied, resized, sharded": Case(
+        tie=True, resize=70, dtype=BF16, shard=20_000, adapter=WHOLE, untied=True
+    ),
+    "tokens, sharded": Case(dtype=BF16, shard=20_000, adapter=TOKENS),
     "tokens, tied": Case(tie=True, dtype=BF16, adapter=TOKENS),
     "tokens, not tied, dora": Case(adapter={**TOKENS, "use_dora": True}),
     "tokens, resized, tied": Case(tie=True, resize=66, adapter={"trainable_token_indices": [3, 64, 65]}),
@@ -512,3 +518,17 @@ def test_a_model_of_several_end_tokens_is_checked_too(capfd: pytest.CaptureFixtu
     save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
     assert "does not run on dummy inputs" not in "".join(capfd.readouterr())
+
+
+def test_a_model_that_does_not_run_on_dummy_inputs_is_merged_and_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_base(Path("base"))
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
+    monkeypatch.setattr(
+        "slivertune.deltas.adapter_merge.choose_inputs", Mock(side_effect=TypeError("pixels are missing"))
+    )
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
+    said = "LlamaForCausalLM does not run on dummy inputs (pixels are missing)"
+    assert f"outputs were not compared, tensors were: {said}\n" in capfd.readouterr().out
+    assert Path("merged/model.safetensors").is_file()
