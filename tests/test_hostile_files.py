@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save
 from slivertune import TokenTune
 from slivertune.core.atomic import write_json
 from slivertune.core.manifest import MANIFEST_NAME, check_whole, read_entries, write_manifest
-from slivertune.core.saved_state import load_dictionary
+from slivertune.core.saved_state import load_dictionary, pack_state
 from slivertune.deltas import load
 from slivertune.deltas.delta_file import DELTA_FILE
 from slivertune.deltas.merge import UNDO_FILE, merge, unmerge
@@ -420,6 +420,67 @@ def test_a_dictionary_in_which_one_thing_is_another(kind: str, data: st.DataObje
     with contextlib.suppress(ValueError):
         optimizer.load_state_dict(made_up)
     optimizer.load_state_dict(whole)
+
+
+HOSTILE: dict[str, dict[str, tuple[list[Any], Any]]] = {
+    "hift": {
+        "updates, True": (["hift", "updates"], True),
+        "updates, 2**80": (["hift", "updates"], 2**80),
+        "updates, -5": (["hift", "updates"], -5),
+        "a held rate, x": (["hift", "held_lr"], ["x"]),
+        "a held rate, NaN": (["hift", "held_lr"], [math.nan]),
+        "a rate, NaN": (["param_groups", 0, "lr"], math.nan),
+        "a moment, int32": (["state", UP, "exp_avg"], torch.zeros(SHAPE, dtype=torch.int32)),
+        "a moment, NaN": (["state", UP, "exp_avg_sq"], torch.full(SHAPE, math.nan)),
+        "a step, -5": (["state", UP, "step"], torch.tensor(-5.0)),
+    },
+    "sft": {
+        "updates, True": (["sft", "updates"], True),
+        "updates, 2**80": (["sft", "updates"], 2**80),
+        "updates, -5": (["sft", "updates"], -5),
+        "a rate, x": (["param_groups", 0, "lr"], "x"),
+        "a rate, NaN": (["param_groups", 0, "lr"], math.nan),
+        "a moment, int32": (["state", UP, "exp_avg"], torch.int32),
+        "a moment, NaN": (["state", UP, "exp_avg_sq"], math.nan),
+        "an age, -5": (["state", UP, "age"], -5),
+    },
+}
+"""By method: a place in its `state_dict`, and what somebody wrote there."""
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize(("kind", "what"), [(kind, what) for kind, rows in HOSTILE.items() for what in rows])
+def test_a_dictionary_with_a_hostile_value_is_refused(
+    kind: str, what: str, packed: bool, states: dict[str, State]
+) -> None:
+    optimizer, (path, value) = states[kind].optimizer, HOSTILE[kind][what]
+    whole = optimizer.state_dict()
+    if isinstance(value, torch.dtype):
+        value = leaf_at(whole, path).to(value)
+    elif isinstance(leaf_at(whole, path), torch.Tensor) and not isinstance(value, torch.Tensor):
+        value = torch.full_like(leaf_at(whole, path), value)
+    made_up = replaced(whole, path, value)
+    given = pack_state(made_up, optimizer.param_groups, optimizer.updates) if packed else made_up
+    before = saved(whole)
+    with pytest.raises(ValueError, match="the saved state"):
+        optimizer.load_state_dict(given)
+    assert saved(optimizer.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(place, value) for place in ("updates", "lr") for value in (True, -5, math.nan, "x")] + [("updates", 2**80)],
+)
+@pytest.mark.parametrize("kind", ["hift", "sft"])
+def test_a_placeholder_with_a_hostile_value_is_refused(kind: str, place: str, value: Any) -> None:
+    optimizer = trained(kind, 2)
+    optimizer.use_sidecar()
+    honest = optimizer.state_dict()
+    path = ["param_groups", 0, "lr"] if place == "lr" else ["state", 0, f"{kind}_updates"]
+    before = saved(optimizer.state_dict())
+    with pytest.raises(ValueError, match="the saved state is damaged"):
+        optimizer.load_state_dict(replaced(honest, path, value))
+    assert saved(optimizer.state_dict()) == before
 
 
 TENSORS = {

@@ -16,7 +16,15 @@ from torch import nn
 
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layout import Layout
-from slivertune.core.saved_state import is_initialising_step, pack_state, refuse_damage, unpack_state
+from slivertune.core.saved_state import (
+    StateMismatchError,
+    is_count,
+    is_initialising_step,
+    pack_state,
+    refuse_damage,
+    unpack_state,
+)
+from slivertune.core.saved_values import check_hyperparameters
 from slivertune.core.sealed_state import SealedState
 
 IDLE_STEPS = 20
@@ -269,11 +277,12 @@ class CheckpointedSliver(Sliver):
         self._packs_next = False
         unpacked = unpack_state(state_dict)
         whole = state_dict if unpacked is None else unpacked
-        updates = self._updates_in_placeholder(whole)
-        if updates is None:
-            with refuse_damage("the given state"):
+        with refuse_damage("the given state"):
+            updates = self._updates_in_placeholder(whole)
+            if updates is None:
                 self.load_whole_state(whole)
-            return
+                return
+            check_hyperparameters(whole["param_groups"], self.param_groups)
         load_hyperparameters(self.param_groups, whole["param_groups"])
         # Nothing belongs to one without updates, such as that which accelerate's wrapper loads when it is made.
         self._awaited = updates or None
@@ -303,8 +312,14 @@ class CheckpointedSliver(Sliver):
         if self.method in state_dict:
             return None
         key = f"{self.method}_updates"
-        counts = [state[key] for state in state_dict.get("state", {}).values() if key in state]
-        return int(counts[0]) if counts else None
+        found = [state[key] for state in state_dict.get("state", {}).values() if key in state]
+        counts: list[Any] = [
+            each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in found
+        ]
+        for each in counts:
+            if not is_count(each):
+                raise StateMismatchError(f"the saved state is damaged: {key}={str(each)[:60]}; use another checkpoint")
+        return counts[0] if counts else None
 
     def _check_awaited(self) -> None:
         """Refuse to go on from a placeholder alone.
