@@ -18,6 +18,9 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *((name, True) for name in ("--hub_token", "--hub-token", "token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")),
         *((name, True) for name in ("MY_PASSWORD", "api_key", "CLEARML_API_SECRET_KEY", "push_to_hub_token")),
+        *((name, True) for name in ("accessToken", "Authorization", "GH_PAT", "PGPASSWORD", "MYSQL_PWD", "api-keys")),
+        *((name, True) for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_KEY", "private_key")),
+        *((name, False) for name in ("PWD", "OLDPWD", "author", "sort_key", "bytes_per_token_pattern")),
         *(
             (name, False)
             for name in ("--token_ratio", "--sample_tokens", "--token_tile_size", "--token_pattern", "key")
@@ -41,6 +44,14 @@ def test_a_secret_is_told_by_its_name(name: str, found: bool) -> None:
         ("s3://host/a?X-Amz-Signature=abc&x=1", f"s3://host/a?X-Amz-Signature={MASK}&x=1"),
         ('{"api_key": "abc", "eos_token": "x"}', f'{{"api_key": "{MASK}", "eos_token": "x"}}'),
         (f"a hf_{'x' * 34}.", f"a {MASK}."),
+        (f"a ghp_{'x' * 36} and sk-{'x' * 24}", f"a {MASK} and {MASK}"),
+        ("--wandb-api-key abc --seed 3", f"--wandb-api-key {MASK} --seed 3"),
+        ("HF_TOKEN=abc WANDB_API_KEY='a c' slivertune", f"HF_TOKEN={MASK} WANDB_API_KEY={MASK} slivertune"),
+        ("https://host/a?auth=abc#x", f"https://host/a?auth={MASK}#x"),
+        ('{"accessToken":"abc"}', f'{{"accessToken":"{MASK}"}}'),
+        ("Authorization: Bearer abc", f"Authorization: Bearer {MASK}"),
+        ("a run sk-learn-with-a-very-long-name", "a run sk-learn-with-a-very-long-name"),
+        ("eos_token='</s>' pad_token=0", "eos_token='</s>' pad_token=0"),
         (
             "--token_ratio 0.3 --sample_tokens 4 me@host a/hf_model",
             "--token_ratio 0.3 --sample_tokens 4 me@host a/hf_model",
@@ -62,6 +73,12 @@ def test_in_lists_and_mappings_the_name_before_a_value_tells() -> None:
         "steps": 3,
         "token": None,
     }
+    nested = {"api_key": {"value": "s", "tries": 3}, "accessToken": ["s", ("t",)], "bytes_per_token": 4.5}
+    assert masked(nested) == {
+        "api_key": {"value": MASK, "tries": 3},
+        "accessToken": [MASK, (MASK,)],
+        "bytes_per_token": 4.5,
+    }
     assert masked("".join(shlex.join(masked(words)))) == shlex.join(masked(words))
 
 
@@ -69,8 +86,9 @@ def test_what_was_learned_is_masked_wherever_it_stands(monkeypatch: pytest.Monke
     monkeypatch.setenv("SOME_API_KEY", "of the environment")
     monkeypatch.setenv("OTHER_TOKEN", "true")
     learn(["--hub_token", "first one", "--api-key=second"], {"hub_token": "third one", "more": {"password": "fourth"}})
-    text = "true: first one, second, third one, fourth, of the environment"
-    assert masked(text) == f"true: {', '.join([MASK] * 5)}"
+    learn(["--rows", "lora:--method lora --hub_token of-a-row"], {"comet": [{"api_key": ["in a list"]}]})
+    text = "true: first one, second, third one, fourth, of the environment, of-a-row, in a list"
+    assert masked(text) == f"true: {', '.join([MASK] * 7)}"
 
 
 def test_a_secret_is_itself_to_who_reads_it_and_the_mask_in_a_pickle_and_a_repr() -> None:

@@ -16,20 +16,28 @@ MASK = "<hidden>"
 
 _Value = TypeVar("_Value")
 
-_NAME = r"(?:token|secret|passw(?:or)?d|passphrase|(?:api|access|secret)_?key)"
-_IS_SECRET = re.compile(rf"(?:^|_){_NAME}$", re.IGNORECASE)
-_OF_TOKENIZER = r"(?:pad|eos|bos|mask|unk|sep|cls|image)_token"
-_IN_TEXT = (
-    (
-        re.compile(rf"(--(?:[\w-]*[_-])?{_NAME}(?:\s+|=))(?!'?{MASK})('[^']*'|\"[^\"]*\"|[^\s'\"-]\S*)", re.I),
-        rf"\1{MASK}",
-    ),
-    (re.compile(r"(\w://)[^/\s'\"]+@"), rf"\1{MASK}@"),
-    (re.compile(rf"([?&](?:[\w-]*[_-])?(?:{_NAME}|sig|signature|key)=)[^&\s'\"#]+", re.IGNORECASE), rf"\1{MASK}"),
-    (re.compile(rf"([\"'](?!{_OF_TOKENIZER})(?:[\w-]*[_-])?{_NAME}[\"']\s*:\s*[\"'])[^\"']+", re.I), rf"\1{MASK}"),
-    (re.compile(r"\bhf_[A-Za-z0-9]{30,}\b"), MASK),
+_NAME = (
+    r"(?:token|secret|(?:pg)?passw(?:or)?d|passphrase|pwd|credentials?|auth|authorization|pat|connection[_-]?string|"
+    r"(?:api|access|account|auth|encryption|private|secret|session|signing|ssh|storage)[_-]?keys?)"
 )
-"""An option, a URL's user and parameter, a key in JSON, a token of the hub: what is replaced in any text, by what."""
+_PREFIX = r"(?:[\w-]*[_-]|(?-i:\w*[a-z](?=[A-Z])))?"
+_WHOLE_NAME = _PREFIX + _NAME
+_IS_SECRET = re.compile(rf"(?:^|_){_NAME}$", re.IGNORECASE)
+_OF_SHELLS = frozenset(("PWD", "OLDPWD"))
+"""Folders, in spite of their names."""
+_OF_TOKENIZER = r"(?:pad|eos|bos|mask|unk|sep|cls|image)_token"
+_VALUE = rf"(?!'?{MASK})('[^']*'|\"[^\"]*\"|[^\s'\"-]\S*)"
+_IN_TEXT = (
+    (re.compile(rf"(--{_WHOLE_NAME}(?:\s+|=)){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"(\w://)[^/\s'\"]+@"), rf"\1{MASK}@"),
+    (re.compile(rf"([?&]{_PREFIX}(?:{_NAME}|sig|signature|key)=)[^&\s'\"#]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"(?<![\w?&-])((?!{_OF_TOKENIZER}){_WHOLE_NAME}=){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(rf"([\"'](?!{_OF_TOKENIZER}){_WHOLE_NAME}[\"']\s*:\s*[\"'])[^\"']+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"(\bauthorization:\s*(?:\w+\s+)?+)[^\s'\"<]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"\b(?:hf_[A-Za-z0-9]{30,}|gh[opsu]_[A-Za-z0-9]{36,}|github_pat_\w{36,}|sk-[A-Za-z0-9]{20,})\b"), MASK),
+)
+"""An option, a URL's user and parameter, an assignment as of a shell, a key in JSON, a header, the tokens of services:
+what is replaced in any text, by what."""
 _FEWEST_LETTERS = 6
 """Letters of a secret that is looked for in texts; a shorter one would hide common words."""
 _FEWEST_OF_ENVIRONMENT = 12
@@ -61,7 +69,9 @@ def is_secret(name: str) -> bool:
     Args:
         name: With hyphens or underscores.
     """
-    plain = name.strip("-").replace("-", "_")
+    plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip("-").replace("-", "_"))
+    if plain in _OF_SHELLS:
+        return False
     return _IS_SECRET.search(plain) is not None and re.fullmatch(_OF_TOKENIZER, plain) is None
 
 
@@ -74,9 +84,8 @@ def learn(words: Sequence[str] = (), values: Mapping[str, Any] | None = None) ->
     """
     variables = (value for name, value in os.environ.items() if is_secret(name))
     _known.update(value for value in variables if len(value) >= _FEWEST_OF_ENVIRONMENT)
-    of_words = [word for before, word in itertools.pairwise(words) if _is_option(before)]
-    of_words += [word.partition("=")[2] for word in words if "=" in word and _is_option(word.partition("=")[0])]
-    _known.update(word for word in (*of_words, *_secrets_in(values or {})) if len(word) >= _FEWEST_LETTERS)
+    found = [*_secrets_of(words), *_secrets_in(values or {})]
+    _known.update(word for word in found if len(word) >= _FEWEST_LETTERS)
 
 
 def masked(value: _Value) -> _Value:
@@ -92,9 +101,7 @@ def masked(value: _Value) -> _Value:
     if isinstance(value, str):
         result = _masked_text(value)
     elif isinstance(value, Mapping):
-        result = {
-            key: MASK if is_secret(str(key)) and isinstance(each, str) else masked(each) for key, each in value.items()
-        }
+        result = {key: _hidden(each) if is_secret(str(key)) else masked(each) for key, each in value.items()}
     elif isinstance(value, list | tuple):
         before = (None, *value)
         result = type(value)(
@@ -113,10 +120,31 @@ def _masked_text(text: str) -> str:
     return text
 
 
+def _hidden(value: Any) -> Any:
+    """Put the mask in place of every text in a value; numbers, as of bytes per token, are no secrets."""
+    if isinstance(value, Mapping):
+        return {key: _hidden(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_hidden, value))
+    return MASK if isinstance(value, str | bytes) else value
+
+
 def _is_option(word: str) -> bool:
     return word.startswith("--") and "=" not in word and is_secret(word)
 
 
-def _secrets_in(values: Mapping[Any, Any]) -> list[str]:
-    found = [value for name, value in values.items() if isinstance(value, str) and is_secret(str(name))]
-    return found + [each for value in values.values() if isinstance(value, Mapping) for each in _secrets_in(value)]
+def _secrets_of(words: Sequence[str]) -> list[str]:
+    """The values of options of a command line; a word of it may hold a command line of its own."""
+    found = [word for before, word in itertools.pairwise(words) if _is_option(before)]
+    found += [word.partition("=")[2] for word in words if "=" in word and _is_option(word.partition("=")[0])]
+    return found + [each for word in words if " --" in word for each in _secrets_of(word.split())]
+
+
+def _secrets_in(value: Any, *, are_secret: bool = False) -> list[str]:
+    """The texts that stand under the name of a secret, however deep."""
+    if isinstance(value, Mapping):
+        nested = ((each, are_secret or is_secret(str(name))) for name, each in value.items())
+        return [found for each, is_one in nested for found in _secrets_in(each, are_secret=is_one)]
+    if isinstance(value, list | tuple):
+        return [found for each in value for found in _secrets_in(each, are_secret=are_secret)]
+    return [value] if are_secret and isinstance(value, str) else []
