@@ -406,6 +406,7 @@ def test_a_grad_scaler_a_sparse_gradient_and_wrong_settings_are_refused() -> Non
         ({"gradients": "host", "state": "device"}, 'state="device" does not move'),
         ({"gradients": "stepped", "max_grad_norm": 1.0}, r'use gradients="host"'),
         ({"max_grad_norm": 0}, "max_grad_norm=0 must be a number over 0"),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1' must be a number"),
         ({"gradients": "disk"}, "gradients='disk' must be one of"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -1,5 +1,6 @@
 """Checks of settings, for `__post_init__` of a configuration."""
 
+from numbers import Real
 from typing import Literal
 
 from slivertune.core.removed_settings import say_removed_value
@@ -21,6 +22,20 @@ def check_integer(name: str, value: object, minimum: int | None = None) -> None:
         raise ValueError(f"{name}={value!r} must be an integer")
     if minimum is not None and value < minimum:
         raise ValueError(f"{name}={value} must be at least {minimum}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuse a setting that is no number.
+
+    Args:
+        name: The setting, in the error.
+        value: What was given; True and False are no numbers.
+
+    Raises:
+        ValueError: Naming the setting, its value and the rule.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name}={value!r} must be a number")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

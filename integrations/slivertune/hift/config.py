@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from slivertune.core.removed_settings import refuse_removed
-from slivertune.core.setting_checks import check_bytes_or_auto, check_choice, check_integer
+from slivertune.core.setting_checks import check_bytes_or_auto, check_choice, check_integer, check_number
 from slivertune.hift.block_codes import WaitingForm
 
 Order = Literal["bottom2up", "top2down", "random"]
@@ -173,7 +173,8 @@ class HiFTConfig:
             )
         if self.max_grad_norm is None:
             return
-        if isinstance(self.max_grad_norm, bool) or not self.max_grad_norm > 0:
+        check_number("max_grad_norm", self.max_grad_norm)
+        if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm!r} must be a number over 0, or None for no clipping")
         if self.gradients == "stepped":
             raise ValueError(

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
-from slivertune.core.setting_checks import check_choice, check_integer
+from slivertune.core.setting_checks import check_choice, check_integer, check_number
 
 SelectionCriterion = Literal["accumulated_gradient", "momentum"]
 Form = Literal["auto", "optimizer", "layer"]
@@ -82,6 +83,10 @@ class SFTConfig:
         for name in ("num_weights", "equivalent_lora_rank", "reselection_interval"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
+        check_number("replacement_rate", self.replacement_rate)
+        for name in ("density", "max_grad_norm"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
         for is_broken, text in self._rules():
             if is_broken:
                 raise ValueError(text)
@@ -152,10 +157,14 @@ def checked_options(
         ValueError: If one is out of range, or belongs to the other rule.
     """
     by_sm3 = config.selection == "momentum"
+    numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    for name, value in (numbers if eps is None else numbers | {"eps": eps}).items():
+        if not isinstance(value, torch.Tensor):
+            check_number(name, value)
     rules = (
         (0 <= float(lr) < math.inf, f"lr={lr} must be a finite number of at least 0"),
-        (weight_decay >= 0, f"weight_decay={weight_decay} must be at least 0"),
-        (eps is None or eps >= 0, f"eps={eps} must be at least 0"),
+        (0 <= weight_decay < math.inf, f"weight_decay={weight_decay} must be a finite number of at least 0"),
+        (eps is None or 0 <= eps < math.inf, f"eps={eps} must be a finite number of at least 0"),
         (0 <= momentum < 1, f"momentum={momentum} must be in [0, 1)"),
         (
             not (by_sm3 and betas is not None),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+from slivertune.core.setting_checks import check_integer, check_number
+
 if TYPE_CHECKING:
     from slivertune.tokentune.hook import TokenTuneHandle
 
@@ -55,18 +57,24 @@ class TokenTune:
 
     def __post_init__(self) -> None:
         ratio, num_tokens, always = self.ratio, self.num_tokens, self.always
+        if ratio is not None:
+            check_number("ratio", ratio)
+        if num_tokens is not None:
+            check_integer("num_tokens", num_tokens, 1)
+        check_integer("chunk_size", self.chunk_size, 1)
+        check_integer("seed", self.seed)
+        for position in always or ():
+            check_integer("a position of always", position)
         rules = (
             (
                 (ratio is None) != (num_tokens is None),
                 f"ratio={ratio} and num_tokens={num_tokens}: give exactly one of them, such as ratio=0.3",
             ),
             (ratio is None or 0 < ratio <= 1, f"ratio={ratio} must be in (0, 1]; 0.3 keeps 30 % of the tokens"),
-            (num_tokens is None or num_tokens >= 1, f"num_tokens={num_tokens} must be at least 1"),
             (
                 self.pattern is None or self.pattern in _PATTERNS,
                 f"pattern={self.pattern!r} must be one of {', '.join(_PATTERNS)}, or None",
             ),
-            (self.chunk_size >= 1, f"chunk_size={self.chunk_size} must be at least 1 position"),
             (
                 always is None or len(set(always)) == len(always),
                 f"always={always} names a position twice; leave it out once",
