@@ -217,6 +217,11 @@ WAYS: dict[str, Callable[[Own, torch.Tensor], torch.Tensor]] = {
     "a part": each_block(lambda block, hidden: hidden + reentrant(block.inner, block.norm(hidden).detach())),
     "several at once": lambda model, hidden: reentrant(nn.Sequential(*model.blocks), hidden),
     "a sequence": lambda model, hidden: checkpoint_sequential(model.blocks, 2, hidden, use_reentrant=True),
+    "a method of a linear layer": each_block(lambda block, hidden: hidden + reentrant(block.inner.forward, hidden)),
+    "a function of the weight": each_block(lambda block, hidden: reentrant(lambda x: x @ block.inner.weight, hidden)),
+    "a function of a list": each_block(
+        lambda block, hidden: reentrant(lambda x: torch.cat([x, block.inner.weight[None]], 1)[:, :6], hidden)
+    ),
     "one in another": each_block(lambda block, hidden: reentrant(lambda given: reentrant(block, given), hidden)),
 }
 

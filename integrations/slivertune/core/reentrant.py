@@ -8,13 +8,14 @@ checkpoint is refused where trained modules run inside of one that is not record
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
-from torch.utils.hooks import RemovableHandle
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slivertune.core.checkpointed_blocks import CheckpointedBlocksHandle
@@ -133,12 +134,13 @@ class _PositionalCall:
 class RecordingCheck:
     """Refuses a training forward in which a module runs inside of a checkpoint that torch does not record.
 
-    It hooks the modules that it is told to watch for one forward. Compiled modules are not watched, since a hook would
+    For one forward it hooks the modules that it is told to watch. It also looks for their parameters in calls of
+    torch's functions, since a checkpointed method may call no module. Compiled modules are not watched: a hook would
     become part of their graph.
     """
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
+        self._watching = ExitStack()
 
     def begin(self, model: nn.Module, modules: Mapping[nn.Module, str]) -> None:
         """Watch modules until `end`.
@@ -151,12 +153,37 @@ class RecordingCheck:
         if not modules or any(runs_compiled(each) or compiled_call_of(each) is not None for each in model.modules()):
             return
         for module, name in modules.items():
-            self._handles.append(module.register_forward_pre_hook(ModuleHook(_checks_recording(name))))
+            hook = ModuleHook(_checks_recording(name))
+            self._watching.callback(module.register_forward_pre_hook(hook).remove)
+        # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
+        owned = ((each, name) for module, name in modules.items() for each in dict.values(module._parameters))
+        trained = {id(each): name for each, name in owned if each is not None and each.requires_grad}
+        self._watching.enter_context(_ParameterUses(trained))
 
     def end(self) -> None:
         """Take the hooks off."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._watching.close()
+
+
+class _ParameterUses(TorchFunctionMode):
+    """Checks each call of torch that is given a watched parameter while gradients are disabled.
+
+    Args:
+        names: Of the parameters, by identity.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, after the check; what is read of a tensor without computing (`dtype`) is no use of it."""
+        if not torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
+            for given in (*args, *(kwargs or {}).values()):
+                for each in given if isinstance(given, (list, tuple)) else (given,):
+                    if id(each) in self._names:
+                        check_recorded(self._names[id(each)])
+        return func(*args, **(kwargs or {}))
 
 
 def check_recorded(name: str) -> None:

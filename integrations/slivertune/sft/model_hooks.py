@@ -106,7 +106,7 @@ class ModelHooks:
         self._versions = [version_of(delta) for delta in deltas]
         self._handles += [
             self._model.register_forward_pre_hook(ModuleHook(self._before_forward)),
-            self._model.register_forward_hook(ModuleHook(self._after_forward)),
+            self._model.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
         ]
         watch_steps(self)
 
