@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune import SFT
+from slivertune import SFT, SFTConfig
 from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, twin, weights
 from tests.helpers.tolerance import assert_sums_close, sum_limit
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
@@ -120,6 +120,40 @@ def test_a_loss_scaler_is_undone_before_anything_is_estimated() -> None:
         scaler.update()
         scaled.zero_grad()
         assert_same_tree(plain.state_dict(), scaled.state_dict())
+
+
+class Skipping(nn.Module):
+    """Leaves its only target out where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below, self.target = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor, *, skips: bool) -> torch.Tensor:
+        hidden = self.below(hidden)
+        loss: torch.Tensor = (hidden if skips else self.target(hidden)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("lr", [1e-2, 0.0])
+def test_a_loss_scaler_passes_over_backwards_that_reach_no_target(lr: float) -> None:
+    """Each update has two micro-batches; the second update reaches nothing, the others by one or by both."""
+    runs = []
+    for is_scaled in (False, True):
+        model = Skipping()
+        optimizer = SFT(model, config=SFTConfig(density=0.5, targets=["target"]), lr=lr, total_steps=9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000, enabled=is_scaled)
+        for skips in ((False, True), (True, True), (True, False), (False, False)):
+            for each in skips:
+                rows = torch.ones(2, 8)
+                scaler.scale(model(rows, skips=each) / 2).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert optimizer.updates == 3
+        runs.append(optimizer.state_dict())
+    assert_same_tree(*runs)
 
 
 def test_an_overflow_skips_the_update_and_leaves_no_trace() -> None:

@@ -34,6 +34,8 @@ class DeltaParameters(nn.Module):
         self.witness = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
         self.serial = 0
         """The number of the running update."""
+        self._idle: torch.Tensor | None = None
+        """The zero that `give_zero` has given last."""
 
     def begin(self) -> int:
         """Note that a gradient arrives.
@@ -42,16 +44,22 @@ class DeltaParameters(nn.Module):
             The number of the update that it belongs to: a new one when the last one's gradients are gone, by `step` or
             because the training loop dropped them.
         """
-        if self.witness.grad is None:
+        if self.witness.grad is None or self.witness.grad is self._idle:
             self.witness.grad = torch.full_like(self.witness, _WITNESS_GRADIENT)
             self.serial += 1
         return self.serial
 
+    def give_zero(self) -> None:
+        """Give a GradScaler, which fails where no gradient is, a zero. No update begins."""
+        if self.witness.grad is None:
+            self.witness.grad = self._idle = torch.zeros_like(self.witness)
+
     def scale(self) -> torch.Tensor:
         """What all gradients were multiplied by since they arrived (clipping, unscaling); fp32, no dimensions."""
-        if self.witness.grad is None:
+        gradient = self.witness.grad
+        if gradient is None or gradient is self._idle:
             return torch.ones_like(self.witness)
-        return self.witness.grad / _WITNESS_GRADIENT
+        return gradient / _WITNESS_GRADIENT
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass
@@ -61,6 +69,8 @@ class DeltaParameters(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DeltaParameters:
         for parameter in self.parameters():
+            if parameter.grad is self._idle:
+                parameter.grad = None
             device = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).device
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:

@@ -19,7 +19,7 @@ from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
 from slivertune.core.parameters import held_parameters, settle_requires_grad
 from slivertune.core.reentrant import RecordingCheck, ReentrantBlocks
-from slivertune.core.torch_internals import version_of
+from slivertune.core.torch_internals import at_end_of_backward, version_of
 from slivertune.deltas.names import name_before
 from slivertune.sft.config import PhiGradient
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME, DeltaParameters
@@ -219,12 +219,19 @@ class ModelHooks:
             return
         tensors = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]
         followed = [leaf for leaf in tensors if leaf.requires_grad]
-        for leaf in followed:
-            leaf.register_hook(lambda gradient: settle_requires_grad(self._required.values()))
         if not followed and module.training:
-            for leaf in tensors:
-                if leaf.is_leaf and not leaf.is_inference() and not isinstance(leaf, nn.Parameter):
-                    leaf.requires_grad_(True)
+            ends = (each for each in tensors if each.is_leaf and not each.is_inference())
+            followed = [each.requires_grad_(True) for each in ends if not isinstance(each, nn.Parameter)]
+        for leaf in followed:
+            leaf.register_hook(lambda gradient: self._begin_backward())
+
+    def _begin_backward(self) -> None:
+        settle_requires_grad(self._required.values())
+        at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self.is_on and all(weight.phi.grad is None for weight in self._weights):
+            self._delta_parameters.give_zero()
 
     def refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse the step of another optimizer that holds what SFT trains.

@@ -260,14 +260,14 @@ class SFT(CheckpointedSliver):
         self._check_param_groups()
         self._gradient_sync.communicator.check()
         self._check_awaited()
-        if closure is None and self._is_initialising():
+        if closure is None and self._has_gradient() and self._is_initialising():
             return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._hooks.note_gradients()
-        if all(weight.phi.grad is None for weight in self._weights):
+        if not self._has_gradient():
             self._note_idle_step()
             return loss
         self._num_idle_steps = 0
@@ -290,6 +290,9 @@ class SFT(CheckpointedSliver):
             self._gradient_sync.communicator.compare(self._updates, self.positions())
         self._reselection.open_phases(self._updates)
         return loss
+
+    def _has_gradient(self) -> bool:
+        return any(weight.phi.grad is not None for weight in self._weights)
 
     def _note_idle_step(self) -> None:
         self._num_idle_steps += 1
