@@ -12,7 +12,7 @@ from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.arguments import PlanArguments, Sweep, parse_plan_arguments
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import all_candidates
-from slivertune.planning.cards import Card, card_here, card_named, find_card
+from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, Card, card_here, card_named, find_card
 from slivertune.planning.compare import Comparison, Question, compare, in_order
 from slivertune.planning.comparison_plot import comparison_figure
 from slivertune.planning.comparison_report import describe_row, print_comparison
@@ -74,6 +74,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
         card = card_here() if arguments.gpu is None else card_named(arguments.gpu)
         if arguments.fits_card or arguments.chooses_layers or arguments.compare or arguments.num_tokens is not None:
             card = find_card(arguments.gpu)
+        _check_card_is_asked(arguments, card)
         limits = _limits(arguments, card, given.get("num_gpus", 1))
         tell = line_printer(console)
         if arguments.compare:
@@ -108,6 +109,14 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
             time=time,
             num_tokens=arguments.all_tokens,
         )
+
+
+def _check_card_is_asked(arguments: PlanArguments, card: Card | None) -> None:
+    """Refuse what only decides times, where no card is known to time."""
+    for name, default in (("efficiency", EFFICIENCY), ("disk_bandwidth", DISK_BANDWIDTH)):
+        value = getattr(arguments, name)
+        if card is None and value != default:
+            raise ValueError(f"--{name} {value:g} is read with a card alone. Name one with --gpu, or leave it out")
 
 
 def _limits(arguments: PlanArguments, card: Card | None, num_gpus: int) -> Limits | None:

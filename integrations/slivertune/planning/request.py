@@ -424,6 +424,13 @@ class PlanRequest:
     def _clashes_with_task(self) -> tuple[tuple[object, str], ...]:
         return (
             (
+                self.num_labels != 2 and self.task != "classification",
+                (
+                    f"num_labels={self.num_labels} with task={self.task!r}, which has no classes; take "
+                    "task='classification', or leave it out"
+                ),
+            ),
+            (
                 self.images and self.task != "image_text",
                 f"images={self.images} with task={self.task!r}, which has none; take task='image_text', or images=0",
             ),
