@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 import slivertune
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT, HiFTConfig, TokenTune
 from tests.helpers.models import (
     assert_same_bits,
     assert_same_tree,
@@ -63,7 +63,7 @@ def _adapter_for_inference(folder: Path) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
-@pytest.mark.parametrize("built", ["HiFT", "HiFT.wrap", "attach"])
+@pytest.mark.parametrize("built", ["HiFT", "HiFT.wrap", "attach", "attach TokenTune"])
 @pytest.mark.parametrize("make", [_adapter_for_inference, lambda _: tiny_llama().requires_grad_(False)])
 def test_a_model_of_which_nothing_trains_is_told_so(make: Callable[[Path], Any], built: str, tmp_path: Path) -> None:
     model = make(tmp_path)
@@ -71,6 +71,7 @@ def test_a_model_of_which_nothing_trains_is_told_so(make: Callable[[Path], Any],
         "HiFT": lambda: HiFT(model, torch.optim.AdamW, lr=1e-3),
         "HiFT.wrap": lambda: HiFT.wrap(torch.optim.AdamW([{"params": []}], lr=1e-3), model),
         "attach": lambda: slivertune.attach(make_trainer(tmp_path, model=model), HiFTConfig()),
+        "attach TokenTune": lambda: slivertune.attach(make_trainer(tmp_path, model=model), TokenTune(ratio=0.5)),
     }[built]
     with pytest.raises(ValueError, match=r"no parameter of the model requires a gradient\. .* is_trainable=True"):
         build()

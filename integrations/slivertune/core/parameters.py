@@ -31,6 +31,13 @@ def num_elements(parameter: torch.Tensor) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
+NOTHING_TRAINS = (
+    "no parameter of the model requires a gradient. Set requires_grad on what is to train, or load an adapter with "
+    "is_trainable=True"
+)
+"""The error of every method where a model has nothing to train."""
+
+
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Each module's own parameters, those of a module before those of its children.
 

@@ -10,6 +10,7 @@ import torch
 
 from slivertune.core.hyperparameters import own_copy
 from slivertune.core.layers import Layer
+from slivertune.core.parameters import NOTHING_TRAINS
 from slivertune.core.sliver import IDLE_STEPS
 from slivertune.core.typed_command import setting_name
 from slivertune.hift.config import Order
@@ -45,10 +46,7 @@ def cut_groups(layers: Sequence[Layer], layers_per_group: int, trainable: frozen
     """
     training = [layer for layer in layers if not trainable.isdisjoint(layer.parameter_names)]
     if not training:
-        raise ValueError(
-            "no parameter of the model requires a gradient. Set requires_grad on what is to train, or load an adapter "
-            "with is_trainable=True"
-        )
+        raise ValueError(NOTHING_TRAINS)
     if layers_per_group > len(training):
         raise ValueError(
             f"layers_per_group={layers_per_group} must be in [1, {len(training)}], the layers that train; "

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from transformers import Trainer
 
+from slivertune.core.parameters import NOTHING_TRAINS
+from slivertune.core.reentrant import is_trainable
 from slivertune.tokentune import TokenTune, TokenTuneHandle
 from slivertune.tokentune.head import find_head_kind
 from slivertune.tokentune.hook import find_model
@@ -48,8 +50,10 @@ def attach_tokens(trainer: Trainer, tune: TokenTune, model: Any) -> TokenTuneHan
 
     Raises:
         RuntimeError: If the model is hooked already.
-        ValueError: If the Trainer's loss needs all tokens, or the model can't be hooked.
+        ValueError: If nothing trains, if the Trainer's loss needs all tokens, or if the model can't be hooked.
     """
+    if not is_trainable(model):
+        raise ValueError(NOTHING_TRAINS)
     trl_kind = _trl_kind(trainer)
     _check_loss(trainer, trl_kind, by_token=find_head_kind(find_model(model)) in ("causal", "token"))
     handle = tune.attach(model)
