@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slivertune.core.saved_state import StateMismatchError, is_count
-from slivertune.core.saved_values import check_hyperparameters, is_finite, is_rate, is_same, is_step
+from slivertune.core.saved_values import check_hyperparameters, fits_sign, is_finite, is_rate, is_same, is_step
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,22 @@ def test_one_nan_in_a_tensor_is_found_wherever_it_lies(dtype: torch.dtype) -> No
     assert is_finite({"a": [tensor.to(dtype).t(), torch.zeros(0), torch.ones(3, dtype=torch.int8), "word", None]})
     tensor[3, 1] = math.nan
     assert not is_finite({"a": [tensor.to(dtype).t()]})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fits"),
+    [
+        ("exp_avg_sq", torch.tensor([0.0, 1.0]), True),
+        ("exp_avg_sq", torch.tensor([0.0, -1e-9]), False),
+        ("rows", -torch.ones(3, dtype=torch.bfloat16), False),
+        ("row_var", torch.zeros(0), True),
+        ("exp_avg", -torch.ones(3), True),
+        ("variance", None, True),
+        ("exp_avg_sq", -torch.ones(3, dtype=torch.int32), True),
+    ],
+)
+def test_squares_are_not_negative(key: str, value: Any, fits: bool) -> None:
+    assert fits_sign(key, value) == fits
 
 
 @pytest.mark.parametrize(

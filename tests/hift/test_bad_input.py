@@ -264,6 +264,19 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "members of a parameter group lost": (lambda saved: saved["param_groups"][0].pop("params"), "params"),
     "no count of updates": (lambda saved: saved["hift"].update(updates=None), "updates"),
     "the count of updates lost": (lambda saved: saved["hift"].pop("updates"), "updates"),
+    "moment without a value": (lambda saved: saved["state"][NAME].update(exp_avg=None), f"exp_avg.*{re.escape(NAME)}"),
+    "negative squares": (
+        lambda saved: saved["state"][NAME]["exp_avg_sq"][0].fill_(-1.0),
+        f"exp_avg_sq.*{re.escape(NAME)} has negative values",
+    ),
+    "a negative beta": (lambda saved: saved["param_groups"][0].update(betas=(-5.0, 0.999)), "AdamW.*beta"),
+    "no betas": (lambda saved: saved["param_groups"][0].update(betas=None), "AdamW does not take the hyperparameters"),
+    "a negative epsilon": (lambda saved: saved["param_groups"][0].update(eps=-5.0), "AdamW.*epsilon"),
+    "a decay without a value": (
+        lambda saved: saved["param_groups"][0].update(weight_decay=None),
+        "AdamW does not take",
+    ),
+    "a rate without a value": (lambda saved: saved["param_groups"][0].update(lr=None), "AdamW does not take"),
     "held learning rates of other parameter groups": (
         lambda saved: saved["hift"].update(held_lr=[1e-3, 1e-3]),
         "held_lr",

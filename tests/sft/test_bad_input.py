@@ -84,6 +84,17 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an unknown version": (lambda state: state["sft"].update(version=99), "version 99, this library reads 1"),
     "another selection": (lambda state: state["sft"].update(selection="momentum"), "selected by 'momentum'"),
     "a broken count": (lambda state: state["sft"].update(updates=-3), "damaged: updates=-3"),
+    "negative squares": (
+        changed("exp_avg_sq", lambda value: -1 - value),
+        "damaged: 'exp_avg_sq' of .* negative values",
+    ),
+    "a negative beta": (
+        lambda state: state["param_groups"][0].update(betas=(-5.0, 0.99)),
+        r"damaged: betas=\(-5\.0, 0\.99\) must be in",
+    ),
+    "a negative epsilon": (lambda state: state["param_groups"][0].update(eps=-5.0), "damaged: eps=-5.0 must be"),
+    "a rate without a value": (lambda state: state["param_groups"][0].update(lr=None), "damaged: lr=None must be"),
+    "a decay without a value": (lambda state: state["param_groups"][0].update(weight_decay=None), "weight_decay=None"),
     "a lost tensor": (lambda state: state["state"].pop(STATE), "it lacks .*up_proj"),
     "a foreign tensor": (lambda state: state["state"].update(other={}), "does not train .'other'"),
     "lost moments": (lacks("exp_avg"), "lacks 'exp_avg'"),

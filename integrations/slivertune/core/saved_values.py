@@ -74,6 +74,41 @@ def check_finite(where: str, value: Any) -> None:
         raise StateMismatchError(f"the saved state is damaged: {where} holds NaN or infinity. Use another checkpoint")
 
 
+_NEVER_NEGATIVE = frozenset(
+    (
+        *("acc_delta", "col_var", "columns", "exp_avg_sq", "exp_avg_sq_col", "exp_avg_sq_row", "exp_inf"),
+        *("max_exp_avg_sq", "row_var", "rows", "square_avg", "step_size", "sum_of_squares", "variance"),
+    )
+)
+"""Names of state that optimizers make of squares and magnitudes, and take roots of."""
+
+
+def fits_sign(key: str, value: Any) -> bool:
+    """Whether a value is not negative where an optimizer keeps squares or magnitudes; reads a tensor once.
+
+    Args:
+        key: Its name in the state.
+        value: Of any type.
+    """
+    is_read = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() and value.itemsize > 1
+    return key not in _NEVER_NEGATIVE or not is_read or is_without_data() or bool(value.min() >= 0)
+
+
+def check_sign(where: str, key: str, value: Any) -> None:
+    """Refuse negative values where an optimizer keeps squares or magnitudes.
+
+    Args:
+        where: What the error calls the value.
+        key: Its name in the state.
+        value: Of any type.
+
+    Raises:
+        StateMismatchError: Naming the value.
+    """
+    if not fits_sign(key, value):
+        raise StateMismatchError(f"the saved state is damaged: {where} has negative values. Use another checkpoint")
+
+
 def check_hyperparameters(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
     """Refuse hyperparameters that can't be those of an optimizer.
 

@@ -124,6 +124,25 @@ class BaseOptimizer:
             slicing=_slicing(sample, elementwise),
         )
 
+    def refusal_of(self, hyperparameters: Mapping[str, Any]) -> str | None:
+        """Build an instance over one dummy weight, and return the constructor's error; None if there is none.
+
+        Args:
+            hyperparameters: Of a param group. A rate is taken where it is None alone, since classes that find theirs by
+                themselves write it into the group and refuse it in the constructor.
+        """
+        names = inspect.signature(self.optimizer_class).parameters
+        given = {name: value for name, value in hyperparameters.items() if name in names and name != "params"}
+        if given.get("lr") is not None:
+            del given["lr"]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.optimizer_class([torch.nn.Parameter(torch.zeros(1))], **{**self.arguments, **given})
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error)[:200]}"
+        return None
+
     @property
     def name(self) -> str:
         """The class's full name, which a checkpoint must match."""

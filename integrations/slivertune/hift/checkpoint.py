@@ -8,8 +8,15 @@ import torch
 
 from slivertune.core.saved_state import StateMismatchError, is_count
 from slivertune.core.saved_state import check_header as check_form
-from slivertune.core.saved_values import check_finite, check_hyperparameters, is_rate, is_same, is_step
-from slivertune.hift.base import CUT_MULTIPLE
+from slivertune.core.saved_values import (
+    check_finite,
+    check_hyperparameters,
+    check_sign,
+    is_rate,
+    is_same,
+    is_step,
+)
+from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
 from slivertune.hift.nested_state import flatten_state
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, TensorForm, describe_form, form_of
@@ -130,6 +137,26 @@ def check_identity(
             )
 
 
+def check_accepted(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], base: BaseOptimizer) -> None:
+    """Refuse hyperparameters that the base optimizer's constructor refuses, as a negative beta.
+
+    Args:
+        saved: Param groups of the saved state.
+        own: As many, of the optimizer that loads them. What the constructor refuses of them is not checked.
+        base: The base optimizer.
+
+    Raises:
+        StateMismatchError: With the constructor's text.
+    """
+    for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+        problem = base.refusal_of(theirs)
+        if problem is not None and base.refusal_of(ours) is None:
+            raise StateMismatchError(
+                f"the saved state is damaged: {base.name} does not take the hyperparameters of param group {index} "
+                f"({problem}). Use another checkpoint"
+            )
+
+
 def check_weights(state: Mapping[str, WeightState], weights: Iterable[Weight], meter: StepMeter) -> None:
     """Check each weight's saved state.
 
@@ -159,6 +186,7 @@ def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
     forms[MASTER] = TensorForm(dtype=torch.float32, has_extent=weight.parameter.dim() > 0, is_finite=True)
     for key, value in flatten_state(dict(state), copy_objects=True).items():
         _check_form(f"{key!r} of {name}", value, forms.get(key))
+        check_sign(f"{key!r} of {name}", key, value)
         if key == "step" and not is_step(value):
             raise StateMismatchError(f"the saved state {key!r} of {name} is {value}; use another checkpoint")
     for key, value in state.items():
@@ -189,7 +217,8 @@ def _check_form(where: str, value: Any, form: TensorForm | type | None) -> None:
     else:
         check_finite(where, value)
         kinds = _kind(theirs), _kind(form)
-        is_other = kinds[0] != kinds[1] and None not in kinds
+        is_lost = value is None and isinstance(form, TensorForm)
+        is_other = is_lost or (kinds[0] != kinds[1] and None not in kinds)
     if is_other and form is not None:
         raise StateMismatchError(
             f"the saved state is damaged: {where} is {describe_form(theirs)}, where this optimizer has "

@@ -24,7 +24,7 @@ from slivertune.core.layout import Layout
 from slivertune.core.parameters import check_free, num_elements, release, take
 from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.checkpoint import check_header, check_weights, make_header
+from slivertune.hift.checkpoint import check_accepted, check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
@@ -725,6 +725,7 @@ class HiFT(CheckpointedSliver):
         """
         self._check_not_delegated()
         check_header(state_dict, self._header())
+        check_accepted(state_dict["param_groups"], self.param_groups, self.base)
         check_weights(state_dict["state"], self.trained_weights, self._meter)
         if self._in_backward is not None:
             self._in_backward.forget()

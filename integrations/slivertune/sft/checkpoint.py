@@ -7,7 +7,7 @@ import torch
 
 from slivertune.core.saved_state import StateMismatchError, is_count
 from slivertune.core.saved_state import check_header as check_form
-from slivertune.core.saved_values import check_finite, check_hyperparameters, is_same
+from slivertune.core.saved_values import check_finite, check_hyperparameters, check_sign, is_same
 from slivertune.deltas.delta import check_positions
 from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight
@@ -111,6 +111,7 @@ def _check_tensors(
                 f"{shape} and {dtype}; the checkpoint is of another model, of other settings (packed) or damaged"
             )
         check_finite(f"{key!r} of {name}", tensor)
+        check_sign(f"{key!r} of {name}", key, tensor)
 
 
 def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
 from slivertune.core.layout import Layout
 from slivertune.core.parameters import check_free, release, take
-from slivertune.core.saved_state import COUNT_LIMIT
+from slivertune.core.saved_state import COUNT_LIMIT, StateMismatchError
 from slivertune.core.sliver import IDLE_STEPS, CheckpointedSliver
 from slivertune.deltas.delta import SparseDelta
 from slivertune.sft.adam import age_limit
@@ -421,6 +421,12 @@ class SFT(CheckpointedSliver):
             ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
         """
         check_header(state_dict, self.identity(), self.param_groups)
+        for group in state_dict["param_groups"]:
+            options = {key: group[key] for key in self.defaults.keys() & group.keys()}
+            try:
+                checked_options(self.config, **{"betas": None, "momentum": 0.0, **options})
+            except (TypeError, ValueError) as error:
+                raise StateMismatchError(f"the saved state is damaged: {error}. Use another checkpoint") from error
         saved = state_dict["state"]
         betas = state_dict["param_groups"][0].get("betas")
         for weight in self._weights:
