@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slivertune.core.saved_state import describe_damage, is_count, load_dictionary
-from slivertune.core.saved_values import fits_sign, is_finite, is_rate, is_step
+from slivertune.core.saved_values import is_finite, is_rate, is_step
 from slivertune.parallel.checkpoint.sidecar import check_plain
 
 VERSION = 3
@@ -134,7 +134,7 @@ def _group(value: Any, what: str) -> None:
     for index, values in _indexed(optimizer["state"], f"{name}['state']"):
         _mapping(values, f"{name}['state'][{index}]")
         for key, each in values.items():
-            is_number = is_step(each) if key == "step" else is_finite(each) and fits_sign(key, each)
+            is_number = is_step(each) if key == "step" else is_finite(each)
             _require(is_number, f"{name}['state'][{index}][{key!r}]", "finite state")
 
 
