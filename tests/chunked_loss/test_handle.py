@@ -75,6 +75,7 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
     "neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**ENCODER)),
     "mamba, which widens its logits": mamba,
     "bamba without its own term": bamba,
+    "llama that scores no pads": lambda: LlamaWithoutPadsForCausalLM(hf.LlamaConfig(**DECODER)),
     "mamba, bf16": lambda: mamba().to(torch.bfloat16),
 }
 
@@ -98,6 +99,21 @@ def with_term(term: Callable[[torch.Tensor], Any]) -> Callable[[], nn.Module]:
         return model
 
     return build
+
+
+def with_scaled_input() -> nn.Module:
+    model: Any = llama()
+    model.lm_head.register_forward_pre_hook(lambda head, inputs: (inputs[0] * 0.5,))
+    return model  # type: ignore[no-any-return]
+
+
+class LlamaWithoutPadsForCausalLM(hf.LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama that leaves the first token of its vocabulary out of its loss."""
+
+    def forward(self, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(
+            *args, labels=None if labels is None else labels.masked_fill(labels == 0, -100), **kwargs
+        )
 
 
 NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -124,6 +140,7 @@ NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
             ("its size alone", lambda logits: 0.5 * logits.numel(), "its loss of two tokens is "),
         )
     },
+    "a hook that scales the head's input": (with_scaled_input, "its loss of two tokens is "),
     "bart": (
         lambda: hf.BartForCausalLM(hf.BartConfig(**{**BART, "decoder_layers": 2})),
         READ,
@@ -210,7 +227,8 @@ def assert_is_the_plain_step(model: Any, **more: Any) -> None:
 @pytest.mark.parametrize("name", SERVED)
 def test_loss_and_gradients_are_those_of_the_plain_model(name: str) -> None:
     model = made(SERVED[name])
-    if "loss_function" not in inspect.getsource(type(model).forward):  # Mamba before transformers 5.23
+    is_mamba = type(model) is hf.MambaForCausalLM
+    if is_mamba and "loss_function" not in inspect.getsource(type(model).forward):  # before transformers 5.23
         assert "reads its head's output outside of the loss function (getitem)" in str(why_not_chunked(model))
         return
     assert why_not_chunked(model) is None
@@ -307,8 +325,29 @@ def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
 def test_logits_that_are_absent_are_a_plain_tensor_once_the_forward_is_over(model: Any) -> None:
     with attach_chunked_cross_entropy(model):
         logits = model(**batch()).logits
-    assert (logits + 1).shape == (2, 12, 0)
+    assert (logits + 1).shape == (2, 12, 0) and logits.isfinite().all() and logits.new_zeros(3).shape == (3,)
+    assert torch.cat([logits, torch.ones(2, 12, 1)], -1).detach().sum() == 24
     assert type(copy.deepcopy(logits)) is type(pickle.loads(pickle.dumps(logits))) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("compute", "function"),
+    [
+        (lambda logits: logits.sum(), "sum"),
+        (lambda logits: logits.float()[:, :-1].logsumexp(-1).square().mean(), "logsumexp"),
+        (lambda logits: logits.flatten(0, 1).softmax(-1).pow(2).mean(), "mean"),
+        (lambda logits: nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(24).long()), "cross_entropy"),
+        (lambda logits: logits.argmax(-1), "argmax"),
+    ],
+)
+def test_a_loss_that_is_made_of_absent_logits_after_the_forward_is_refused(
+    compute: Callable[[torch.Tensor], Any], function: str, model: Any
+) -> None:
+    with (
+        attach_chunked_cross_entropy(model),
+        pytest.raises(ChunkedLossError, match=rf"after the forward \({function}\)"),
+    ):
+        compute(model(**batch()).logits)
 
 
 def test_labels_that_are_shifted_already_are_taken_as_they_are(model: Any) -> None:
@@ -324,6 +363,12 @@ def test_labels_may_be_given_by_position_and_outputs_be_a_tuple(model: Any) -> N
         loss, logits = model(*arguments, return_dict=False)[:2]
     assert_sums_close(loss, expected, TERMS)
     assert logits.shape == (2, 12, 0)
+
+
+@pytest.mark.parametrize("chunk_bytes", ["auto", "6", 0, None, 1.5])
+def test_the_bytes_of_a_chunk_are_a_count(chunk_bytes: Any, model: Any) -> None:
+    with pytest.raises(ValueError, match=f"chunk_bytes={chunk_bytes!r} must be"):
+        attach_chunked_cross_entropy(model, chunk_bytes=chunk_bytes)
 
 
 def test_one_model_has_one_handle(model: Any) -> None:

@@ -12,6 +12,8 @@ from slivertune.core.torch_internals import plain_tensor_functions, tree_leaves,
 
 READ = "the model reads its head's output outside of the loss function"
 """Why a loss can't be chunked where a model caps or scales its logits, or adds a term of its own to the loss."""
+GONE = "the output's logits, which are never computed, are read after the forward"
+"""Why a loss that is made of a model's output can't be, which would be that of no classes: 0, infinity or NaN."""
 
 
 class ChunkedLossError(RuntimeError):
@@ -27,10 +29,13 @@ class ChunkedLossError(RuntimeError):
 
 
 class AbsentLogits(torch.Tensor):
-    """Logits without classes, shape (..., 0), fp32; only their shape, dtype and device can be read until `release`."""
+    """Logits without classes, shape (..., 0), fp32; only their shape, dtype and device can be read until `release`.
+
+    Then they behave as any empty tensor, but for functions that make values of them alone, as the sum of nothing.
+    """
 
     is_released = False
-    """Whether the forward is over; the tensor then behaves as any other."""
+    """Whether the forward is over."""
 
     @classmethod
     def like(cls, hidden: torch.Tensor) -> torch.Tensor:
@@ -54,25 +59,31 @@ class AbsentLogits(torch.Tensor):
         """Run a function of torch; a result that is another tensor was computed from logits that do not exist.
 
         Raises:
-            ChunkedLossError: If the forward is not over, and the function returns another tensor, writes into this, or
-                fails on it.
+            ChunkedLossError: If the function fails on it or makes values of it. If the forward is not over, also if it
+                returns another tensor or writes into this.
         """
         kwargs = kwargs or {}
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls) and not each.is_released]
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = [each for each in tensors if isinstance(each, cls) and not each.is_released]
         name = getattr(function, "__name__", str(function)).strip("_")
-        reason = f"{READ} ({name}), as for soft-capping, scaling or a term of its own"
+        reason = f"{READ} ({name}), as for soft-capping, scaling or a term of its own" if given else f"{GONE} ({name})"
         with plain_tensor_functions():
             versions = [_version(each) for each in given]
             try:
                 result = function(*args, **kwargs)
             except (RuntimeError, IndexError) as error:  # of no classes there is no largest, and so on
-                if given:
-                    raise ChunkedLossError(reason) from error
-                raise
+                raise ChunkedLossError(reason) from error
             is_written = versions != [_version(each) for each in given]
         others = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         if given and (is_written or any(all(each is not one for one in given) for each in others)):
             raise ChunkedLossError(reason)
+        if given or name == "as_subclass" or name.startswith("new_"):
+            return result
+        if all(isinstance(each, cls) for each in tensors) and any(each.numel() for each in others):
+            raise ChunkedLossError(reason)
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and not result.numel():
+            result = result.as_subclass(cls)
+            result.is_released = True
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

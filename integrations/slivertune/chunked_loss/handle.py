@@ -14,6 +14,7 @@ from slivertune.chunked_loss.absent_logits import READ, AbsentLogits, ChunkedLos
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
+from slivertune.core.setting_checks import check_integer
 from slivertune.core.torch_internals import is_without_data
 from slivertune.core.transformers_internals import find_transformers_model
 
@@ -35,7 +36,7 @@ def attach_chunked_cross_entropy(
         Takes it off again; also a context manager.
 
     Raises:
-        ValueError: If the model's head or loss is of another kind, with the reason.
+        ValueError: If the model's head or loss is of another kind, with the reason, or if there are no bytes.
         RuntimeError: If the model has it already.
     """
     return ChunkedCrossEntropyHandle(model, evaluation=evaluation, chunk_bytes=chunk_bytes)
@@ -58,11 +59,14 @@ def why_not_chunked(model: nn.Module) -> str | None:
     reason = _structural_reason(inner)
     if reason is not None:
         return reason
-    tokens = torch.zeros((1, 2), dtype=torch.int64, device=inner.get_input_embeddings().weight.device)
+    embedding = inner.get_input_embeddings().weight
+    # The first of a vocabulary is often a pad, whose embedding is zero, so that every head has the same loss.
+    tokens = torch.full((1, 2), embedding.shape[0] // 2, device=embedding.device)
     with torch.no_grad(), ChunkedCrossEntropyHandle(inner, evaluation=True) as handle:
         try:
             with torch.random.fork_rng():
-                chunked = _outputs(inner(input_ids=tokens, labels=tokens))[0] - handle.last_loss
+                chunked = _outputs(inner(input_ids=tokens, labels=tokens))[0]
+                chunked_score = handle.last_loss
         except ChunkedLossError as error:
             return error.reason
         except MixedDtypesError:
@@ -77,13 +81,24 @@ def why_not_chunked(model: nn.Module) -> str | None:
         if is_without_data():
             return None  # in a memory plan there is no value to compare
         with torch.random.fork_rng():
-            loss, logits = _outputs(inner(input_ids=tokens, labels=tokens))
-        plain = loss - ForCausalLMLoss(logits, tokens, logits.shape[-1])
-    # What the model adds to the loss of its logits, as a router's loss, is the same but for the sum's rounding.
-    limit = 4 * torch.finfo(loss.dtype).eps * (1 + loss.abs())
-    if torch.isclose(chunked, plain, rtol=0.0, atol=float(limit), equal_nan=True):
-        return None
-    return f"its loss of two tokens is {float(plain - chunked):.6g} off in chunks"
+            plain, logits = _outputs(inner(input_ids=tokens, labels=tokens))
+        score = ForCausalLMLoss(logits, tokens, logits.shape[-1])
+    # What the model adds to the loss of its logits, as a router's loss, is the same but for the sum's rounding. The
+    # loss itself is made of products in another order, of which only the plain ones are rounded to the logits' dtype.
+    rounding = 4 * torch.finfo(plain.dtype).eps * (1 + plain.abs())
+    eps = max(torch.finfo(logits.dtype).eps, 0.0 if logits.device.type == "cpu" else _TF32_EPS)
+    rounding_of_products = 32 * eps * (1 + logits.abs().max())
+    for found, expected, limit in (
+        (chunked - chunked_score, plain - score, rounding),
+        (chunked, plain, rounding + rounding_of_products),
+    ):
+        if not torch.isclose(found, expected, rtol=0.0, atol=float(limit.nan_to_num()), equal_nan=True):
+            return f"its loss of two tokens is {float(expected - found):.6g} off in chunks"
+    return None
+
+
+_TF32_EPS = 2.0**-10
+"""Of the products of fp32 matrices on a GPU, which may be taken in TF32."""
 
 
 def _outputs(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +134,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         reason = _structural_reason(inner)
         if reason is not None:
             raise ValueError(f"the loss of {type(inner).__name__} can't be chunked: {reason}; leave it as it is")
+        check_integer("chunk_bytes", chunk_bytes, 1)
         self._evaluation = evaluation
         self._signature = inspect.signature(type(inner).forward)
         self._head = _Head(inner.get_output_embeddings(), chunk_bytes)
