@@ -103,8 +103,8 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
         ("--seed", "--seeds"),
         ("--resume_from_checkpoint", "the same command again, which goes on"),
     ):
-        options = (word.partition("=")[0] for word in common if word.startswith("--"))
-        if any(option.replace("-", "_").lstrip("_") == name.lstrip("-") for option in options):
+        typed = (word.partition("=")[0] for word in common if word.startswith("--"))
+        if any(option.replace("-", "_").lstrip("_") == name.lstrip("-") for option in typed):
             raise ValueError(f"{name} differs from run to run here; take {instead}")
     rates = None if own.search_rates is None else tuple(own.search_rates)
     if rates is not None and any(not 0 < rate < float("inf") for rate in rates):
