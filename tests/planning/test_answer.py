@@ -173,7 +173,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
 def test_random_requests_reach_every_field() -> None:
     requests = [random_request(method, seed) for method in planned_methods() for seed in range(NUM_RANDOM)]
     default = PlanRequest()
-    others = {"num_labels", "layout", "num_gpus", "offload_parameters", "kernels", "images", "image_size"}
+    others = {"num_labels", "layers", "layout", "num_gpus", "offload_parameters", "kernels", "images", "image_size"}
     assert RANDOM_VALUES.keys() | others == {item.name for item in fields(PlanRequest)}
     for name in RANDOM_VALUES:
         assert any(getattr(request, name) != getattr(default, name) for request in requests), name

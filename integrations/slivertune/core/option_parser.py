@@ -34,9 +34,7 @@ class PartedWords(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Part and read the words; an option that is given again replaces them."""
         words = [part.strip() for word in values for part in self.parts_of(word) if part.strip()]
-        if not words:
-            raise argparse.ArgumentError(self, "expected at least one argument")
-        setattr(namespace, self.dest, [self._value(word) for word in words])
+        setattr(namespace, self.dest, [self._value(word) for word in words or [""]])
 
     def parts_of(self, word: str) -> Sequence[str]:
         """Part one argument.
@@ -167,7 +165,7 @@ class OptionParser(argparse.ArgumentParser):
         lacking = _NO_VALUE.fullmatch(message)
         names = [] if lacking is None else lacking[1].split("/")
         behind = [word for option, word in pairwise(self._typed) if option in names and word.startswith("-")]
-        if not behind or behind[0].partition("=")[0] in self._option_string_actions:
+        if not behind or behind[0].partition("=")[0] in self._options():
             return ""
         return f"; if {behind[0]!r} is its value, write {shlex.quote(f'{names[0]}={behind[0]}')}"
 

@@ -154,8 +154,8 @@ def test_what_is_typed_and_what_is_not_become_settings(typed: str, expected: dic
 
 def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None:
     config, arguments = ({item.name for item in dataclasses.fields(kind)} for kind in (HiFTConfig, HiFTArguments))
-    # The seed and the largest norm are the run's; layers and element-wise are for code, where they can be looked up.
-    assert config - arguments == {"seed", "max_grad_norm", "layers", "elementwise"}
+    # The seed and the largest norm are the run's; element-wise is for code, where it can be looked up.
+    assert config - arguments == {"seed", "max_grad_norm", "elementwise"}
 
 
 def test_hifts_settings_reach_its_config() -> None:
