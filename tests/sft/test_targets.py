@@ -109,7 +109,7 @@ def test_the_default_rank_is_lowered_to_what_fits_and_one_that_was_asked_for_is_
         (lambda: tiny_llama(torch.float16), {}, "q_proj.weight is stored in float16.*load the model in bfloat16"),
         (lambda: tiny_llama(torch.float64), {}, r"q_proj.weight is stored as torch\.float64; SFT trains fp32 and bf16"),
         (lambda: tiny_llama().requires_grad_(False), {}, "no weight to train sparsely.*unfreeze it"),
-        (lambda: nn.Linear(3, 4), {}, r"has no nn.ModuleList.*for SFT, name what to train with SFTConfig\(targets="),
+        (lambda: nn.Linear(3, 4), {}, r"has no nn.ModuleList.*; name what to train with SFTConfig\(targets="),
         (tiny_llama, {"density": None, "num_weights": 3}, "3 weights do not fit"),
     ],
 )

@@ -61,7 +61,7 @@ def why_not_chunked(model: nn.Module) -> str | None:
         return reason
     embedding = inner.get_input_embeddings().weight
     # The first of a vocabulary is often a pad, whose embedding is zero, so that every head has the same loss.
-    tokens = torch.full((1, 2), embedding.shape[0] // 2, device=embedding.device)
+    tokens = torch.full((1, 2), embedding.shape[0] // 2, dtype=torch.long, device=embedding.device)
     with torch.no_grad(), ChunkedCrossEntropyHandle(inner, evaluation=True) as handle:
         try:
             with torch.random.fork_rng():

@@ -138,7 +138,8 @@ class BaseOptimizer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.optimizer_class([torch.nn.Parameter(torch.zeros(1))], **{**self.arguments, **given})
+                dummy = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+                self.optimizer_class([dummy], **{**self.arguments, **given})
         except Exception as error:
             return f"{type(error).__name__}: {str(error)[:200]}"
         return None

@@ -51,7 +51,7 @@ class Saved:
                 if first < last:
                     found.append((name, first - offset, first - begin, last - first))
                 offset += each.numel()
-            moments = {key: flat[begin:end].clone() for key in ("exp_avg", "exp_avg_sq")}
+            moments = {"exp_avg": flat[begin:end].clone(), "exp_avg_sq": flat[begin:end].square()}
             groups[str(group.index)] = {
                 "optimizer": {"state": {0: {"step": torch.tensor(1.0), **moments}}, "param_groups": [{"lr": 1e-2}]},
                 "masters": [flat[begin:end].clone()],
