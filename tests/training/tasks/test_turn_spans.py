@@ -119,8 +119,9 @@ def test_a_conversation_is_tokenised_once_and_its_turns_are_not_written_one_by_o
         counted.update(characters=0, messages=0)
         encode_conversation(tokenizer, Conversation(messages=messages))
         assert counted["characters"] == length
-        # Whole, as it is and with marks, and up to the last turn, with and without it. The first turns are short.
-        once = 4 * len(messages) + 20
+        # Whole, as it is and with two kinds of marks, and up to the last turn, with and without it. The first turns
+        # are short.
+        once = 6 * len(messages) + 20
         # Letters in words hide where these end, so that each turn is looked for in what is written up to it.
         limit = len(messages) ** 2 if name == "text inside of words" else once
         assert 2 * len(messages) <= counted["messages"] <= limit
