@@ -93,7 +93,8 @@ class ModelHooks:
         self._reentrant: ReentrantBlocks
         """There from `attach` on."""
         self._is_stepping = False
-        self._recording = RecordingCheck()
+        self._recording: RecordingCheck | None = None
+        """Of the running forward, if it is watched."""
         self._reached_now: set[int] = set()
         self._not_reached = set(self._trained)
         """Parameters, by identity, that the last backward of their turn has brought no gradient, or none has yet."""
@@ -121,7 +122,7 @@ class ModelHooks:
         forget_steps(self)
         for handle in (*self._handles, *self._gradient_hooks):
             handle.remove()
-        self._recording.end()
+        self._end_watching()
         self._reentrant.remove()
         while self._truncated:
             self._truncated.pop().enable_input_require_grads()
@@ -302,7 +303,14 @@ class ModelHooks:
         if watched and not is_without_data():
             held = held_parameters(self.model)
             modules = {module: watched[id(each)] for module, each in held if id(each) in watched}
+            self._end_watching()
+            self._recording = RecordingCheck()
             self._recording.begin(self.model, modules)
+
+    def _end_watching(self) -> None:
+        if self._recording is not None:
+            self._recording.end()
+            self._recording = None
 
     @torch.compiler.disable(reason="the warning is for the user")  # type: ignore[untyped-decorator]
     def _warn_of_compilation(self) -> None:
@@ -321,7 +329,7 @@ class ModelHooks:
         if self._outermost is not module:
             return None
         self._outermost = None
-        self._recording.end()
+        self._end_watching()
         if isinstance(sys.exception(), torch.OutOfMemoryError):
             self._on_lack_of_memory()
         self._on_forward_end(sys.exception() is None)
