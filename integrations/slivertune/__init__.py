@@ -1,9 +1,9 @@
 """Fine-tune a sliver of the model at a time.
 
-HiFT trains a sliver of the layers, SFT of the weights, TokenTune of the tokens. Each step is what dense fine-tuning
-would have done on that sliver; memory and time shrink with it.
+HiFT trains a sliver of the layers, SFT of the weights, TokenTune of the tokens. HiFT and SFT updates equal dense
+updates of the weights they train. TokenTune approximates the gradient. Memory and time shrink with the sliver.
 
-The public names are resolved on first use (PEP 562), so that `import slivertune` pulls neither torch nor transformers.
+The public names are resolved on first use (PEP 562), so `import slivertune` imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def __getattr__(name: str) -> Any:
         name: An attribute that the package does not have yet.
 
     Returns:
-        The public object; kept in the package's namespace, so that this runs once a name.
+        The public object. It is stored in the package's namespace, so this function runs once per name.
 
     Raises:
         AttributeError: If the package has no such public name.
@@ -113,5 +113,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the namespace with the public names that were not resolved yet."""
+    """List the namespace and the public names that are not resolved yet."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""`python -m slivertune` is the `slivertune` command."""
+"""Run the `slivertune` command as `python -m slivertune`."""
 
 import sys
 

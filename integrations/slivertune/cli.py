@@ -30,26 +30,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: Arguments without the program's name; the process's own by default.
+        argv: Arguments without the program's name. By default, the arguments of this process.
 
     Returns:
-        The exit code: 0; 1 for a failure; 2 for arguments that don't hold together; 130 after Ctrl-C.
+        The exit code: 0 for success, 1 for a failure, 2 for bad arguments, 130 after Ctrl-C.
     """
-    # `deepspeed` puts the local rank before all others; it is in the environment too.
+    # `deepspeed` puts the local rank first. The environment has it too.
     words = sys.argv[1:] if argv is None else argv
     arguments = [each for each in words if not each.startswith(("--local_rank=", "--local-rank="))]
     learn(arguments)
     _quiet_libraries()
     if argv is None:
-        # Trackers publish the command line of their process.
+        # Trackers publish the command line of their process, so secrets in it are masked.
         sys.argv[1:] = masked(words)
     debug = arguments[:1] == ["--debug"]
     if debug:
         del arguments[0]
-    # `train` has a parser of its own, of two hundred arguments, for which torch and transformers are imported.
+    # `train` has its own parser of two hundred arguments, which imports torch and transformers.
     if arguments[:1] == ["train"]:
         return _train(arguments[1:], debug=debug)
-    # So have `plan` and `compare`, and what they plan and train with is torch.
+    # `plan` and `compare` have their own parsers too, and import torch.
     reads_itself = arguments[:1] in (["plan"], ["compare"])
     options = (
         argparse.Namespace(command=arguments[0]) if reads_itself else _make_parser().parse_args(arguments or ["-h"])
@@ -72,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _act(options: argparse.Namespace, arguments: list[str]) -> None:
-    """Do what a command other than `train` does; what it needs is imported now.
+    """Run a command other than `train`, and import its modules only now.
 
-    `plan` and `compare` read their own arguments.
+    `plan` and `compare` parse their own arguments.
     """
     if options.command == "path":
         print(preset_path(options.preset))
@@ -106,15 +106,15 @@ def _act(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 class _CommandParser(OptionParser):
-    """Ends the program where something was mistyped, in one line."""
+    """Prints a mistyped command's error in one line and exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and what may have been meant."""
+        """Print the error and a suggestion, and exit."""
         print_line(f"{self.prog}: error: {self.explain(message)}", sys.stderr)
         self.exit(_BAD_ARGUMENTS)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Complain of what a command does not know in its own words, and not in those of the parser above it."""
+        """Report unknown arguments as an error of the command itself, not of its parent parser."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -217,7 +217,7 @@ def _train(argv: list[str], *, debug: bool) -> int:
             coordinator.reach(2)
             execute(run, console)
     except KeyboardInterrupt:
-        # Launchers pass the signal on once more.
+        # Launchers send the signal a second time.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         line, command = "interrupted before anything was trained", list[str]()
         if arguments is not None:
@@ -231,7 +231,7 @@ def _train(argv: list[str], *, debug: bool) -> int:
         coordinator.await_error_report()
         return _FAILED if is_ready else _BAD_ARGUMENTS
     except Exception as error:
-        # Until a run stands, what doesn't hold together was asked for; later on, something broke.
+        # Before the run is assembled, such an error means bad arguments. Later, it means that something broke.
         code = _BAD_ARGUMENTS if isinstance(error, (ValueError, FileExistsError)) and not is_ready else _FAILED
         if coordinator.owns_error(str(error)):
             where = coordinator.name if is_ready or not coordinator.is_first else ""
@@ -242,10 +242,10 @@ def _train(argv: list[str], *, debug: bool) -> int:
 
 
 def _quiet_libraries() -> None:
-    """Keep libraries from logging, as they are imported, what nothing here depends on."""
-    # Transformers pulls it in through peft, and then it warns of a 4-bit kernel that nothing here calls.
+    """Silence messages that libraries log at import and that do not matter here."""
+    # transformers imports bitsandbytes through peft, and it warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # torchao tells of its kernels for other GPUs, and registers enumerations as torch no longer asks for.
+    # torchao reports its kernels for other GPUs, and registers enums in a way that torch now warns about.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).addFilter(_is_of_use)
 
@@ -267,6 +267,6 @@ def _complain(command: str, error: Exception, code: int, *, debug: bool, where: 
 
 
 def _say(line: str, command: Sequence[str] = ()) -> None:
-    """Print a line below what Ctrl-C left on the screen."""
+    """Print a line below the text that Ctrl-C left on the screen."""
     print(file=sys.stderr)
     print_line(line, sys.stderr, command=command)

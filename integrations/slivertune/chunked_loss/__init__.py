@@ -1,4 +1,4 @@
-"""Cross-entropy straight from hidden states: neither logits nor their gradient ever exist whole."""
+"""Cross-entropy computed from hidden states, without ever holding the logits or their gradient whole."""
 
 from slivertune.chunked_loss.function import CHUNK_BYTES, chunked_cross_entropy
 from slivertune.chunked_loss.handle import (

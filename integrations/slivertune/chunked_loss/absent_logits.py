@@ -1,4 +1,4 @@
-"""A tensor in place of logits that are never computed: a model that reads it during its forward is refused."""
+"""Stand-in for logits that are never computed, which a model must not read during its forward."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from slivertune.core.torch_internals import plain_tensor_functions, tree_leaves, version_of
 
 READ = "the model reads its head's output outside of the loss function"
-"""Why a loss can't be chunked where a model caps or scales its logits, or adds a term of its own to the loss."""
+"""Reason why a loss can't be chunked if a model caps or scales its logits, or adds a term of its own to the loss."""
 GONE = "the output's logits, which are never computed, are read after the forward"
-"""Why a loss that is made of a model's output can't be, which would be that of no classes: 0, infinity or NaN."""
+"""Reason why a loss can't be computed from a model's output: over no classes it would be 0, infinity or NaN."""
 
 
 class ChunkedLossError(RuntimeError):
-    """The model uses its head's output in another way than to hand it to its loss function, or hides its head.
+    """Error of a model that uses its head's output outside of its loss function, or hides its head.
 
     Args:
-        reason: A clause.
+        reason: Reason, as a clause.
     """
 
     def __init__(self, reason: str) -> None:
@@ -29,9 +29,9 @@ class ChunkedLossError(RuntimeError):
 
 
 class AbsentLogits(torch.Tensor):
-    """Logits without classes, shape (..., 0), fp32; only their shape, dtype and device can be read until `release`.
+    """Logits without classes, shape (..., 0), fp32. Until `release`, only shape, dtype and device can be read.
 
-    Then they behave as any empty tensor, but for functions that make values of them alone, as the sum of nothing.
+    Afterwards they behave as any empty tensor, except for functions that make values of them alone, such as a sum.
     """
 
     is_released = False
@@ -42,11 +42,11 @@ class AbsentLogits(torch.Tensor):
         """Make the stand-in for the logits of hidden states.
 
         Args:
-            hidden: The head's input, shape (..., hidden size).
+            hidden: Input of the head, shape (..., hidden size).
 
         Returns:
-            Shape (..., 0), fp32: a model that widens its logits hands on the same tensor. A plain tensor where
-            operators are not run one by one: inside of `torch.compile`, and without data, as in a memory plan.
+            Stand-in, shape (..., 0), fp32, so that a model's cast to fp32 returns the same tensor. It is a plain tensor
+            if operators do not run one by one: inside of `torch.compile`, and without data, as in a memory plan.
         """
         empty = hidden.new_empty((*hidden.shape[:-1], 0), dtype=torch.float32, requires_grad=False)
         is_watched = type(empty) is torch.Tensor and not torch.compiler.is_compiling()
@@ -56,11 +56,11 @@ class AbsentLogits(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch; a result that is another tensor was computed from logits that do not exist.
+        """Run a torch function, and refuse a result that was computed from the absent logits.
 
         Raises:
-            ChunkedLossError: If the function fails on it or makes values of it. If the forward is not over, also if it
-                returns another tensor or writes into this.
+            ChunkedLossError: If the function fails on the stand-in or makes values of it. Before the forward is over,
+                also if it returns another tensor or writes into the stand-in.
         """
         kwargs = kwargs or {}
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -71,7 +71,7 @@ class AbsentLogits(torch.Tensor):
             versions = [_version(each) for each in given]
             try:
                 result = function(*args, **kwargs)
-            except (RuntimeError, IndexError) as error:  # of no classes there is no largest, and so on
+            except (RuntimeError, IndexError) as error:  # no classes have no largest, and so on
                 raise ChunkedLossError(reason) from error
             is_written = versions != [_version(each) for each in given]
         others = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
@@ -96,12 +96,12 @@ class AbsentLogits(torch.Tensor):
 
     @classmethod
     def release(cls, tensors: Iterable[torch.Tensor]) -> None:
-        """Let stand-ins be read, since the forward is over."""
+        """Allow stand-ins to be read, since the forward is over."""
         for tensor in tensors:
             if isinstance(tensor, cls):
                 tensor.is_released = True
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not know."""
+    """Count the writes to a tensor, as 0 for inference tensors, which keep no count."""
     return 0 if tensor.is_inference() else version_of(tensor)

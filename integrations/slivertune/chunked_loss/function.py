@@ -1,4 +1,4 @@
-"""`chunked_cross_entropy`: a head's product and its loss in one function of autograd."""
+"""`chunked_cross_entropy`: a head's product and its loss in one autograd function."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from slivertune.chunked_loss.products import score_rows, weight_gradients, wide_
 from slivertune.core.torch_internals import apply_function
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of the fp32 scores that exist at a time: a chunk of 512 rows of 32,000 classes, or 128 of 128,000. That is
-enough for a GPU to multiply at nearly full speed (it wants 100 to 300 rows for each read of the weight), and less than
-what a block of a 7B model needs in its backward at long sequences, so that it does not set the peak."""
+"""Bytes of the fp32 scores that exist at a time: a chunk of 512 rows of 32,000 classes, or 128 of 128,000. A GPU
+multiplies such chunks at nearly full speed (it wants 100 to 300 rows per read of the weight). At long sequences, a
+block of a 7B model needs more in its backward, so the chunk does not set the peak."""
 
 IGNORED = -100
-"""The target of a row that is not scored, as in torch."""
+"""Target of a row that is not scored, as in torch."""
 
 
 def chunked_cross_entropy(
@@ -26,30 +26,30 @@ def chunked_cross_entropy(
     ignore_index: int = IGNORED,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """The cross-entropy of `hidden @ weight.T + bias`, without ever holding these logits or their gradient whole.
+    """Compute the cross-entropy of `hidden @ weight.T + bias`, without holding the logits or their gradient whole.
 
-    What a causal LM's head and `torch.nn.functional.cross_entropy` of the logits in fp32 give together. The forward
-    goes through the rows, computes loss and the gradient of `hidden`; the backward goes through the classes and writes
-    the gradient of `weight` into the one tensor that becomes its `.grad`, each entry rounded once. What is frozen costs
-    nothing. Under autocast, products are computed in its dtype. Memory beside inputs and gradients: 1 to 1.5
-    `chunk_bytes`, one copy of the weight where it is cast, and an fp32 number or three for each row. A gradient of the
-    weight costs one more product than usual, since scores are computed twice.
+    The result is that of a causal LM's head and `torch.nn.functional.cross_entropy` of its logits in fp32. The forward
+    goes through the rows, and computes the loss and the gradient of `hidden`. The backward goes through the classes,
+    and writes the gradient of `weight` into the one tensor that becomes its `.grad`, each entry rounded once. Frozen
+    inputs cost nothing. Under autocast, products are computed in its dtype. Memory beside inputs and gradients: 1 to
+    1.5 `chunk_bytes`, one copy of the weight if it is cast, and 1 to 3 fp32 numbers per row. A gradient of the weight
+    costs one more product than usual, since scores are computed twice.
 
     Args:
         hidden: Hidden states, shape (..., size).
         weight: The head's weight, shape (classes, size).
-        targets: int64, shape (...): each row's class, already shifted for a causal model.
+        targets: Class of each row, int64, shape (...), already shifted for a causal model.
         bias: The head's bias, shape (classes,).
-        num_items_in_batch: What the sum of losses is divided by; None for the number of scored rows.
+        num_items_in_batch: Divisor of the sum of losses; None for the number of scored rows.
         ignore_index: Target of rows that are not scored.
-        chunk_bytes: Bytes of the fp32 scores that exist at a time; at least one row or class does.
+        chunk_bytes: Bytes of the fp32 scores that exist at a time, but at least those of one row or class.
 
     Returns:
-        A scalar in fp32 (fp64 for fp64 inputs); not a number where nothing is scored and nothing is given to divide by.
+        Loss, a scalar in fp32 (fp64 for fp64 inputs); NaN if no row is scored and no divisor is given.
 
     Raises:
         ValueError: If shapes or dtypes don't fit each other, or `chunk_bytes` is not positive.
-        RuntimeError: From a backward that is to be differentiated again.
+        RuntimeError: If the backward is to be differentiated again.
     """
     dtype = _compute_dtype(hidden)
     _check(hidden, weight, bias, targets, chunk_bytes)
@@ -62,14 +62,14 @@ def chunked_cross_entropy(
         num_items_in_batch,
         ignore_index,
         {"dtype": dtype, "chunk_bytes": chunk_bytes},
-        # Not in fp16: small gradients would vanish there before the loss scale of a GradScaler, which is known in the
-        # backward alone, has lifted them.
+        # Not in fp16: small gradients would vanish there, before the loss scale of a GradScaler has lifted them. The
+        # scale is known only in the backward.
         torch.is_grad_enabled() and hidden.requires_grad and dtype != torch.float16,
     )
 
 
 class MixedDtypesError(ValueError):
-    """Hidden states and weight are of two dtypes, which only autocast multiplies, in a linear layer, too."""
+    """Error of hidden states and a weight in two dtypes, which only autocast multiplies, as in a linear layer."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -125,7 +125,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """What autocast would make of the head's product."""
+    """Return the dtype that autocast would choose for the head's product."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy under an unmodified causal LM of transformers: attached, and as it was after `remove`."""
+"""Chunked cross-entropy under an unmodified causal LM of transformers, attached and removed by a handle."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from slivertune.core.transformers_internals import find_transformers_model
 def attach_chunked_cross_entropy(
     model: nn.Module, *, evaluation: bool = False, chunk_bytes: int = CHUNK_BYTES
 ) -> ChunkedCrossEntropyHandle:
-    """Let a causal LM compute its loss by `chunked_cross_entropy` whenever it is given labels in training.
+    """Make a causal LM compute its loss by `chunked_cross_entropy` whenever it gets labels in training.
 
-    The output's `logits` have no classes then: shape (batch, length, 0). Without labels, in evaluation, and in
-    `generate`, the model runs as it is. `why_not_chunked` tells beforehand whether the model can be served.
+    The output's `logits` then have no classes: shape (batch, length, 0). Without labels, in evaluation, and in
+    `generate`, the model runs unchanged. `why_not_chunked` tells beforehand whether the model is supported.
 
     Args:
         model: A causal LM of transformers with a plain linear head, or a PEFT model around one.
-        evaluation: Whether the loss is chunked in evaluation, too, where logits are not needed either.
+        evaluation: Whether the loss is chunked in evaluation, too, if logits are not needed there.
         chunk_bytes: Bytes of the fp32 scores that exist at a time.
 
     Returns:
-        Takes it off again; also a context manager.
+        Handle that removes it again; also a context manager.
 
     Raises:
-        ValueError: If the model's head or loss is of another kind, with the reason, or if there are no bytes.
-        RuntimeError: If the model has it already.
+        ValueError: If the model's head or loss is of another kind, with the reason, or if `chunk_bytes` is below 1.
+        RuntimeError: If the loss of the model is chunked already.
     """
     return ChunkedCrossEntropyHandle(model, evaluation=evaluation, chunk_bytes=chunk_bytes)
 
 
 def why_not_chunked(model: nn.Module) -> str | None:
-    """Find out whether a model can be served, by a forward of two tokens without gradients.
+    """Find out whether a model is supported, by a forward of two tokens without gradients.
 
-    Call it as the model is going to be trained: with its adapters in, and inside of autocast if training is.
+    Call it on the model as it will be trained: with its adapters, and inside of autocast if training is.
 
     Args:
-        model: Any model; it is as it was afterwards.
+        model: Any model; it is unchanged afterwards.
 
     Returns:
-        The reason why not, as a clause; None if `attach_chunked_cross_entropy` does serve it.
+        Reason why not, as a clause; None if `attach_chunked_cross_entropy` supports the model.
     """
     inner = find_transformers_model(model)
     if inner is None:
@@ -60,7 +60,7 @@ def why_not_chunked(model: nn.Module) -> str | None:
     if reason is not None:
         return reason
     embedding = inner.get_input_embeddings().weight
-    # The first of a vocabulary is often a pad, whose embedding is zero, so that every head has the same loss.
+    # The first token of a vocabulary is often padding. Its embedding is zero, so every head has the same loss.
     tokens = torch.full((1, 2), embedding.shape[0] // 2, dtype=torch.long, device=embedding.device)
     with torch.no_grad(), ChunkedCrossEntropyHandle(inner, evaluation=True) as handle:
         try:
@@ -70,7 +70,7 @@ def why_not_chunked(model: nn.Module) -> str | None:
         except ChunkedLossError as error:
             return error.reason
         except MixedDtypesError:
-            return None  # whole logits can't be computed here, either; under the autocast of training both can
+            return None  # whole logits fail here, too; under the autocast of training both work
         except torch.OutOfMemoryError:
             raise
         except (ValueError, RuntimeError) as error:
@@ -83,8 +83,8 @@ def why_not_chunked(model: nn.Module) -> str | None:
         with torch.random.fork_rng():
             plain, logits = _outputs(inner(input_ids=tokens, labels=tokens))
         score = ForCausalLMLoss(logits, tokens, logits.shape[-1])
-    # What the model adds to the loss of its logits, as a router's loss, is the same but for the sum's rounding. The
-    # loss itself is made of products in another order, of which only the plain ones are rounded to the logits' dtype.
+    # Terms that the model adds to the loss of its logits, such as a router's loss, differ only by the sum's rounding.
+    # The loss itself comes from products in another order, and only the plain ones are rounded to the logits' dtype.
     rounding = 4 * torch.finfo(plain.dtype).eps * (1 + plain.abs())
     eps = max(torch.finfo(logits.dtype).eps, 0.0 if logits.device.type == "cpu" else _TF32_EPS)
     rounding_of_products = 32 * eps * (1 + logits.abs().max())
@@ -98,7 +98,7 @@ def why_not_chunked(model: nn.Module) -> str | None:
 
 
 _TF32_EPS = 2.0**-10
-"""Of the products of fp32 matrices on a GPU, which may be taken in TF32."""
+"""Relative rounding of fp32 matrix products on a GPU, which may use TF32."""
 
 
 def _outputs(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,11 +107,11 @@ def _outputs(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ChunkedCrossEntropyHandle(ModelHandle):
-    """A causal LM whose loss is chunked; also a context manager, which takes it off at its end.
+    """Handle of a causal LM whose loss is chunked. As a context manager, it removes the chunking at its end.
 
-    In a forward with labels, the head gives its hidden states a stand-in for their logits; the loss function gets that
-    stand-in, and calls the head again for the loss. So the product happens inside the head's own forward, around which
-    engines gather its weight, and whatever wraps the loss function (TokenTune) works on as before.
+    In a forward with labels, the head returns a stand-in for the logits of its hidden states. The loss function gets
+    that stand-in, and calls the head again for the loss. So the product runs inside the head's own forward, around
+    which engines gather its weight, and wrappers of the loss function (TokenTune) work as before.
     """
 
     refusal_to_copy = (
@@ -120,7 +120,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
     )
 
     def __init__(self, model: nn.Module, *, evaluation: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Put it on; see `attach_chunked_cross_entropy`."""
+        """Attach to a model, as `attach_chunked_cross_entropy` describes."""
         super().__init__()
         inner = find_transformers_model(model)
         if inner is None:
@@ -146,7 +146,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         _swap_loss(inner, ForCausalLMLoss, loss)
         self._undo.append(lambda: _swap_loss(inner, loss, ForCausalLMLoss))
         self._undo.append(inner.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True).remove)
-        # First of all: others' hooks may read the output.
+        # This hook runs first, since other hooks may read the output.
         self._undo.append(inner.register_forward_hook(ModuleHook(self._end), prepend=True, always_call=True).remove)
         self._loss = loss
         self._in_forward = False
@@ -155,7 +155,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
 
     @property
     def last_loss(self) -> torch.Tensor:
-        """The last loss that was computed in chunks and without gradients, without dimensions."""
+        """Last loss that was computed in chunks and without gradients, a scalar."""
         assert self._loss.last is not None
         return self._loss.last
 
@@ -164,10 +164,10 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         wanted = (model.training and torch.is_grad_enabled()) or (self._evaluation and not torch.is_grad_enabled())
         is_chunked = wanted and self._has_labels(model, args, kwargs)
         if is_chunked and any(each.__name__ == "FSDPModule" for each in type(model).__mro__):
-            # The head's weight is gathered for the root's forward alone; a later read of it has crashed the process.
+            # FSDP2 gathers the head's weight only for the root's forward. A later read of it has crashed the process.
             raise ChunkedLossError("FSDP2 shares the head's weight out over the ranks")
         if is_chunked and hasattr(self._head.module.weight, "ds_id"):
-            # What it hooks on the head hands on another tensor than the stand-in.
+            # ZeRO-3's hooks on the head return another tensor than the stand-in.
             raise ChunkedLossError("ZeRO-3 shares the head's weight out over the ranks")
         self._head.stand_ins = [] if is_chunked else None
 
@@ -202,23 +202,23 @@ class _Head(StandIn):
         self.module = module
         self._chunk_bytes = chunk_bytes
         self.stand_ins: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        """In a forward that is chunked: what was given for logits and not scored yet, and its hidden states."""
+        """Stand-ins that are not scored yet, each with its hidden states, or None outside of a chunked forward."""
         self.scored: list[torch.Tensor] = []
         """Stand-ins of this forward whose loss is computed."""
         self._request: dict[str, Any] | None = None
 
     def put(self) -> None:
-        """Take the place of the head's forward."""
+        """Replace the head's forward."""
         self.module.forward = self  # type: ignore[method-assign, assignment]
 
     def take_off(self) -> None:
-        """Give the head its own forward back, unless something else has wrapped it since, which then passes through."""
+        """Restore the head's own forward. If other code has wrapped it since, this stays and passes calls through."""
         self.stand_ins = None
         if vars(self.module).get("forward") is self:
             del self.module.forward
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The loss, if it was asked for; a stand-in for logits where a loss will be; else the logits."""
+        """Return the loss if it was requested, else a stand-in for the logits in a chunked forward, else the logits."""
         if self._request is not None:
             module = self.module
             return chunked_cross_entropy(
@@ -231,10 +231,10 @@ class _Head(StandIn):
         return stand_in
 
     def loss_of(self, stand_in: torch.Tensor, **request: Any) -> torch.Tensor | None:
-        """The loss of what was given for logits, by a call of the module; None if that was not given by this head.
+        """Compute the loss of a stand-in by a call of the module, or return None if this head did not make it.
 
         Args:
-            stand_in: What the loss function got.
+            stand_in: Logits that the loss function got.
             **request: Targets and divisor.
         """
         known = [hidden for given, hidden in self.stand_ins or () if given is stand_in]
@@ -254,14 +254,14 @@ class _Loss(StandIn):
     """Stands in for `ForCausalLMLoss`.
 
     Args:
-        head: Computes the loss.
+        head: Head that computes the loss.
     """
 
     def __init__(self, head: _Head) -> None:
         super().__init__(ForCausalLMLoss)
         self._head = head
         self.last: torch.Tensor | None = None
-        """The last one that was computed without gradients."""
+        """Last loss that was computed without gradients."""
 
     def __call__(
         self,
@@ -273,7 +273,7 @@ class _Loss(StandIn):
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The loss; arguments as those of `ForCausalLMLoss`."""
+        """Compute the loss, with the arguments of `ForCausalLMLoss`."""
         if self._head.stand_ins is None:
             loss: torch.Tensor = ForCausalLMLoss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
@@ -295,7 +295,7 @@ _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _structural_reason(model: Any) -> str | None:
-    """Why a model can't be served, as far as it shows without running it."""
+    """Return the reason why a model is not supported, as far as it shows without running it, or None."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"its head is {'none' if head is None else type(head).__name__}, not a plain linear layer"
@@ -310,7 +310,7 @@ def _structural_reason(model: Any) -> str | None:
 
 
 def _swap_loss(model: Any, old: Any, new: Any) -> None:
-    """Replace a loss function, also where another stands around it (in an attribute `function`)."""
+    """Replace a loss function, also if another function wraps it (in an attribute `function`)."""
     outer = model.loss_function
     if outer is old:
         # Without an attribute of its own, the model has the loss of its class.
@@ -320,6 +320,6 @@ def _swap_loss(model: Any, old: Any, new: Any) -> None:
         return
     while getattr(outer, "function", None) is not old:
         if not hasattr(outer, "function"):
-            return  # someone has put another loss there since, which stays
+            return  # other code has set another loss since, which stays
         outer = outer.function
     outer.function = new

@@ -1,4 +1,4 @@
-"""The scores of some rows or of some classes at a time: what the loss and its gradients are summed from."""
+"""Scores of some rows or some classes at a time, from which the loss and its gradients are summed."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,30 +7,30 @@ import torch
 
 
 def even_slices(count: int, bytes_of_one: int, chunk_bytes: int) -> Iterator[slice]:
-    """Cut [0, count) into slices of one size, of at most `chunk_bytes` or of one element.
+    """Cut [0, count) into slices of one size, each of at most `chunk_bytes` or of one element.
 
     Args:
-        count: Elements.
-        bytes_of_one: Bytes that each costs.
-        chunk_bytes: Most bytes of a slice.
+        count: Number of elements.
+        bytes_of_one: Bytes per element.
+        chunk_bytes: Largest number of bytes of a slice.
 
     Yields:
-        The slices, in order; the last may be shorter.
+        Slices, in order; the last may be shorter.
     """
     most = max(1, chunk_bytes // max(1, bytes_of_one))
-    # A short rest would be multiplied by another kernel, at a fraction of the speed.
+    # Another kernel would multiply a short rest, at a fraction of the speed.
     size = math.ceil(count / max(1, math.ceil(count / most)))
     for start in range(0, count, max(1, size)):
         yield slice(start, min(start + size, count))
 
 
 class ScoreBuffers:
-    """The memory of one chunk of scores, used by chunk after chunk.
+    """Memory of one chunk of scores, which all chunks reuse.
 
     Args:
-        num_elements: Of the largest chunk.
-        dtype: In which scores are computed.
-        device: Where.
+        num_elements: Number of elements of the largest chunk.
+        dtype: Dtype in which scores are computed.
+        device: Device of the buffers.
     """
 
     def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -39,15 +39,15 @@ class ScoreBuffers:
         self._wide = self._narrow if wide == dtype else torch.empty(num_elements, dtype=wide, device=device)
 
     def scores(self, hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product hidden @ matrix^T + bias, rounded to the computing dtype, then widened, as models do it.
+        """Compute hidden @ matrix^T + bias, rounded to the computing dtype and then widened, as models do it.
 
         Args:
-            hidden: Shape (rows, size), in the computing dtype.
-            matrix: Shape (classes, size), in the computing dtype.
-            bias: Shape (classes,), in the computing dtype.
+            hidden: Hidden states, shape (rows, size), in the computing dtype.
+            matrix: Weight, shape (classes, size), in the computing dtype.
+            bias: Bias, shape (classes,), in the computing dtype.
 
         Returns:
-            Shape (rows, classes), wide; overwritten by the next call.
+            Scores, shape (rows, classes), wide; the next call overwrites them.
         """
         shape = (hidden.shape[0], matrix.shape[0])
         narrow = _front(self._narrow, shape)
@@ -58,12 +58,12 @@ class ScoreBuffers:
         return narrow if self._wide is self._narrow else _front(self._wide, shape).copy_(narrow)
 
     def narrowed(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores, or their gradient, in the computing dtype again; in the same memory as before."""
+        """Return scores or their gradient in the computing dtype again, in the same memory as before."""
         return scores if self._wide is self._narrow else _front(self._narrow, tuple(scores.shape)).copy_(scores)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax and sums: fp32, or fp64 where the model computes in that."""
+    """Return the dtype of softmax and sums: fp32, or fp64 if the model computes in fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -78,22 +78,22 @@ def score_rows(
     chunk_bytes: int,
     with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Go through the rows, all classes at once.
+    """Compute the losses and the gradient of `hidden` in chunks of rows, over all classes at once.
 
     Args:
-        hidden: Shape (n, size).
-        weight: Shape (classes, size).
-        bias: Shape (classes,).
-        targets: int64, shape (n,), in [0, classes).
-        row_scales: Of each row's gradient, wide, shape (n,); 0 where there is no target.
-        dtype: In which products are computed.
+        hidden: Hidden states, shape (n, size).
+        weight: Weight of the head, shape (classes, size).
+        bias: Bias of the head, shape (classes,).
+        targets: Targets, int64, shape (n,), in [0, classes).
+        row_scales: Scale of each row's gradient, wide, shape (n,); 0 without a target.
+        dtype: Dtype in which products are computed.
         chunk_bytes: Bytes of the wide scores that exist at a time.
-        with_gradient: Whether the gradient of `hidden` is wanted.
+        with_gradient: Whether to compute the gradient of `hidden`.
 
     Returns:
-        What a pass over all rows leaves. The losses, -log p(target), shape (n,), wide; 0 where there is no target. The
-        largest score of each row, its peak, shape (n, 1), wide. The sum of exp(score - peak) of each row, shape (n, 1),
-        wide. The gradient of `hidden`, if it was asked for.
+        Losses, -log p(target), shape (n,), wide, 0 without a target; the largest score of each row, its peak, shape
+        (n, 1), wide; the sum of exp(score - peak) of each row, shape (n, 1), wide; and the gradient of `hidden`, if it
+        was requested.
     """
     num_rows, num_classes = hidden.shape[0], weight.shape[0]
     wide = wide_dtype(dtype)
@@ -132,22 +132,22 @@ def weight_gradients(
     of_weight: bool,
     of_bias: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Go through the classes, all rows at once, so that each entry is summed in one product and rounded once.
+    """Compute gradients in chunks of classes, over all rows: each entry is summed in one product, rounded once.
 
     Args:
-        hidden: Shape (n, size).
-        weight: Shape (classes, size).
-        bias: Shape (classes,).
-        targets: int64, shape (n,), in [0, classes).
-        row_scales: Of each row's gradient, wide, shape (n,); 0 where there is no target.
+        hidden: Hidden states, shape (n, size).
+        weight: Weight of the head, shape (classes, size).
+        bias: Bias of the head, shape (classes,).
+        targets: Targets, int64, shape (n,), in [0, classes).
+        row_scales: Scale of each row's gradient, wide, shape (n,); 0 without a target.
         scored: Peaks and totals of the rows.
-        dtype: In which products are computed.
+        dtype: Dtype in which products are computed.
         chunk_bytes: Bytes of the wide scores that exist at a time.
-        of_weight: Whether the gradient of `weight` is wanted.
-        of_bias: Whether that of `bias` is.
+        of_weight: Whether to compute the gradient of `weight`.
+        of_bias: Whether to compute the gradient of `bias`.
 
     Returns:
-        Both, in the dtypes of weight and bias.
+        Gradients of weight and bias, in their dtypes; None if not requested.
     """
     num_rows, num_classes = hidden.shape[0], weight.shape[0]
     hidden = hidden.to(dtype)
@@ -168,7 +168,7 @@ def weight_gradients(
         if weight_gradient is not None:
             narrow, rows = buffers.narrowed(scores).t(), weight_gradient[part]
             if rows.dtype == dtype:
-                torch.mm(narrow, hidden, out=rows)  # with one part, a product of its own would be a second gradient
+                torch.mm(narrow, hidden, out=rows)  # with one part, a separate product would be a second gradient
             else:
                 rows.copy_(torch.mm(narrow, hidden))
     return weight_gradient, bias_gradient

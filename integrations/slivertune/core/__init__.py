@@ -1,1 +1,1 @@
-"""What every method and layout builds on: layers, the ledger, files that are whole or absent, saved states."""
+"""Shared foundation of all methods and layouts: layers, the ledger, atomic files, saved states."""

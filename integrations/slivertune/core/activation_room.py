@@ -1,14 +1,14 @@
-"""How many blocks may keep their activations, measured: the room on the device, and what a block takes.
+"""Measure how many blocks can keep their activations: the free memory of the device, and the bytes per block.
 
-Forwards are of one *kind* if the same parameters train in them, and gradients of earlier ones are there or not: a turn
-of a HiFT group, or a micro-batch after the first. Of each kind two forwards are measured with all blocks checkpointed:
-in the first, much of the optimizer's state is made; the second meets it. Measured are the *need*, by how much the
-highest moment of forward and backward lies above the allocated memory at the first block, and what a block takes, the
-growth of the allocated memory while it is computed again: what it keeps, without its input, which a checkpoint keeps,
-too. From then on, as many blocks keep as fit beside the need into what is free when the first block begins.
+Two forwards are of one *kind* if the same parameters train in them, and if gradients of earlier forwards exist in both
+or in neither: a turn of a HiFT group, say, or a micro-batch after the first. Two forwards of each kind are measured
+with all blocks checkpointed. The first creates much of the optimizer state, and the second runs beside it. The *need*
+is the peak memory of forward and backward minus the memory allocated at the first block. The bytes of a block are the
+growth of the allocated memory while it is recomputed. They leave out its input, which a checkpoint keeps, too. From
+then on, as many blocks keep their activations as fit beside the need into the free memory at the first block.
 
-That is never too many: a kept block adds its activations to some moments of the step, and the highest moment rises by
-that at most.
+This number is never too large. A kept block adds its activations to some moments of the step, so the peak rises by at
+most that.
 """
 
 from collections.abc import Callable
@@ -24,28 +24,28 @@ from slivertune.core.device_memory import usable_bytes
 from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
 
 MARGIN_SHARE = 0.05
-"""Of what the process may allocate, this share stays free: gaps between the allocator's blocks."""
+"""Share of the memory available to the process that stays free, for gaps between the allocator's blocks."""
 _FORWARDS_TO_MEASURE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Memory of a device as torch's allocator sees it, in bytes."""
+    """Memory of a device in bytes, as torch's allocator sees it."""
 
     allocated: int
-    """Of living tensors."""
+    """Bytes of live tensors."""
     highest: int
-    """The most that were allocated since the peak began anew."""
+    """Largest number of allocated bytes since the last reset of the peak."""
     limit: int
-    """The most that this process could allocate."""
+    """Largest number of bytes that this process could allocate."""
 
 
 def read_memory(device: torch.device, *, begin_peak: bool = False) -> DeviceMemory:
-    """Ask a CUDA device for its memory.
+    """Read the memory statistics of a CUDA device.
 
     Args:
-        device: The device.
-        begin_peak: Whether `highest` begins anew.
+        device: The CUDA device.
+        begin_peak: Whether to reset the peak, so that `highest` starts anew.
     """
     if begin_peak:
         torch.cuda.reset_peak_memory_stats(device)
@@ -57,14 +57,14 @@ def read_memory(device: torch.device, *, begin_peak: bool = False) -> DeviceMemo
 
 
 def check_can_measure(device_type: str, world_size: int) -> None:
-    """Refuse to measure where there is nothing to ask, or where ranks would come to different numbers.
+    """Refuse to measure without a CUDA device, or in several ranks, which could choose different numbers.
 
     Args:
-        device_type: Where the model is.
-        world_size: Processes of the run.
+        device_type: Device type of the model, such as `cuda`.
+        world_size: Number of processes of the run.
 
     Raises:
-        ValueError: Naming the reason and the way out.
+        ValueError: If the device is not a CUDA device, or if there are several processes.
     """
     if device_type != "cuda":
         raise ValueError(
@@ -80,23 +80,23 @@ def check_can_measure(device_type: str, world_size: int) -> None:
 
 @dataclass(slots=True)
 class _Kind:
-    """What forwards of one kind took."""
+    """Measurements of the forwards of one kind."""
 
     num_measured: int = 0
     batches: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens and lengths that were measured, none of them less than another in both."""
+    """Tokens and length of each measured batch, except batches that a later one covers."""
     need_bytes: int = 0
-    """The most above what is allocated at the first block."""
+    """Peak memory in bytes above the memory allocated at the first block."""
     bytes_of_block: dict[int, int] = field(default_factory=dict)
-    """By place, what a block keeps beyond its input; one that was not computed again records nothing."""
+    """Bytes that each block keeps beyond its input, by index. A block that was not recomputed has no entry."""
 
     def knows(self, num_tokens: int, length: int) -> bool:
-        """Whether such a batch takes no more than one that was measured, also in attention."""
+        """Return whether such a batch needs no more memory than a measured one, in attention, too."""
         is_measured = self.num_measured >= _FORWARDS_TO_MEASURE
         return is_measured and any(num_tokens <= most and length <= longest for most, longest in self.batches)
 
     def add(self, num_tokens: int, length: int) -> None:
-        """Such a batch was measured."""
+        """Record that such a batch was measured."""
         self.num_measured += 1
         larger = [each for each in self.batches if each[0] > num_tokens or each[1] > length]
         self.batches = [*larger, (num_tokens, length)]
@@ -106,8 +106,8 @@ class ActivationRoom:
     """Decides in each training forward how many blocks keep their activations.
 
     Args:
-        model: The model, where it will be trained.
-        num_blocks: How many blocks it has.
+        model: The model, on the device where it will be trained.
+        num_blocks: Number of its blocks.
 
     Raises:
         ValueError: If nothing can be measured.
@@ -118,30 +118,30 @@ class ActivationRoom:
         self._device = self._parameters[0].device
         check_can_measure(self._device.type, dist.get_world_size() if dist.is_initialized() else 1)
         self.num_kept = 0
-        """Of the forward that runs, or ran last."""
+        """Number of blocks that keep their activations in the current forward, or in the last one."""
         self.is_open = False
-        """Whether a forward of the model runs, in which blocks may keep."""
+        """Whether a forward of the model is running in which blocks may keep their activations."""
         self._num_blocks = num_blocks
         self._kinds: dict[Any, _Kind] = {}
         self._is_expected = False
         self._running: _MeasuredForward | None = None
 
     def expect_forward(self, *_: Any) -> None:
-        """A forward begins; the next block that is entered is its first."""
+        """Mark the start of a forward. The next block that is entered is its first."""
         self.is_open = self._is_expected = torch.is_grad_enabled()
         if self.is_open:
             self.num_kept, self._running = 0, None
 
     def end_forward(self, *_: Any) -> None:
-        """The forward is over; a block that is called on its own is checkpointed."""
+        """Mark the end of the forward. A block that is called on its own is then checkpointed."""
         self.is_open = self._is_expected = False
 
     def enter_block(self, forward: Any, args: tuple[Any, ...]) -> None:
-        """A block is about to run; decide, if it is the first of a forward.
+        """Choose the number of kept blocks, if this block is the first of a forward.
 
         Args:
-            forward: The block's, with its arguments by name (`functools.partial`).
-            args: Those by position; the first tensor of all has the shape (batch, length, ...).
+            forward: The block's forward, with its keyword arguments bound (`functools.partial`).
+            args: Positional arguments. The first tensor of all arguments has shape (batch, length, ...).
         """
         if not self._is_expected:
             return
@@ -163,11 +163,11 @@ class ActivationRoom:
             self.num_kept += 1
 
     def watch(self, forward: Callable[..., Any], place: int) -> Callable[..., Any]:
-        """A block's forward that is measured where it runs again; the forward itself in forwards that are not measured.
+        """Wrap a block's forward so that its recomputation is measured. Return it unchanged if this forward is not.
 
         Args:
-            forward: The block's.
-            place: The block's, from the bottom.
+            forward: The block's forward.
+            place: Index of the block, from the bottom.
         """
         return forward if self._running is None or not self.is_open else partial(self._running.run, place, forward)
 
@@ -186,7 +186,7 @@ class _MeasuredForward:
         self._bytes_of_block: dict[int, int] = {}
 
     def run(self, place: int, forward: Callable[..., Any], *args: Any) -> Any:
-        """Run a block's forward; measure it where it runs again, in the backward."""
+        """Run a block's forward, and measure it if it runs again in the backward."""
         if running_backward() == NO_BACKWARD or self._is_over:
             return forward(*args)
         if not self._bytes_of_block:
@@ -195,9 +195,9 @@ class _MeasuredForward:
         try:
             return forward(*args)
         finally:
-            # Non-reentrant checkpointing leaves the forward by an exception, as soon as it has what it wants.
+            # Non-reentrant checkpointing raises to leave the forward as soon as it has all tensors that it needs.
             grown = read_memory(self._device).allocated - before
-            # A block that runs twice in a forward keeps what it has computed each time.
+            # A block that runs twice in a forward keeps the activations of both runs.
             self._bytes_of_block[place] = self._bytes_of_block.get(place, 0) + grown
 
     def _end(self) -> None:

@@ -1,9 +1,9 @@
-"""Casts of an adapter's input that autocast makes needless.
+"""Skip casts of a LoRA adapter's input that autocast makes redundant.
 
-PEFT casts the input of a LoRA adapter to the adapter's dtype, fp32 beside weights in bf16. Autocast then casts it back
-for the product, and that copy is kept for the backward, one for every adapter. Left as it is, the input goes into the
-product itself: adapters that share it (queries, keys and values) keep it once. Both casts are exact, so results and
-gradients are the same to the bit.
+PEFT casts the input of a LoRA adapter to the adapter's dtype: fp32 beside weights in bf16. Autocast then casts it back
+for the product, and keeps that copy for the backward, one per adapter. Without PEFT's cast, the input itself goes into
+the product, and adapters that share an input (queries, keys and values) keep it once. Both casts are exact, so results
+and gradients are the same to the bit.
 """
 
 from typing import Any
@@ -15,23 +15,23 @@ from slivertune.core.module_hook import ModelHandle, ModuleHook
 
 
 def skip_needless_casts(model: nn.Module) -> "AdapterCastsHandle":
-    """Let a PEFT model's LoRA adapters take their inputs as they are while autocast casts them anyway.
+    """Let a PEFT model's LoRA adapters skip casts of their inputs while autocast casts them anyway.
 
-    Asked before each forward: where autocast is off, as in `generate` outside of it, PEFT casts as ever. It also does
-    for adapters with dropout, whose noise in bf16 is not that in fp32, for those of layers other than linear ones, and
-    for variants of LoRA.
+    Autocast is checked before each forward. If it is off, as in `generate` outside of autocast, PEFT casts as usual.
+    PEFT also casts as usual for adapters with dropout, whose noise differs between bf16 and fp32, for adapters of
+    layers that are not linear, and for variants of LoRA.
 
     Args:
-        model: A PEFT model; one without LoRA adapters stays as it is.
+        model: A PEFT model. A model without LoRA adapters stays unchanged.
 
     Returns:
-        Takes it off again; also a context manager.
+        Handle that restores the casts. Also a context manager.
     """
     return AdapterCastsHandle(model)
 
 
 class AdapterCastsHandle(ModelHandle):
-    """A model whose adapters skip needless casts; also a context manager, which ends that at its end.
+    """Handle of a model whose adapters skip redundant casts. Also a context manager.
 
     Args:
         model: A PEFT model.
@@ -53,7 +53,7 @@ class AdapterCastsHandle(ModelHandle):
         self._undo.append(lambda: self._set(own))
         if not isinstance(model, PeftModel):
             return
-        # Training's forward passes through PEFT's model, within which autocast begins, and generation's does not.
+        # A training forward enters autocast inside PEFT's model. Generation does not pass through PEFT's model.
         for module in (model.base_model, model.get_base_model()):
             self._undo.append(module.register_forward_pre_hook(ModuleHook(self._before_forward)).remove)
 
@@ -67,7 +67,7 @@ class AdapterCastsHandle(ModelHandle):
 
 
 def _has_plain_products(layer: Any) -> bool:
-    """Whether all that a LoRA layer does with its input are products that autocast casts."""
+    """Return whether a LoRA layer uses its input only in products that autocast casts."""
     return (
         all(isinstance(each, nn.Linear) for each in layer.lora_A.values())
         and all(isinstance(each, nn.Identity) for each in layer.lora_dropout.values())

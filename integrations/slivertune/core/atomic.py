@@ -1,14 +1,14 @@
-"""Atomic writes: files and folders are written under a temporary name and renamed, so that no one sees half of one.
+"""Write files and folders atomically: under a temporary name, then renamed, so that no reader sees half of one.
 
-A write is interrupted at any moment (an error, Ctrl-C, SIGKILL) and either the old version or the new one is whole
-under the target's name. What a killed process has left behind is removed by the next write of the same target.
+A write may be interrupted at any moment (an error, Ctrl-C, SIGKILL). Either the old version or the new one is then
+whole under the target's name. The next write of the same target removes the remains of a killed process.
 
-The next version is written in a hidden folder beside the target: `.NAME.XXXXXXXX.partial` holds a file `lock`, which
-its process keeps locked, the new version under the target's own name, and for a moment the old one (`retired`). Locks
-end with their process however that ends, so that a folder whose lock can be taken belongs to no living process. A
-folder can be exchanged with another in one step on Linux's own file systems (renameat2); on others (NFS) the old
-version is moved away first, and a process that is killed right then leaves no target: `recover`, which readers and the
-next writer call, puts the old version back.
+The next version is written into a hidden folder beside the target, `.NAME.XXXXXXXX.partial`. It holds a file `lock`,
+which its process keeps locked, the new version under the target's own name, and for a moment the old one (`retired`). A
+lock ends with its process, however that ends. A folder whose lock can be taken therefore belongs to no live process. On
+Linux's own file systems, two folders are exchanged in one step (renameat2). On others (NFS), the old version is moved
+away first, and a process that is killed right then leaves no target. Readers and the next writer call `recover`, which
+puts the old version back.
 """
 
 import ctypes
@@ -49,11 +49,11 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that appears whole or not at all.
 
     Args:
-        path: The file; its folder must exist. An older file is replaced.
-        value: What `json.dumps` takes.
+        path: The file. Its folder must exist. An older file is replaced.
+        value: Any value that `json.dumps` accepts.
 
     Raises:
-        OSError: If it can't be written; names the file, and what it needed.
+        OSError: If the file can't be written. The message names the file and the bytes needed.
     """
     text = json.dumps(value, indent=2) + "\n"
     with atomic_file(path, needs_bytes=len(text)) as temporary:
@@ -62,17 +62,17 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def atomic_file(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
-    """A temporary file that replaces `target` when the block succeeds, and is removed when it fails.
+    """Yield a temporary file that replaces `target` if the block succeeds and is removed if it fails.
 
     Args:
-        target: The file; its folder must exist. An older file is whole until the new one replaces it.
-        needs_bytes: Its size, where that is known; for the error of a full disk.
+        target: The file. Its folder must exist. An older file stays whole until the new one replaces it.
+        needs_bytes: Size of the file in bytes, if known, for the error of a full disk.
 
     Yields:
-        The file to write; it does not exist yet.
+        The file to write. It does not exist yet.
 
     Raises:
-        OSError: If it can't be written; names the file, and what it needed.
+        OSError: If the file can't be written. The message names the file and the bytes needed.
     """
     with explain_write_errors(target, needs_bytes):
         if target.is_dir():
@@ -86,18 +86,18 @@ def atomic_file(target: Path, *, needs_bytes: int | None = None) -> Iterator[Pat
 
 @contextmanager
 def atomic_new_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
-    """A temporary folder that is renamed to `target` when the block succeeds, and is removed when it fails.
+    """Yield a temporary folder that is renamed to `target` if the block succeeds and is removed if it fails.
 
     Args:
-        target: Where the folder is to appear; nothing may be there yet.
-        needs_bytes: The size of its files, where that is known; for the error of a full disk.
+        target: Path of the new folder. Nothing may be there yet.
+        needs_bytes: Size of its files in bytes, if known, for the error of a full disk.
 
     Yields:
         The folder to write into.
 
     Raises:
         FileExistsError: If something is at `target`, before the block or after it.
-        OSError: If it can't be written; names the folder, and what it needed.
+        OSError: If the folder can't be written. The message names the folder and the bytes needed.
     """
     with explain_write_errors(target, needs_bytes):
         check_absent(target)
@@ -114,20 +114,20 @@ def atomic_new_folder(target: Path, *, needs_bytes: int | None = None) -> Iterat
 
 @contextmanager
 def atomic_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
-    """A temporary folder that replaces `target` when the block succeeds, and is removed when it fails.
+    """Yield a temporary folder that replaces `target` if the block succeeds and is removed if it fails.
 
-    At every moment the old folder or the new one is whole under the target's name, however the process ends; on file
+    At every moment the old folder or the new one is whole under the target's name, however the process ends. On file
     systems that can't exchange two folders in one step, readers call `recover` first (see above).
 
     Args:
-        target: Where the folder is to appear. An older folder there is replaced; where a link leads to it, there.
-        needs_bytes: The size of its files, where that is known; for the error of a full disk.
+        target: Path of the folder. An older folder there is replaced. A link is followed.
+        needs_bytes: Size of its files in bytes, if known, for the error of a full disk.
 
     Yields:
         The folder to write into.
 
     Raises:
-        OSError: If it can't be written; names the folder, and what it needed.
+        OSError: If the folder can't be written. The message names the folder and the bytes needed.
     """
     with explain_write_errors(target, needs_bytes):
         place = target.resolve() if target.is_symlink() else target
@@ -142,10 +142,10 @@ def atomic_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[P
 
 
 def check_absent(target: Path) -> None:
-    """Refuse a path where something lies already.
+    """Refuse a path that exists already.
 
     Raises:
-        FileExistsError: Naming the path.
+        FileExistsError: If the path exists, or is a link that leads nowhere.
     """
     if target.exists() or target.is_symlink():
         raise FileExistsError(f"{target} exists already; name a folder that does not, or move it away")
@@ -157,19 +157,19 @@ class Partial:
 
     target: Path
     folder: Path
-    """The hidden folder."""
+    """Hidden folder of this version."""
     file_mode: int
-    """Access rights of a new file here, by the umask and what the folder passes on."""
+    """Access rights of a new file here, from the umask and the parent folder."""
 
     @property
     def content(self) -> Path:
-        """What is written; it takes the target's place."""
+        """Path of the new version, which replaces the target."""
         return self.folder / self.target.name
 
     def publish(self) -> None:
-        """Give all that was written the access rights of new files, and wait until it is on the disk.
+        """Give all new files the access rights of new files, and wait until everything is on the disk.
 
-        safetensors, for one, writes files that their owner alone can read.
+        safetensors, for one, writes files that only their owner can read.
         """
         for path in [*self.content.rglob("*"), self.content] if self.content.is_dir() else [self.content]:
             if path.is_symlink():
@@ -179,11 +179,11 @@ class Partial:
             sync(path)
 
     def replace_target(self) -> None:
-        """Put the content, a folder, where an older folder may be, and wait until that is on the disk."""
+        """Put the content, a folder, in place of an older folder, and wait until that is on the disk."""
         if not self.target.exists():
             self.content.rename(self.target)
         elif not exchange(self.content, self.target):
-            # Where the second of the two fails, the end of the block puts the old version back.
+            # If the second rename fails, the end of the block puts the old version back.
             self.target.rename(self.folder / _RETIRED)
             self.content.rename(self.target)
         sync(self.target.parent)
@@ -191,13 +191,13 @@ class Partial:
 
 @contextmanager
 def partial_version(target: Path) -> Iterator[Partial]:
-    """A hidden folder for the next version of a target; it is gone when the block ends, and so is any dead one.
+    """Remove dead hidden folders of a target, and yield a new one that lasts until the block ends.
 
     Args:
-        target: The file or folder; its folder must exist.
+        target: The file or folder. Its parent folder must exist.
 
     Yields:
-        Where to write.
+        The version to write.
     """
     recover(target)
     _remove_dead(target)
@@ -210,10 +210,10 @@ def partial_version(target: Path) -> Iterator[Partial]:
 
 
 def recover(target: Path) -> None:
-    """Put the old version of a folder back, where a process was killed between moving it away and the new one in.
+    """Put the old version of a folder back, if a process was killed while it replaced that version.
 
-    Does nothing where the target is there, and leaves a living process alone. Costs one listing of the folder that
-    holds the target, if it is not there.
+    Does nothing if the target exists, or if the process is alive. Costs one listing of the folder that holds the
+    target, if the target does not exist.
 
     Args:
         target: The folder.
@@ -227,17 +227,17 @@ def recover(target: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Let two paths change places in one step.
+    """Exchange two paths in one step.
 
     Args:
         first: A path.
-        second: Another on the same file system; both exist.
+        second: Another path on the same file system. Both exist.
 
     Returns:
-        Whether this file system can; if not, nothing has changed.
+        Whether this file system can exchange paths. If not, nothing has changed.
 
     Raises:
-        OSError: If it can and failed.
+        OSError: If it can and the exchange failed.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -260,17 +260,17 @@ def sync(path: Path) -> None:
 
 
 def _make(target: Path) -> tuple[IO[bytes], Path]:
-    """A new hidden folder and its lock, held; another process that removes dead ones may be at work."""
+    """Make a new hidden folder and hold its lock, even while another process removes dead folders."""
     while True:
         folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial"))
         try:
             with ExitStack() as stack:
                 lock = stack.enter_context((folder / _LOCK).open("xb"))
-                # Where there are no locks, no other process can take this one either, so that none removes the folder.
+                # Without file locks, no other process can take this one either, so none removes the folder.
                 if try_lock(lock) is not False and _is_at(lock, folder / _LOCK):
                     stack.pop_all()
                     return lock, folder
-                # Taken for dead before it was locked: make another.
+                # Another process took it for dead before it was locked, so make another.
         except FileNotFoundError:
             continue
         except BaseException:
@@ -296,18 +296,18 @@ def _partials(target: Path) -> list[Path]:
 def _remove_dead(target: Path) -> None:
     for folder in _partials(target):
         try:
-            # One that its process has not even locked; fails where anything is in it.
+            # Removes a folder that its process has not locked yet. Fails if anything is in it.
             folder.rmdir()
         except OSError:
             with _locked_if_dead(folder) as is_dead:
-                # The lock is made first and removed with the rest, so that without it a removal was cut short.
+                # The lock is made first and removed with the rest. If it is missing, a removal was interrupted.
                 if is_dead or not (folder / _LOCK).exists():
                     _remove(folder, target)
 
 
 @contextmanager
 def _locked_if_dead(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a hidden folder, if no living process does."""
+    """Hold the lock of a hidden folder, if no live process holds it."""
     try:
         lock = (folder / _LOCK).open("r+b")
     except OSError:
@@ -323,7 +323,7 @@ def _remove(folder: Path, target: Path) -> None:
         _put_back(retired, target)
         if not os.path.lexists(target):
             return
-        # Under another name first: half a version must never be put back.
+        # Rename it first, since half a version must never be put back.
         with suppress(FileNotFoundError):
             retired.rename(folder / "removed")
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""The blocks of a model that transformers checkpoints, and what may stand before their checkpointing.
+"""Blocks of a model that transformers checkpoints, and stand-ins that run in front of their checkpointing.
 
-Transformers gives each block a function that checkpoints it, and a switch. Stand-ins of ours take the function's place
-and call it, one inside of the other; the switch stays theirs (`activation_checkpointing_enable`), and where it is off,
-so are they.
+transformers gives each block a function that checkpoints it, and a switch. Our stand-ins replace that function and call
+it, one inside the other. The switch stays theirs (`activation_checkpointing_enable`). If it is off, no stand-in runs.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from slivertune.core.transformers_internals import checkpointing_of, set_checkpo
 
 
 class CheckpointedBlocksHandle(ModelHandle):
-    """Stands before the checkpointing of a model's blocks; a subclass says in `run` what happens there.
+    """Stands in front of the checkpointing of a model's blocks. A subclass defines in `run` how a block runs.
 
     Args:
-        model: A transformers model, or a PEFT model around one; checkpointing may be switched on later.
+        model: A transformers model, or a PEFT model around one. Checkpointing may be switched on later.
 
     Raises:
-        ValueError: If transformers checkpoints no block of the model, and `needs_blocks`.
+        ValueError: If `needs_blocks`, and transformers checkpoints no block of the model.
     """
 
     is_innermost: ClassVar[bool] = False
     """Whether no other stand-in comes between this one and the function itself."""
     feature: Feature | None = None
-    """Name of the feature in `refused_pairs`; None if it goes with everything."""
+    """Name of the feature in `refused_pairs`. None if it goes with every feature."""
     needs_blocks: ClassVar[bool] = True
     """Whether a model without such blocks is refused."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.blocks = find_checkpointed_blocks(model) if self.needs_blocks else checkpointed_blocks(model)
-        """What transformers checkpoints, from the bottom to the top."""
+        """Blocks that transformers checkpoints, from the bottom to the top."""
         self._place_of = {
             layer: index
             for index, block in enumerate(self.blocks)
@@ -50,19 +49,19 @@ class CheckpointedBlocksHandle(ModelHandle):
         }
 
     def put(self, model: nn.Module) -> None:
-        """Put the stand-ins on; called by a subclass when it is ready to `run`.
+        """Put the stand-ins on the model. A subclass calls this when it is ready to `run`.
 
         Args:
             model: The model.
 
         Raises:
-            RuntimeError: If the model has what does not go with this.
+            RuntimeError: If the model has a feature that does not go with this one.
         """
         if self.feature is not None:
             self._undo.append(attach_feature(model, self.feature, self.blocks))
         self._put()
         self._undo.append(self._take_off)
-        # Checkpointing that is switched on anew comes with a function of its own.
+        # Switching checkpointing on again sets a new function, so each forward puts missing stand-ins on.
         for module in _holders_of(model, self.blocks):
             self._undo.append(module.register_forward_pre_hook(ModuleHook(self._put)).remove)
 
@@ -72,10 +71,10 @@ class CheckpointedBlocksHandle(ModelHandle):
         return any(block.gradient_checkpointing for block in self.blocks)
 
     def wants(self, function: Callable[..., Any]) -> bool:
-        """Whether to stand before a function that checkpoints a layer; before every one, unless a subclass says no.
+        """Return whether to stand in front of a function that checkpoints a layer. True unless a subclass overrides it.
 
         Args:
-            function: The layer's own, or another stand-in.
+            function: The layer's own function, or another stand-in.
         """
         return True
 
@@ -83,11 +82,11 @@ class CheckpointedBlocksHandle(ModelHandle):
         """Run a layer's forward.
 
         Args:
-            own: Checkpoints the layer, called with `forward` and `args`.
-            layer: A block, or a layer inside of one that is checkpointed by itself as well.
-            place: The block's, from the bottom.
-            forward: The layer's, with its arguments by name (`functools.partial`).
-            args: Of the forward, by position.
+            own: Function that checkpoints the layer, called with `forward` and `args`.
+            layer: A block, or a layer inside a block that is checkpointed by itself as well.
+            place: Index of the block, from the bottom.
+            forward: The layer's forward, with its keyword arguments bound (`functools.partial`).
+            args: Positional arguments of the forward.
         """
         raise NotImplementedError
 
@@ -115,13 +114,13 @@ class CheckpointedBlocksHandle(ModelHandle):
 
 
 class BeforeCheckpointing(StandIn):
-    """Stands in for what checkpoints a layer.
+    """Stands in for the function that checkpoints a layer.
 
     Args:
-        function: The layer's own, or another stand-in.
-        handle: Decides.
+        function: The layer's own function, or another stand-in.
+        handle: Handle that runs the layer.
         layer: The layer.
-        place: Of its block, from the bottom.
+        place: Index of its block, from the bottom.
     """
 
     def __init__(
@@ -129,9 +128,9 @@ class BeforeCheckpointing(StandIn):
     ) -> None:
         super().__init__(function)
         self.keywords = getattr(function, "keywords", {})
-        """What `torch.utils.checkpoint.checkpoint` is called with: whether it is reentrant is read there."""
+        """Keyword arguments of `torch.utils.checkpoint.checkpoint`. Callers read here whether it is reentrant."""
         self.handle = handle
-        """Decides."""
+        """Handle that runs the layer."""
         self._layer, self._place = layer, place
 
     @property
@@ -140,12 +139,12 @@ class BeforeCheckpointing(StandIn):
         return self.handle.feature
 
     def __call__(self, forward: Callable[..., Any], *args: Any) -> Any:
-        """Run the forward as the handle says."""
+        """Run the forward by the handle."""
         return self.handle.run(self.function, self._layer, self._place, forward, args)
 
 
 def checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLayer, ...]:
-    """Find the modules that transformers checkpoints, but for those inside of others, from the bottom to the top.
+    """Find the outermost modules that transformers checkpoints, from the bottom to the top.
 
     Args:
         model: Any module.
@@ -160,13 +159,13 @@ def checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLayer, .
 
 
 def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLayer, ...]:
-    """Find what `checkpointed_blocks` finds in a model that has such blocks.
+    """Find the blocks of `checkpointed_blocks`, and refuse a model without any.
 
     Args:
         model: Any module.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such block.
     """
     found = checkpointed_blocks(model)
     if not found:
@@ -179,11 +178,11 @@ def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLay
 
 
 def records_graph(block: nn.Module, inputs: Any) -> bool:
-    """Whether a module's forward is recorded for a backward: not where nothing in it or below it trains.
+    """Return whether a forward is recorded for a backward: gradients are on, and something in or below it trains.
 
     Args:
         block: The module.
-        inputs: A nest with the tensors that it is given.
+        inputs: A nest that holds the input tensors.
     """
     if not torch.is_grad_enabled():
         return False
@@ -191,7 +190,7 @@ def records_graph(block: nn.Module, inputs: Any) -> bool:
 
 
 def _stand_ins(function: Any) -> Iterator[BeforeCheckpointing]:
-    """The stand-ins before a function, from the outermost."""
+    """Yield the stand-ins in front of a function, from the outermost."""
     while isinstance(function, BeforeCheckpointing):
         inner = function.function
         yield function
@@ -199,7 +198,7 @@ def _stand_ins(function: Any) -> Iterator[BeforeCheckpointing]:
 
 
 def _holders_of(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that hold a block: those by which a model, or a part of it, is called."""
+    """Yield the modules that hold a block. A call of the model, or of a part of it, goes through one of these."""
     wanted = set(blocks)
     for module in model.modules():
         if module not in wanted and any(each in wanted for each in module.modules()):

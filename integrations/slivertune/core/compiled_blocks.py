@@ -1,10 +1,10 @@
-"""Compilation block by block: blocks of one kind share a few graphs, whichever of them trains.
+"""Compile a model block by block: blocks of one kind share a few graphs, whichever of them trains.
 
-`torch.compile` guards on which parameters and inputs require a gradient. Of a block there are four kinds: below what
-trains, training with or without a gradient to pass on, and above. By itself each kind is compiled once and serves all
-blocks. A whole model is another one in every turn of HiFT, and torch gives up after eight.
+`torch.compile` guards on which parameters and inputs require a gradient. A block is of one of four kinds: below the
+trained layers, training with or without a gradient to pass on, or above. Each kind is compiled once and serves all
+blocks. A whole model differs in every turn of HiFT, and torch gives up after eight.
 
-The forward is compiled, not the call: what others hook onto a block (TokenTune, FSDP2) stays outside of the graph.
+The forward is compiled, not the call. Hooks of others on a block (TokenTune, FSDP2) stay outside of the graph.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from slivertune.core.refused_pairs import Feature, refuse_beside
 from slivertune.core.torch_internals import is_compiled, uncompiled_module
 
 NUM_GRAPHS_LIMIT = 64
-"""Where torch lets a call set it, its limit of graphs: four of a training block and two in evaluation, each for fixed
-and for changing shapes, for every class of blocks."""
+"""Limit of graphs for a block's forward, if torch lets a call set it. A class of blocks needs four graphs in training
+and two in evaluation, each for fixed and for changing shapes."""
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
@@ -34,7 +34,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 class CompiledBlocks(ModelHandle):
     """Blocks that run compiled, until `remove()`. Also a context manager.
 
-    Parameters, module names and classes are as before; so are copies and pickles of the model, which are not compiled.
+    Parameters, module names and classes stay as they are. Copies and pickles of the model are not compiled.
     """
 
     refusal_to_copy = (
@@ -43,7 +43,7 @@ class CompiledBlocks(ModelHandle):
     )
 
     def __init__(self, blocks: Iterable[tuple[str, nn.Module]], options: dict[str, Any]) -> None:
-        """Compile; called by `compile_blocks`."""
+        """Compile the blocks. Called by `compile_blocks`."""
         super().__init__()
         self.paths: list[str] = []
         """Module paths of the blocks."""
@@ -56,7 +56,7 @@ class CompiledBlocks(ModelHandle):
             self._undo.append(stand_in.remove)
 
     def _compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a class, compiled; blocks of a class share it."""
+        """Compile the forward of a class. Blocks of a class share it."""
         if forward not in self._compiled:
             self._compiled[forward] = torch.compile(forward, **self._options)
         return self._compiled[forward]
@@ -66,9 +66,9 @@ class CompiledForward(StandIn):
     """Stands in for a block's forward.
 
     Args:
-        path: The block's module path, for errors.
+        path: Module path of the block, for errors.
         block: The block.
-        compile_forward: Compiles the forward of a class.
+        compile_forward: Function that compiles the forward of a class.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class CompiledForward(StandIn):
         return "torch.compile"
 
     def remove(self) -> None:
-        """Let the block run as it is, unless something else has wrapped it since, which then stays."""
+        """Let the block run uncompiled. A wrapper that something else has put around it since stays."""
         if vars(self.block).get("forward") is self:
             del self.block.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward, compiled unless it is given a cache."""
+        """Run the block's forward, compiled unless it is given a cache."""
         cache = next((name for name in _CACHES if kwargs.get(name) is not None), None)
-        # Read now: FSDP2 gives blocks a class of its own.
+        # Read at each call, since FSDP2 gives blocks a class of its own.
         forward = type(self.block).forward
         if cache is not None:
             if self.block.training and torch.is_grad_enabled():
@@ -114,18 +114,18 @@ class CompiledForward(StandIn):
 
 
 def runs_compiled(module: nn.Module) -> bool:
-    """Whether a module is a block that `compile_blocks` has compiled."""
+    """Return whether a module is a block that `compile_blocks` has compiled."""
     return isinstance(vars(module).get("forward"), CompiledForward)
 
 
 def has_compiled_blocks(model: nn.Module) -> bool:
-    """Whether `compile_blocks` has compiled blocks of a model."""
+    """Return whether `compile_blocks` has compiled blocks of a model."""
     return any(map(runs_compiled, model.modules()))
 
 
 @contextmanager
 def _without_useless_checkpoint(block: Any, inputs: Any) -> Any:
-    """Switch checkpointing off where nothing will be computed again.
+    """Switch checkpointing off if nothing will be recomputed.
 
     torch 2.13 can't compile a checkpoint in a graph that has no backward, as below the active group.
     """
@@ -141,26 +141,26 @@ def _without_useless_checkpoint(block: Any, inputs: Any) -> Any:
 
 
 def compile_blocks(model: nn.Module, *, fullgraph: bool = True, **options: Any) -> CompiledBlocks:
-    """Compile each block of a model, in place, so that all blocks share a few graphs.
+    """Compile each block of a model in place, so that all blocks share a few graphs.
 
-    Under HiFT there are four of a class of blocks at most: below the active group, in it (at its lower end or not),
-    above it; evaluation adds two, and sequences whose length changes add one of each with dynamic shapes, unless
-    `dynamic=True` makes them so at once. Embedding, head and loss stay uncompiled, and so do forwards that are given a
-    cache, as generation's are. It may come before or after HiFT and TokenTune.
+    Under HiFT, a class of blocks has at most four graphs: below the active group, in it (at its lower end or not), and
+    above it. Evaluation adds two. Sequences of changing length add one of each with dynamic shapes, unless
+    `dynamic=True` makes them dynamic at once. Embedding, head and loss stay uncompiled, and so do forwards with a
+    cache, as in generation. Call it before or after HiFT and TokenTune.
 
     Args:
         model: A model whose blocks `find_layers` finds. Parameters, module names and state dict stay as they are.
-        fullgraph: Whether a block that torch can't trace whole, or its limit of graphs, is an error. Otherwise torch
-            breaks the graph, or runs eagerly, and only logs it.
+        fullgraph: Whether it is an error if torch can't trace a block whole, or reaches its limit of graphs. Otherwise
+            torch breaks the graph or runs eagerly, and only logs it.
         **options: Further arguments of `torch.compile`: `backend`, `mode`, `dynamic`, `options`.
 
     Returns:
-        The handle, which lets the blocks run uncompiled again; `with` does so at its end.
+        Handle that lets the blocks run uncompiled again. As a context manager, it does so at its end.
 
     Raises:
         ValueError: If the model has no list of blocks.
         RuntimeError: If the model or a block is compiled already, a block's forward was replaced (offloading), or the
-            model has what does not go with it.
+            model has a feature that does not go with torch.compile.
 
     Example:
         >>> slivertune.compile_blocks(model)

@@ -1,7 +1,7 @@
-"""Side streams of a device, on which copies run beside its computation.
+"""Side streams of a device, on which copies overlap with its computation.
 
-All copies of waiting tensors go through one object of this kind, so that a test or a plan that stands in for it
-(`streams_made_by`) sees their order.
+All copies of offloaded tensors go through one object of this kind. A test or a plan that replaces it
+(`streams_made_by`) therefore sees their order.
 """
 
 from collections.abc import Iterator
@@ -14,26 +14,26 @@ from slivertune.core.maker import Maker
 from slivertune.core.pinned_memory import pinned_memory
 
 Direction = Literal["inbound", "outbound"]
-"""Into the device, or out of it."""
+"""Direction of a copy, into the device or out of it."""
 Event = Any
-"""A moment on a stream; None where there are no streams."""
+"""Point in a stream. None if the device has no streams."""
 
 
 class CopyStreams:
-    """Two side streams of one device. Where a device has none, everything runs in plain order.
+    """Two side streams of one device. On a device without streams, everything runs in program order.
 
     Args:
-        device: Where the computation runs.
+        device: The computing device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        """Where the computation runs."""
+        """Computing device."""
         self._streams: dict[Direction, torch.cuda.Stream] = {}
 
     @contextmanager
     def on(self, direction: Direction, *after: Event) -> Iterator[None]:
-        """Queue what is done inside on a side stream, to start after these moments."""
+        """Queue the work inside on a side stream, to start after these events."""
         if self.device.type != "cuda":
             yield
             return
@@ -45,19 +45,19 @@ class CopyStreams:
             yield
 
     def record(self, direction: Direction | None = None) -> Event:
-        """The moment at which what is queued now on a side stream (None: the computing stream) is done."""
+        """Record an event behind the work queued so far on a side stream (None: the computing stream)."""
         if self.device.type != "cuda":
             return None
         stream = torch.cuda.current_stream(self.device) if direction is None else self._stream(direction)
         return stream.record_event()
 
     def compute_after(self, event: Event) -> None:
-        """Let later work of the computing stream start after a moment."""
+        """Let later work of the computing stream start after an event."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def wait_on_host(self, event: Event) -> None:
-        """Wait on the host for a moment; any thread may."""
+        """Wait on the host for an event. Any thread may call this."""
         if event is not None:
             event.synchronize()
 
@@ -67,14 +67,14 @@ class CopyStreams:
             stream.synchronize()
 
     def host_memory(self, num_bytes: int, *, is_inherited: bool = False) -> torch.Tensor:
-        """Allocate host memory, pinned where the device is a CUDA device, so that copies run beside the computation.
+        """Allocate host memory. For a CUDA device it is pinned, so that copies overlap with computation.
 
         Args:
-            num_bytes: Of the memory.
-            is_inherited: Whether processes forked off this one, such as a data loader's workers, may read it.
+            num_bytes: Size in bytes.
+            is_inherited: Whether forked processes, such as a data loader's workers, may read it.
 
         Returns:
-            uint8, shape (num_bytes,), of arbitrary content.
+            Uninitialized uint8 tensor, shape (num_bytes,).
         """
         if self.device.type != "cuda" or num_bytes == 0:
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
@@ -87,7 +87,7 @@ class CopyStreams:
 
 
 copy_streams = Maker(CopyStreams)
-"""Makes new copy streams, of a device."""
+"""Factory of copy streams. It takes a device."""
 
 streams_made_by = copy_streams.replaced_by
-"""Lets something else stand in for the copy streams that are made meanwhile; takes what makes it, of a device."""
+"""Context manager in which another factory makes the copy streams. It takes that factory."""

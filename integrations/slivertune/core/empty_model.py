@@ -1,4 +1,4 @@
-"""A model of transformers without weights: parameters on the meta device, buffers where they compute."""
+"""Make transformers models without weights: parameters on the meta device, buffers with data."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ def make_empty(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
     Args:
         model_class: An Auto class of transformers, or a model's own class.
-        config: Its configuration.
-        dtype: Of the parameters.
+        config: The configuration of the model.
+        dtype: Dtype of the parameters.
 
     Raises:
-        TypeError: If the class is not one of transformers' models.
+        TypeError: If the class is not a model class of transformers.
         ValueError: If the class has no model of this configuration.
     """
     found = maker_of(model_class, config)

@@ -1,4 +1,4 @@
-"""Locks of files that end with their process, on systems that have them: not Windows, nor every network file system."""
+"""File locks that end with their process, on systems that have them: not Windows, nor every network file system."""
 
 from typing import IO, Any
 
@@ -9,13 +9,13 @@ except ImportError:  # Windows
 
 
 def try_lock(file: IO[Any]) -> bool | None:
-    """Lock an open file, for as long as it is open.
+    """Lock an open file without waiting, for as long as it is open.
 
     Args:
-        file: Open for writing.
+        file: File that is open for writing.
 
     Returns:
-        Whether this process holds the lock now; None where there are no locks.
+        Whether this process holds the lock now. None if there are no locks.
     """
     if fcntl is None:
         return None
@@ -29,10 +29,10 @@ def try_lock(file: IO[Any]) -> bool | None:
 
 
 def wait_for_lock(file: IO[Any]) -> None:
-    """Lock an open file, for as long as it is open, after whoever holds it; nothing where there are no locks.
+    """Lock an open file, after any other holder, for as long as it is open. Do nothing without file locks.
 
     Args:
-        file: Open for writing.
+        file: File that is open for writing.
     """
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""What an optimizer of this library trains, and another one is about to step: an error before anything has moved."""
+"""Refuse another optimizer's step on parameters that an optimizer of this library trains, before it changes any."""
 
 import weakref
 from collections.abc import Mapping
@@ -10,32 +10,32 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Guard(Protocol):
-    """What is asked before every step of any optimizer."""
+    """An object that is asked before every step of any optimizer."""
 
     def refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if the optimizer would step what this guards.
+        """Raise if the optimizer would step a guarded parameter.
 
         Args:
-            optimizer: About to step.
+            optimizer: The optimizer that is about to step.
         """
 
 
 _guards: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those that are on; they may go with their models."""
+"""Active guards. They are held weakly, and may end with their models."""
 
 
 def watch_steps(guard: Guard) -> None:
-    """Have a guard asked from now on, until it is gone.
+    """Ask a guard before every step from now on, as long as it exists.
 
     Args:
-        guard: Is held weakly.
+        guard: The guard. It is held weakly.
     """
     _register_hook()
     _guards.add(guard)
 
 
 def forget_steps(guard: Guard) -> None:
-    """End what `watch_steps` began; a second call does nothing."""
+    """Stop asking a guard. A second call does nothing."""
     _guards.discard(guard)
 
 
@@ -45,13 +45,13 @@ def refuse_step_of_other(
     """Refuse the step of an optimizer that holds a parameter of another one.
 
     Args:
-        optimizer: About to step; may be accelerate's wrapper of `own`.
-        own: Trains the parameters.
-        names: Of the parameters, by identity.
+        optimizer: The optimizer that is about to step. It may be accelerate's wrapper of `own`.
+        own: The optimizer that trains the parameters.
+        names: Names of the parameters, by identity.
         title: Name of the optimizer that trains them.
 
     Raises:
-        RuntimeError: Naming the optimizer, the parameter and the way out.
+        RuntimeError: If `optimizer` is not `own` and holds one of the parameters.
     """
     inner: Any = optimizer
     while inner is not None:
@@ -70,10 +70,10 @@ def refuse_step_of_other(
 
 @cache
 def _register_hook() -> None:
-    """Let every optimizer's step be seen, once and for good.
+    """Register the hook on every optimizer's step, once and for good.
 
-    Optimizers' hooks are global: one that went with its model would be taken out of their dictionary by the garbage
-    collector, which may run while a step goes through it.
+    The hooks are global. The garbage collector would take a hook that ended with its model out of their dictionary,
+    maybe while a step iterates over it.
     """
     register_optimizer_step_pre_hook(_before_step)
 

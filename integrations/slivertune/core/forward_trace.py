@@ -1,4 +1,4 @@
-"""In which order a model's forward reads its parameters and enters its blocks, seen on a copy without data."""
+"""Trace the order in which a forward reads parameters and enters blocks, on a copy of the model without data."""
 
 import copy
 import inspect
@@ -15,11 +15,11 @@ from slivertune.core.torch_internals import READS_A_VALUE, TorchDispatchMode, tr
 
 
 class _BlocksEntered(BaseException):
-    """Ends a dummy forward that has shown all it can, past any `except Exception` of the model's."""
+    """Ends a dummy forward that has entered all awaited blocks, past any `except Exception` of the model's."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the order in which a forward reads parameters and enters lists of blocks, until all awaited are entered."""
+    """Records in which order a forward reads parameters and enters block lists, until it has entered all awaited."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,26 +46,26 @@ class _Recorder(TorchDispatchMode):
             if isinstance(value, nn.Parameter):
                 self.note(value)
         if func is READS_A_VALUE:
-            return 1  # meta tensors have no values, and models ask whether a mask is true all over
+            return 1  # meta tensors have no values, but models ask whether a mask is all true
         return func(*args, **(kwargs or {}))
 
 
 def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[str, int], list[str]]:
     """Run a meta copy of the model on a dummy batch until it has entered its blocks.
 
-    Where that fails, each transformers model inside it gets a batch of its own (an image tower pixels, a decoder ids).
+    If that fails, each transformers model inside it gets its own batch (pixels for an image tower, ids for a decoder).
 
     Args:
         model: The model.
         block_lists: Paths of its lists of blocks.
 
     Returns:
-        By name, the moments when each parameter was first read and each list of blocks first entered; and what failed.
+        Moments by name (first read of a parameter, first entry into a list of blocks), and the failures.
     """
     recorder, failures = _Recorder(), []
     try:
         twin = _meta_twin(model)
-    except Exception as error:  # whatever hangs on a module and refuses to be copied
+    except Exception as error:  # anything attached to a module may refuse to be copied
         return {}, [f"it can't be copied: {error!r}"]
     lists = {path: twin.get_submodule(path) for path in block_lists}
     for blocks in lists.values():
@@ -82,7 +82,7 @@ def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[st
                     module(**dummy_batch(module))
         except _BlocksEntered:
             continue
-        except Exception as error:  # a dummy batch may not suit the model; what was seen until then counts
+        except Exception as error:  # a dummy batch may not suit the model; the record until then counts
             failures.append(f"{type(module).__name__}: {error!r}")
     subjects = (*twin.named_parameters(remove_duplicate=False), *lists.items())
     return {name: recorder.moments[id(each)] for name, each in subjects if id(each) in recorder.moments}, failures
@@ -110,13 +110,13 @@ def _meta_twin(model: nn.Module) -> nn.Module:
     with _CopyToMeta():
         twin = copy.deepcopy(model, copies)
     for module, original in zip(twin.modules(), model.modules(), strict=True):
-        # Accelerate puts its own there, which moves the inputs to where the weights lie.
+        # Accelerate puts its own there, which moves the inputs to the device of the weights.
         vars(module).pop("forward", None)
         for name, parameter in original.named_parameters(recurse=False):
-            # One for each owner: reading an embedding must not count as reading the head that is tied to it.
+            # One per owner: reading an embedding must not count as reading the head that is tied to it.
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             own = nn.Parameter(empty, requires_grad=False)
-            vars(own).update(vars(parameter) | vars(own))  # bitsandbytes hangs the state of a 4-bit weight on it
+            vars(own).update(vars(parameter) | vars(own))  # bitsandbytes keeps the state of a 4-bit weight there
             module.register_parameter(name, own)
     return twin.eval()
 
@@ -125,11 +125,11 @@ def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
     """Make a batch of zeros that most models run on: one sequence of eight ids, or one image.
 
     Args:
-        module: The model. Models of transformers say which input they need.
+        module: The model. Models of transformers name the input that they need.
     """
     arguments = inspect.signature(module.forward).parameters
     name: str = getattr(module, "main_input_name", "")
-    if name not in arguments:  # a tower may have the name of its whole model's input, which it does not take
+    if name not in arguments:  # a tower may name its whole model's input, which it does not take
         name = next(iter(arguments))
     ids = torch.zeros(1, 8, dtype=torch.long)
     batch = {name: ids}

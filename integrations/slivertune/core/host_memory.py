@@ -1,20 +1,20 @@
-"""How much host memory a process may still take: the machine's, or less where a control group (a container) says so."""
+"""Measure the host memory that a process may still use, limited by the machine and its control groups (containers)."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 _NO_LIMIT = 2**60
-"""Control groups of the first version give a huge number where there is no limit."""
+"""Bytes. Without a limit, control groups of version 1 report this many or more."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of host memory that are free, or held only by caches of files.
+    """Return the bytes of host memory that are free, or held only by file caches.
 
     Args:
-        root: Where `proc` and `sys` lie.
+        root: Folder that holds `proc` and `sys`.
 
     Returns:
-        The least of what the machine has and what the control groups of this process leave; None where neither tells.
+        Smallest of the machine's value and the values of this process's control groups. None if none of them is known.
     """
     known = [*_of_machine(root / "proc/meminfo"), *_of_control_groups(root)]
     return max(0, min(known)) if known else None
@@ -36,7 +36,7 @@ def _of_control_groups(root: Path) -> Iterator[int]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # A container sees its own group as the top; each group above may set a lower limit.
+        # A container sees its own group as the top. Each group above may set a lower limit.
         inner = top / path.strip("/")
         for folder in (top, *(each for each in (inner, *inner.parents) if top in each.parents)):
             yield from _of_folder(folder, *names)

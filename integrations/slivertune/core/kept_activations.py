@@ -1,9 +1,9 @@
-"""Checkpointing by layer: under transformers' own checkpointing, the uppermost blocks keep their activations.
+"""Checkpoint by layer: under transformers' own checkpointing, the uppermost blocks keep their activations.
 
-A block that keeps them is not computed again in the backward. The uppermost ones are chosen, since a backward begins
-there: what they keep is needed first and is gone when the blocks below are computed again one by one. Kept lower down,
-it would still live beside each of these. And of the blocks above those that train, the uppermost are in every backward,
-whereas the lowest record nothing where what trains lies above them (HiFT): keeping them would spare nothing.
+A block that keeps its activations is not recomputed in the backward. The uppermost blocks are chosen, since a backward
+begins there. Their activations are needed first, and are gone when the blocks below are recomputed one by one.
+Activations kept lower down would still live beside each recomputed block. The uppermost blocks are also in every
+backward. The lowest record nothing if the trained layers lie above them (HiFT), so keeping theirs would save nothing.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from slivertune.core.module_hook import ModuleHook
 from slivertune.core.setting_checks import check_integer
 
 NumKept: TypeAlias = int | Literal["auto"]
-"""How many blocks keep their activations; "auto": as many as the device has room for."""
+"""Number of blocks that keep their activations. "auto" is as many as the device has room for."""
 
 
 def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHandle:
-    """Let the uppermost blocks of a model that is checkpointed keep their activations.
+    """Let the uppermost blocks of a checkpointed model keep their activations.
 
-    Losses, gradients and weights stay the same to the bit. Each such block costs the memory of its activations from
-    its forward to its backward, and spares its second forward.
+    Losses, gradients and weights stay the same to the bit. Each such block costs the memory of its activations from its
+    forward to its backward, and saves its second forward.
 
     Args:
         model: A transformers model with checkpointing switched on, or a PEFT model around one.
-        num_blocks: How many, from 0 to all; or "auto" on a CUDA device: none in the first two backwards of each kind
-            (a group's turn, say), in which needs are measured, then as many as there is room for. A batch with more
-            tokens, or longer sequences, than were measured is checkpointed whole, and measured. Where a forward is
-            measured, torch's statistics of the device's peak memory begin anew.
+        num_blocks: Number of blocks, from 0 to all, or "auto" on a CUDA device. "auto" keeps none in the first two
+            backwards of each kind (a group's turn, say), which it measures. Then it keeps as many as there is room for.
+            A batch with more tokens, or longer sequences, than any measured batch is checkpointed whole and measured.
+            Each measured forward resets torch's statistics of the device's peak memory.
 
     Returns:
-        Takes it off again; also a context manager.
+        Handle that restores the model. Also a context manager.
 
     Raises:
         ValueError: If the model has no such blocks or fewer, if checkpointing is off, or if "auto" can't measure.
@@ -60,11 +60,11 @@ def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHa
 
 
 class KeptActivationsHandle(CheckpointedBlocksHandle):
-    """A model whose uppermost blocks keep their activations; also a context manager, which ends that at its end.
+    """Handle of a model whose uppermost blocks keep their activations. Also a context manager.
 
     Args:
-        model: As `keep_activations` takes it; checkpointing may be switched on later.
-        num_blocks: How many blocks, or "auto".
+        model: The model, as for `keep_activations`. Checkpointing may be switched on later.
+        num_blocks: Number of blocks, or "auto".
     """
 
     refusal_to_copy = (
@@ -94,11 +94,11 @@ class KeptActivationsHandle(CheckpointedBlocksHandle):
 
     @property
     def num_kept(self) -> int:
-        """How many blocks keep their activations; with "auto" as it was in the last training forward."""
+        """Number of blocks that keep their activations. With "auto", the number of the last training forward."""
         return self._room.num_kept if isinstance(self._num_blocks, str) else self._num_blocks  # type: ignore[union-attr]
 
     def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
-        """Run a forward: plainly if its block keeps its activations, else checkpointed."""
+        """Run a forward plainly if its block keeps its activations, else checkpointed."""
         room, is_block = self._room, layer is self.blocks[place]
         if room is not None and is_block:
             room.enter_block(forward, args)
@@ -109,15 +109,15 @@ class KeptActivationsHandle(CheckpointedBlocksHandle):
 
 
 def check_num_kept(num_blocks: Any, num_present: int | None = None, model_name: str = "the model") -> None:
-    """Refuse a number of blocks that can't be.
+    """Refuse an impossible number of blocks.
 
     Args:
         num_blocks: The number.
-        num_present: How many blocks there are; None where that is not known yet.
-        model_name: In the error.
+        num_present: Number of blocks in the model. None if it is not known yet.
+        model_name: Name of the model in the error.
 
     Raises:
-        ValueError: Naming the number and the rule.
+        ValueError: If it is not an integer from 0 to `num_present`. The message names the number and the rule.
     """
     if isinstance(num_blocks, str):
         raise ValueError(f"keep_activations={num_blocks!r} must be an integer or 'auto'")
@@ -130,10 +130,10 @@ def check_num_kept(num_blocks: Any, num_present: int | None = None, model_name: 
 
 
 def without_checkpointing(num_blocks: object) -> str:
-    """Why activations can't be kept without checkpointing, in the words that planning and training share.
+    """Explain why activations can't be kept without checkpointing. Planning and training share this text.
 
     Args:
-        num_blocks: What it was asked for.
+        num_blocks: The requested number.
     """
     return (
         f"--keep_activations {num_blocks} spares blocks that --gradient_checkpointing would compute again; add "

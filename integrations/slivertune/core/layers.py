@@ -1,16 +1,16 @@
-"""The ordered layers of a model: the embedding, the blocks, the head (HiFT, appendix A.4).
+"""Find the ordered layers of a model: the embedding, the blocks, the head (HiFT, appendix A.4).
 
-Layers are found from what a model holds and does, never from a part of its module paths:
+Layers are found from the modules and the forward of a model, never from a part of its module paths:
 
 * The *blocks* are the items of every outermost `nn.ModuleList` with an item that holds attention (a module with
-  "attention" in its class name), in order of registration: an encoder's come before its decoder's.
-* The *embedding* is what a forward reads before it enters the blocks: tokens, positions and types, class tokens and
-  patches, projections into the blocks, and their norms.
-* The *head* is everything else: final norms (an encoder's, too), poolers, projections, heads.
+  "attention" in its class name). They are in order of registration: an encoder's come before its decoder's.
+* The *embedding* is every parameter that a forward reads before it enters the blocks: tokens, positions and types,
+  class tokens and patches, projections into the blocks, and their norms.
+* The *head* is every other parameter: final norms (an encoder's, too), poolers, projections, heads.
 
-"Before" is observed, because the order of registration does not tell: OPT registers its final norm before its blocks,
-CamemBERT its head before its backbone, BART its embedding's norm after its blocks. A copy of the model, on the meta
-device and so without memory for weights, runs a dummy batch until it enters its blocks.
+"Before" is observed, because the order of registration does not tell it. OPT registers its final norm before its
+blocks, CamemBERT its head before its backbone, BART its embedding's norm after its blocks. A copy of the model runs a
+dummy batch until it enters its blocks. The copy is on the meta device, so it takes no memory for weights.
 """
 
 import math
@@ -31,9 +31,9 @@ class Layer:
     """A set of parameters that is trained as one."""
 
     kind: Literal["embedding", "block", "head", "custom"]
-    """What it is; "custom" if the user listed the layers."""
+    """Kind of the layer. "custom" if the user listed the layers."""
     name: str
-    """"embedding", "head", or a block's module path; for a listed layer its only entry, or else "custom.INDEX"."""
+    """One of "embedding", "head", or a block's module path. For a listed layer, its only entry or "custom.INDEX"."""
     parameter_names: tuple[str, ...]
     """Names and order as in `model.named_parameters()`, where a tied parameter has one name. Never empty."""
 
@@ -41,20 +41,20 @@ class Layer:
 def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None) -> tuple[Layer, ...]:
     """Sort every parameter of a model, frozen or not, into exactly one layer.
 
-    A parameter with several names, such as a tied head, belongs to the lowest of its layers. What only optional inputs
-    read (the embedding of an entity, of a layout) is not seen before the blocks, and so is head. Where no dummy batch
-    reaches the blocks, the order of registration decides, and a warning names the modules concerned. The model is only
-    read, wherever its weights lie (the meta device included); the search takes no memory for weights.
+    A parameter with several names, such as a tied head, belongs to the lowest of its layers. Parameters that only
+    optional inputs read (the embedding of an entity, of a layout) are not seen before the blocks, so they belong to the
+    head. If no dummy batch reaches the blocks, the order of registration decides, and a warning names the modules
+    concerned. The model is only read, on any device (the meta device included). The search takes no memory for weights.
 
     Args:
         model: A transformers model, a PEFT model, or any module with a list of blocks.
-        layers: The layers, from the bottom to the top, in place of the search: for each the module paths and parameter
+        layers: Layers from the bottom to the top, in place of the search. Each lists the module paths and parameter
             names that it consists of. Together they name every parameter, none in two layers. A `*` stands for one part
-            of a path: such a layer is repeated for each that fits, as `blocks.*` is a layer per block.
+            of a path. Such a layer is repeated for each match: `blocks.*` is one layer per block.
 
     Returns:
-        The layers from the bottom to the top: embedding, blocks (an encoder's, then its decoder's), head. A layer
-        without parameters is left out.
+        Layers from the bottom to the top: embedding, blocks (an encoder's, then its decoder's), head. A layer without
+        parameters is left out.
 
     Raises:
         ValueError: If the model has no list of blocks, or if `layers` has an unknown name, a layer without parameters,
@@ -92,23 +92,23 @@ def layers_in(words: Sequence[str] | None) -> list[list[str]] | None:
     """Read layers as a command line has them.
 
     Args:
-        words: One word per layer, in which a plus parts what the layer consists of; None finds the layers.
+        words: One word per layer. A plus separates its parts. None means that the layers are searched.
     """
     return None if words is None else [word.split("+") for word in words]
 
 
 def find_blocks(model: nn.Module, *, are_needed: bool = True) -> list[tuple[str, nn.Module]]:
-    """The blocks of a model, those without parameters included.
+    """Find the blocks of a model, including those without parameters.
 
     Args:
         model: A transformers model, a PEFT model, or any module with a list of blocks.
         are_needed: Whether a model without blocks is refused.
 
     Returns:
-        Path and module of each, from the bottom to the top.
+        Path and module of each block, from the bottom to the top.
 
     Raises:
-        ValueError: If the model has no list of blocks, and these are needed.
+        ValueError: If the model has no list of blocks, and `are_needed`.
     """
     block_lists = _find_block_lists(model)
     if not block_lists and are_needed:
@@ -133,7 +133,7 @@ def no_blocks(model: nn.Module) -> str:
 
 
 def _written_out(model: nn.Module, layers: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Repeat each layer that has a `*` for each part of a path that this stands for, in order of registration."""
+    """Repeat each layer that has a `*` for each part of a path that it matches, in order of registration."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     # Modules without parameters are no layers.
     owners = {name.rsplit(".", depth)[0] for name in parameters for depth in range(1, name.count(".") + 1)}
@@ -226,7 +226,7 @@ def _holds_attention(modules: nn.ModuleList) -> bool:
 
 
 def _owners(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules on the way from the model to what lies at `path`, without the latter."""
+    """Return the modules on the way from the model to `path`, without the module or parameter at its end."""
     owners = [model]
     for name in path.split(".")[:-1]:
         owners.append(owners[-1].get_submodule(name))
@@ -235,7 +235,7 @@ def _owners(model: nn.Module, path: str) -> list[nn.Module]:
 
 @dataclass(kw_only=True, slots=True)
 class _Branch:
-    """What stays together outside the blocks: a parameter, or all of a child, of a module that holds blocks."""
+    """A parameter, or all of a child, of a module that holds blocks. It stays together outside the blocks."""
 
     path: str
     parent: nn.Module
@@ -259,10 +259,10 @@ def _branches(model: nn.Module, block_lists: dict[str, nn.ModuleList]) -> Iterab
 
 
 def _parameters_before_blocks(model: nn.Module, block_lists: dict[str, nn.ModuleList]) -> set[int]:
-    """Ids of the parameters that lie outside the blocks, in a branch that is read before its parent's blocks.
+    """Return the ids of parameters outside the blocks, in a branch that is read before its parent's blocks.
 
-    A branch stays whole, so that what a dummy batch leaves out (a mask token) goes with its neighbours. A parameter
-    directly beside a list of blocks (a class token) counts as read before it.
+    A branch stays whole. A parameter that a dummy batch does not reach (a mask token) therefore goes with its
+    neighbours. A parameter directly beside a list of blocks (a class token) counts as read before it.
     """
     moments, failures = trace_forward(model, block_lists)
     path_of = {id(each): path for path, each in block_lists.items()}

@@ -1,6 +1,6 @@
-"""Names of the ways in which ranks share a run."""
+"""Names of the layouts: the ways in which ranks share a run."""
 
 from typing import Literal
 
 Layout = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
-"""`single` is one process; `zero1` to `zero3` are DeepSpeed's stages."""
+"""Layout of a run. `single` is one process. `zero1` to `zero3` are DeepSpeed's stages."""

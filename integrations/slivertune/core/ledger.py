@@ -1,10 +1,10 @@
-"""Bytes alive, by kind and by memory tier: a census of living storages, not a self-report.
+"""Count live bytes by kind and by memory tier: a census of live storages, not a self-report.
 
 A `Ledger` watches every tensor that an operator returns (a dispatch mode) and every death (a weak reference to the
-storage), so it counts what is really alive. Owners may *claim* a storage (`claim`): the model's weights, a parameter's
-gradient, an optimizer's state. What no one claimed counts as `residual` on the device: activations, temporaries, leaks.
-Only what an owner claimed for another tier (pinned host memory, a file) counts there; on a machine without an
-accelerator the CPU itself is "the device".
+storage), so it counts the bytes that are really alive. Owners may *claim* a storage (`claim`): the model's weights, a
+parameter's gradient, an optimizer's state. Unclaimed bytes on the device count as `residual`: activations, temporaries,
+leaks. Only bytes that an owner claimed for another tier (pinned host memory, a file) count there. On a machine without
+an accelerator, the CPU itself is "the device".
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _DEVICE_KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "residual
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Census:
-    """Bytes alive at one moment."""
+    """Live bytes at one moment."""
 
     parameters: int = 0
     """Bytes of the model's parameters and buffers on the device."""
     gradients: int = 0
     """Bytes of `.grad` tensors on the device."""
     state: int = 0
-    """Bytes of optimizer state and fp32 masters on the device."""
+    """Bytes of optimizer state and fp32 master weights on the device."""
     residual: int = 0
-    """Bytes on the device that no one claimed: activations, temporaries, leaks."""
+    """Bytes on the device that no one claimed (activations, temporaries, leaks)."""
     host: int = 0
-    """Bytes that an owner claimed for host memory, but for activations."""
+    """Bytes that an owner claimed for host memory, except activations."""
     host_activations: int = 0
-    """Bytes of host memory for activations that wait there."""
+    """Bytes of host memory for offloaded activations."""
     disk: int = 0
     """Bytes that an owner claimed for memory-mapped files, or keeps in files (`FileBytes`)."""
 
@@ -54,7 +54,7 @@ class Census:
         return self.parameters + self.gradients + self.state + self.residual
 
     def line(self) -> str:
-        """One line for people, in decimal megabytes."""
+        """Format the census as one line for people, in decimal megabytes."""
         parts = [
             f"weights {self.parameters / 1e6:.1f} MB",
             f"gradients {self.gradients / 1e6:.1f} MB",
@@ -69,7 +69,7 @@ class Census:
 
 
 class _Death(weakref.ref[torch.UntypedStorage]):
-    """A storage's end. Its callback is `deque.append`, in C: a Ctrl-C inside a Python callback would be lost."""
+    """Weak reference to a storage. Its callback is `deque.append`, in C: a Python callback would lose a Ctrl-C."""
 
     __slots__ = ("key",)
     key: int
@@ -81,7 +81,7 @@ def _await_death(storage: torch.UntypedStorage, dead: deque[weakref.ref[torch.Un
     return death
 
 
-# Claims by storage address. The dead are sorted out before each look-up, so that an address is never stale.
+# Claims by storage address. Dead storages are removed before each look-up, so an address is never stale.
 _claims: dict[int, tuple[str, _Death]] = {}
 _dead_claims: deque[Any] = deque()
 _watching: list[Ledger] = []
@@ -89,12 +89,12 @@ _birth_labels: list[str] = []
 
 
 def claim(tensor: torch.Tensor, kind: Kind, tier: MemoryTier = "device") -> None:
-    """Say what the storage under `tensor` is for and where it lies; a later claim replaces an earlier one.
+    """Label the storage under `tensor` with its kind and its memory tier. A later claim replaces an earlier one.
 
     Args:
-        tensor: Any tensor; the claim covers its whole storage.
-        kind: What the bytes are.
-        tier: Where they count. `device` is where the model computes.
+        tensor: Any tensor. The claim covers its whole storage.
+        kind: Kind of the bytes.
+        tier: Memory tier in which they count. `device` is the computing device.
     """
     label = _label(kind, tier)
     for storage in _storages(tensor):
@@ -111,7 +111,7 @@ def _label(kind: Kind, tier: MemoryTier) -> str:
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory under a tensor. A wrapper's own storage (a DTensor's) has the whole weight's size, but no memory."""
+    """Yield the storages under a tensor. A wrapper's own (a DTensor's) has the whole weight's size, but no memory."""
     if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor):
         yield tensor.untyped_storage()
         return
@@ -128,7 +128,7 @@ def _claim_of(storage: torch.UntypedStorage) -> tuple[str, _Death] | None:
 
 
 def claimed_as(tensor: torch.Tensor) -> str | None:
-    """Return a claimed tensor's field of `Census`: its kind on the device, or its tier; None if no one claimed it."""
+    """Return a claimed tensor's field of `Census`: its kind on the device, or its tier. None if no one claimed it."""
     found = _claim_of(tensor.untyped_storage())
     return None if found is None else found[0]
 
@@ -144,7 +144,7 @@ def claimed_at_birth(kind: Kind, tier: MemoryTier = "device") -> Iterator[None]:
 
 
 class FileBytes:
-    """Bytes that an owner keeps in files; they count as long as this lives."""
+    """Bytes that an owner keeps in files. They count as long as this object lives."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -152,7 +152,7 @@ class FileBytes:
 
     @property
     def num_bytes(self) -> int:
-        """How many."""
+        """Number of bytes."""
         return self._num_bytes
 
     @num_bytes.setter
@@ -170,20 +170,20 @@ def _bytes_in_files() -> int:
 
 
 class StateCount:
-    """Counts the state that owners have claimed since it was made, in this process; needs no `Ledger`.
+    """Counts the state that owners have claimed since it was made, in this process. It needs no `Ledger`.
 
-    What others had claimed before, such as an optimizer of an earlier run that is still alive, is left out.
+    Earlier claims are left out, such as those of an optimizer of an earlier run that is still alive.
     """
 
     def __init__(self) -> None:
-        # Kept, so that no later claim can get the identity of one of them.
+        # Keep these alive, so that no later claim can get the identity of one of them.
         self._earlier = {id(death): death for _, death in _claims.values()}
         self._earlier_files = weakref.WeakSet(_files)
 
     def num_bytes(self) -> dict[MemoryTier, int]:
-        """Bytes of the living storages, by tier; reads no tensor.
+        """Return the bytes of live storages, by tier, without reading a tensor.
 
-        What waits in host memory or in files counts whole, gradients that wait there included.
+        Offloaded data in host memory or in files counts whole, offloaded gradients included.
         """
         num_bytes: dict[MemoryTier, int] = {"device": 0, "host": 0, "disk": 0}
         tiers: dict[str, MemoryTier] = {"state": "device", "host": "host", "disk": "disk"}
@@ -196,15 +196,15 @@ class StateCount:
 
 
 class Ledger:
-    """Counts the bytes alive while it is entered; a context manager.
+    """Counts live bytes while it is entered, as a context manager.
 
-    Costs a few microseconds of Python an operator. Allocations inside one operator that die before it returns are
-    not seen, nor is that an engine takes the memory from under a living tensor (FSDP2 does so with gathered weights;
-    `track` looks again); on CUDA `torch.cuda.max_memory_allocated` stays the authority on the peak.
+    Costs a few microseconds of Python per operator. It does not see allocations inside one operator that die before it
+    returns. Nor does it see that an engine takes the memory from under a live tensor (FSDP2 does so with gathered
+    weights; `track` looks again). On CUDA, `torch.cuda.max_memory_allocated` stays the authority on the peak.
 
     Args:
-        model: Its parameters, buffers and gradients are claimed as such, but for parameters that an owner claimed as
-            state. Without one, everything that no other owner claims is residual.
+        model: Model whose parameters, buffers and gradients are claimed as such, except parameters that an owner
+            claimed as state. Without a model, everything that no other owner claims is residual.
 
     Example:
         >>> with Ledger(model) as ledger:
@@ -241,7 +241,7 @@ class Ledger:
             self._hooks.pop().remove()
 
     def current(self) -> Census:
-        """The bytes alive now."""
+        """Return the bytes that are alive now."""
         if self._model is not None:
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
@@ -251,23 +251,23 @@ class Ledger:
 
     @property
     def peak(self) -> Census:
-        """The bytes alive at the moment of the largest total on the device since `reset_peak`."""
+        """Live bytes at the moment of the largest total on the device since `reset_peak`."""
         return Census(**self._peak)
 
     @property
     def highest(self) -> Census:
-        """Each kind's own largest value since `reset_peak`; the moments differ, so these do not add up to a peak."""
+        """Largest value of each kind since `reset_peak`. The moments differ, so these do not add up to a peak."""
         return Census(**self._highest)
 
     def reset_peak(self) -> None:
-        """Start new maxima from what is alive now."""
+        """Start new maxima from the bytes that are alive now."""
         self._bury()
         self._peak_total = -1
         self._highest = self._with_files()
         self._record_peak()
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors made before the ledger was entered, or again those whose storage was resized."""
+        """Count tensors made before the ledger was entered, or count tensors again whose storage was resized."""
         for tensor in tensors:
             self._see(tensor)
 
@@ -275,13 +275,13 @@ class Ledger:
         for parameter in model.parameters():
             self._device_type = self._device_type or parameter.device.type
             claims = [_claim_of(storage) for storage in _storages(parameter)]
-            # SFT's deltas are optimizer state, and parameters of the model, so that training loops clip them.
-            # What waits elsewhere is its owner's, too.
+            # SFT's deltas are optimizer state, but also parameters of the model, so that training loops clip them.
+            # Offloaded parameters belong to their owner, too.
             if any(claimed is not None and claimed[0] in ("host", "disk") for claimed in claims):
                 self.track((parameter,))
             elif not any(claimed is not None and claimed[0] == "state" for claimed in claims):
                 claim(parameter, "parameters")
-                # ZeRO-3 keeps a rank's share beside the parameter, which is empty but while it is gathered.
+                # ZeRO-3 keeps a rank's share beside the parameter, which is empty unless it is gathered.
                 share = getattr(parameter, "ds_tensor", None)
                 if share is not None and share.device == parameter.device:
                     claim(share, "parameters")
@@ -298,7 +298,7 @@ class Ledger:
     def _watch_gradient(self, parameter: nn.Parameter) -> None:
         if not parameter.is_floating_point():
             return
-        # The hook stays through later freezing and unfreezing, but can only be set on what requires a gradient.
+        # The hook stays through later freezing and unfreezing, but needs a parameter that requires a gradient.
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(_claim_gradient))
@@ -374,7 +374,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile inside of a ledger, which it refuses under modes that need to see each operator."""
+        """Let torch compile inside of a ledger. It refuses to under modes that need to see each operator."""
         return True
 
     def __torch_dispatch__(

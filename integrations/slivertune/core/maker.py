@@ -1,4 +1,4 @@
-"""Objects of which a test or a plan may make others for a while, without a patch of their class."""
+"""Factories that a test or a plan may replace for a while, without a patch of the class."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,25 +9,25 @@ T = TypeVar("T")
 
 
 class Maker(Generic[P, T]):
-    """Makes objects of one class, or what stands in for them.
+    """Makes objects of one class, or objects that stand in for them.
 
     Args:
-        default: Makes them where nothing else is said.
+        default: Factory that is used unless it is replaced.
     """
 
     def __init__(self, default: Callable[P, T]) -> None:
         self._makers = [default]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """A new object."""
+        """Make a new object."""
         return self._makers[-1](*args, **kwargs)
 
     @contextmanager
     def replaced_by(self, maker: Callable[P, T]) -> Iterator[None]:
-        """Let something else make what is made meanwhile.
+        """Replace the factory inside the block.
 
         Args:
-            maker: Called with the same arguments.
+            maker: Factory, called with the same arguments.
         """
         self._makers.append(maker)
         try:

@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint's folder: names, sizes and hashes of its files, written after all of them.
+"""Manifest of a checkpoint's folder: names, sizes and hashes of its files, written after all of them.
 
-Programs write a checkpoint file by file into its final folder, and write over an older one likewise, so a folder's name
-says nothing about its being whole. A folder is whole where its manifest is there and agrees with every file that it
-lists. What else lies there is not looked at. A folder inside that has a manifest of its own is listed by that one.
+Programs write a checkpoint file by file into its final folder, and overwrite an older one in the same way. The name of
+a folder therefore does not tell whether the folder is whole. A folder is whole if its manifest exists and agrees with
+every file that it lists. Other files in it are ignored. A subfolder with its own manifest is listed by that manifest.
 
-The manifest guards against writing that was cut short and against broken disks, not against somebody who wants to do
-harm: they could write a manifest as well.
+The manifest guards against interrupted writes and broken disks. It does not guard against an attacker, who could write
+a manifest as well.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from slivertune.core.atomic import is_partial, sync, write_json
 
 MANIFEST_NAME = "slivertune_checkpoint.json"
 FORMAT = 2
-"""Version of the manifest's form."""
+"""Version of the manifest's format."""
 
 _PART_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
@@ -31,7 +31,7 @@ _OWN_HASH = "blake2b of all else"
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not whole; nothing of it was loaded."""
+    """A checkpoint that is not whole. Nothing of it was loaded."""
 
 
 def write_manifest(
@@ -40,19 +40,19 @@ def write_manifest(
     *,
     files: Iterable[Path] | None = None,
 ) -> None:
-    """Say that a folder is whole. Costs one read of its files; they are on the disk before the manifest is there.
+    """Mark a folder as whole. Costs one read of its files, which are on the disk before the manifest is written.
 
     Args:
-        folder: Nothing may be writing to it any more.
-        entries: What else the manifest is to say; plain JSON.
-        files: What belongs to it, by path; by default all files in it.
+        folder: The folder. Nothing may be writing to it any more.
+        entries: Further entries of the manifest, as plain JSON.
+        files: Paths of the files that belong to it. By default, all files in the folder.
 
     Raises:
-        OSError: If a file can't be read, or the manifest not written; there is none then.
+        OSError: If a file can't be read, or the manifest can't be written. The folder then has no manifest.
     """
     folder = Path(folder)
     remove_manifest(folder)
-    # Files of an inner folder with a manifest are told by that one.
+    # A subfolder's own manifest lists its files.
     paths = sorted(_files(folder) if files is None else set(files).intersection(_files(folder)))
     for path in paths:
         sync(path)
@@ -67,7 +67,7 @@ def write_manifest(
 
 
 def remove_manifest(folder: str | Path) -> None:
-    """Say that a folder is about to be written over, and so is not whole until `write_manifest`."""
+    """Mark a folder as not whole until the next `write_manifest`, before it is written over."""
     path = Path(folder) / MANIFEST_NAME
     if path.exists():
         path.unlink()
@@ -75,10 +75,10 @@ def remove_manifest(folder: str | Path) -> None:
 
 
 def read_entries(folder: str | Path) -> dict[str, Any]:
-    """What the manifest of a folder says, its files included.
+    """Read the manifest of a folder, its files included.
 
     Raises:
-        DamagedCheckpointError: If it is not there or can't be read.
+        DamagedCheckpointError: If the manifest is missing or can't be read.
     """
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
@@ -105,15 +105,15 @@ def read_entries(folder: str | Path) -> dict[str, Any]:
 
 
 def find_damage(folder: str | Path, *, read_files: bool = True, depth: int = 8) -> str | None:
-    """Say what keeps a folder from being whole.
+    """Find the reason why a folder is not whole.
 
     Args:
-        folder: With a manifest.
+        folder: Folder with a manifest.
         read_files: Whether to compare contents too, and not only sizes.
-        depth: How many folders with manifests may lie in each other; a link could lead round for ever.
+        depth: Number of nested folders with manifests that are allowed. A link could form an endless cycle.
 
     Returns:
-        The reason, or None where the folder is whole.
+        The reason, or None if the folder is whole.
     """
     folder = Path(folder)
     try:
@@ -147,10 +147,10 @@ def check_whole(folder: str | Path) -> None:
     """Refuse a folder that is not whole. Costs one read of its files.
 
     Args:
-        folder: A checkpoint, or a part of one that has a manifest of its own.
+        folder: A checkpoint, or a part of one that has its own manifest.
 
     Raises:
-        DamagedCheckpointError: Naming the file, and the newest whole folder beside it.
+        DamagedCheckpointError: If it is not whole. The message names the file, and the newest whole folder beside it.
     """
     damage = find_damage(folder)
     if damage is None:
@@ -173,7 +173,7 @@ def _whole_sibling(folder: Path) -> str:
         )
     except OSError:
         return ""
-    # Sizes alone: whoever loads it compares the rest.
+    # Only sizes are compared here. A load compares the contents, too.
     whole = next((each for each in candidates if find_damage(each, read_files=False) is None), None)
     return "" if whole is None else f", such as {whole}"
 
@@ -183,10 +183,10 @@ def _written_at(folder: Path) -> int:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All files of a folder but its manifest; of a folder inside that has one, that one."""
+    """Yield all files of a folder but its manifest. A subfolder with a manifest yields that manifest alone."""
     for path in sorted(folder.iterdir()):
         if is_partial(path):
-            # What a killed process left; the next write removes it.
+            # A killed process left it. The next write removes it.
             continue
         if path.is_dir():
             inner = path / MANIFEST_NAME
@@ -200,7 +200,7 @@ def _digest_entries(entries: Mapping[str, Any]) -> str:
 
 
 def _digests(paths: Iterable[Path]) -> list[str]:
-    """A hash of each file, over the hashes of its parts, so that threads share a large file."""
+    """Hash each file over the hashes of its parts, so that threads share a large file."""
     paths = list(paths)
     parts = [
         (path, start) for path in paths for start in range(0, max(1, path.stat().st_size), _PART_BYTES)

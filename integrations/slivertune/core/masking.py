@@ -1,4 +1,4 @@
-"""The one place that hides secrets in whatever of a command is kept, shown or published.
+"""Hide secrets in all parts of a command that are kept, shown or published. No other module does so.
 
 Secrets are the values of options such as `--hub_token`, of environment variables such as `WANDB_API_KEY`, and the
 credentials of URLs. `learn` finds them when a command is read. `masked` replaces them in texts, lists and mappings, and
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 MASK = "<hidden>"
-"""Takes the place of a secret."""
+"""Text in place of a secret."""
 
 _Value = TypeVar("_Value")
 
@@ -24,7 +24,7 @@ _PREFIX = r"(?:[\w-]*[_-]|(?-i:\w*[a-z](?=[A-Z])))?"
 _WHOLE_NAME = _PREFIX + _NAME
 _IS_SECRET = re.compile(rf"(?:^|_){_NAME}$", re.IGNORECASE)
 _OF_SHELLS = frozenset(("PWD", "OLDPWD"))
-"""Folders, in spite of their names."""
+"""Variables that hold folders, in spite of their names."""
 _OF_TOKENIZER = r"(?:pad|eos|bos|mask|unk|sep|cls|image)_token"
 _VALUE = rf"(?!'?{MASK})('[^']*'|\"[^\"]*\"|[^\s'\"-]\S*)"
 _IN_TEXT = (
@@ -36,12 +36,12 @@ _IN_TEXT = (
     (re.compile(r"(\bauthorization:\s*(?:\w+\s+)?+)[^\s'\"<]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"\b(?:hf_[A-Za-z0-9]{30,}|gh[opsu]_[A-Za-z0-9]{36,}|github_pat_\w{36,}|sk-[A-Za-z0-9]{20,})\b"), MASK),
 )
-"""An option, a URL's user and parameter, an assignment as of a shell, a key in JSON, a header, the tokens of services:
-what is replaced in any text, by what."""
+"""Patterns that are replaced in any text, with their replacements: an option, a URL's user and parameter, an assignment
+as of a shell, a key in JSON, a header, the tokens of services."""
 _FEWEST_LETTERS = 6
-"""Letters of a secret that is looked for in texts; a shorter one would hide common words."""
+"""Minimum length, in letters, of a secret that is looked for in texts. A shorter one would hide common words."""
 _FEWEST_OF_ENVIRONMENT = 12
-"""The same for a variable, whose value may be no secret in spite of its name."""
+"""Minimum length, in letters, of a variable's value, which may be no secret in spite of its name."""
 _known: set[str] = set()
 
 
@@ -67,7 +67,7 @@ def is_secret(name: str) -> bool:
     """Tell by its name whether an option, a key or a variable holds a secret.
 
     Args:
-        name: With hyphens or underscores.
+        name: Name with hyphens or underscores.
     """
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip("-").replace("-", "_"))
     if plain in _OF_SHELLS:
@@ -79,8 +79,8 @@ def learn(words: Sequence[str] = (), values: Mapping[str, Any] | None = None) ->
     """Remember the secrets of a command and of this process's environment, so that `masked` finds them anywhere.
 
     Args:
-        words: A command line.
-        values: Options by name, as those of a file.
+        words: Words of a command line.
+        values: Options by name, such as those of a file.
     """
     variables = (value for name, value in os.environ.items() if is_secret(name))
     _known.update(value for value in variables if len(value) >= _FEWEST_OF_ENVIRONMENT)
@@ -92,10 +92,10 @@ def masked(value: _Value) -> _Value:
     """Replace every secret in a text, and in the texts of lists, tuples and mappings.
 
     Args:
-        value: A text, or containers of texts and numbers; a list may be a command line.
+        value: A text, or containers of texts and numbers. A list may be a command line.
 
     Returns:
-        The same with the mask in place of secrets; other values as they are.
+        The same value with the mask in place of secrets. Other values stay as they are.
     """
     result: Any = value
     if isinstance(value, str):
@@ -121,7 +121,7 @@ def _masked_text(text: str) -> str:
 
 
 def _hidden(value: Any) -> Any:
-    """Put the mask in place of every text in a value; numbers, as of bytes per token, are no secrets."""
+    """Put the mask in place of every text in a value. Numbers, as of bytes per token, are no secrets."""
     if isinstance(value, Mapping):
         return {key: _hidden(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -134,14 +134,14 @@ def _is_option(word: str) -> bool:
 
 
 def _secrets_of(words: Sequence[str]) -> list[str]:
-    """The values of options of a command line; a word of it may hold a command line of its own."""
+    """Find the secret values of options in a command line. A word of it may hold another command line."""
     found = [word for before, word in itertools.pairwise(words) if _is_option(before)]
     found += [word.partition("=")[2] for word in words if "=" in word and _is_option(word.partition("=")[0])]
     return found + [each for word in words if " --" in word for each in _secrets_of(word.split())]
 
 
 def _secrets_in(value: Any, *, are_secret: bool = False) -> list[str]:
-    """The texts that stand under the name of a secret, however deep."""
+    """Find the texts under the name of a secret, at any depth."""
     if isinstance(value, Mapping):
         nested = ((each, are_secret or is_secret(str(name))) for name, each in value.items())
         return [found for each, is_one in nested for found in _secrets_in(each, are_secret=is_one)]

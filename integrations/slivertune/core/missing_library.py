@@ -1,14 +1,14 @@
-"""Names a library that is not installed as pip knows it."""
+"""Name a library that is not installed, as pip knows it."""
 
 
 def missing_library(asked: str, library: str, otherwise: str = "") -> str:
     """Name a library that is not installed and how to install it.
 
-    The name of an extra would be of no use: this package is installed from a checkout.
+    The name of an extra would not help, since this package is installed from a checkout.
 
     Args:
-        asked: What needs it.
-        library: Its name for pip.
+        asked: Feature that needs the library.
+        library: Name of the library for pip.
         otherwise: Another way out, as a clause.
     """
     return f"{asked} needs {library}, which is not installed; pip install {library}{otherwise and f', or {otherwise}'}"

@@ -1,4 +1,4 @@
-"""What hangs on a model: hooks and stand-ins that a copy does not have, and handles that take them off."""
+"""Hooks and stand-ins on a model, which a copy of it does not have, and handles that remove them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 
 
 class ModuleHook:
-    """A hook of a module; in a copy of the model, deep or pickled, it does nothing: nothing trains the copy.
+    """A hook of a module. In a copy of the model, deep or pickled, it does nothing, since nothing trains the copy.
 
     Args:
-        function: What to call; None does nothing.
+        function: Function to call. None does nothing.
     """
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self.function = function
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function with what torch passes to a hook."""
+        """Call the function with the arguments that torch passes to a hook."""
         return self.function(*args) if self.function is not None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
@@ -35,10 +35,10 @@ class ModuleHook:
 class StandIn:
     """Stands in for a function of a model: a module's forward, a loss.
 
-    A copy of the model, deep or pickled, has the function itself: it is not hooked.
+    A copy of the model, deep or pickled, has the function itself, without the stand-in.
 
     Args:
-        function: The model's own.
+        function: The model's own function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -46,11 +46,11 @@ class StandIn:
 
     @property
     def feature(self) -> Any:
-        """Name of the feature in `refused_pairs` that it is a part of; None if that goes with everything."""
+        """Name of its feature in `refused_pairs`. None if it goes with every feature."""
         return None
 
     def kept_tensors(self) -> Iterable[torch.Tensor]:
-        """Tensors on the device that this keeps in place of parameters."""
+        """Return the tensors on the device that this keeps in place of parameters."""
         return ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -61,15 +61,15 @@ class StandIn:
 
 
 def put_stand_in(module: nn.Module, name: str, stand_in: StandIn) -> Callable[[], None]:
-    """Let a stand-in take the place of a module's method, on this instance alone.
+    """Replace a module's method by a stand-in, on this instance alone.
 
     Args:
         module: The module.
-        name: Of the method.
-        stand_in: What is called in its place.
+        name: Name of the method.
+        stand_in: Stand-in that is called in its place.
 
     Returns:
-        Gives the module back what it had, unless something else has taken the place since.
+        Function that restores the method, unless something else has replaced the stand-in since.
     """
     had_own, before = name in vars(module), vars(module).get(name)
     setattr(module, name, stand_in)
@@ -90,44 +90,44 @@ def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ModelHandle:
-    """Takes off a model what a subclass puts on it; a context manager, which does so at its end.
+    """Removes from a model everything that a subclass has put on it. Also a context manager, which does so at its end.
 
     A handle belongs to one model and is neither copied nor pickled.
     """
 
     refusal_to_copy: ClassVar[str]
-    """Text of the error of a copy: what a copy of the model is like, and what to do."""
+    """Text of the error of a copy, with the state of a copied model and the way out."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def on_remove(self, undo: Callable[[], None]) -> None:
-        """Have something else taken off together with this.
+        """Have something else removed together with this.
 
         Args:
-            undo: Called by `remove`, before what was put on earlier is taken off.
+            undo: Function that `remove` calls, before it undoes any earlier change.
         """
         self._undo.append(undo)
 
     def remove(self) -> None:
-        """Take it off the model, which is then as it was; a second call does nothing."""
+        """Restore the model as it was. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
     def __enter__(self) -> Self:
-        """The handle itself."""
+        """Return the handle itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take it off."""
+        """Remove everything from the model."""
         self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A handle is not copied."""
+        """Refuse to copy the handle."""
         raise TypeError(self.refusal_to_copy)
 
     def __reduce__(self) -> Any:
-        """A handle is not pickled."""
+        """Refuse to pickle the handle."""
         raise TypeError(self.refusal_to_copy)

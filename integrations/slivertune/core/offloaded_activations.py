@@ -1,13 +1,13 @@
-"""Offloading under checkpointing: the inputs of checkpointed blocks wait in host memory until the backward needs them.
+"""Offload the inputs of checkpointed blocks to host memory until the backward needs them.
 
-Checkpointing keeps one tensor of each block, its hidden states, which at long sequences are most of what is kept. Each
-is copied out under its block's forward and comes back under the backward of the block above. A block that records
-nothing (below what trains, under HiFT) keeps nothing, and nothing of it is copied.
+Checkpointing keeps one tensor per block, its hidden states, which at long sequences are most of the kept memory. Each
+is copied out during its block's forward, and comes back during the backward of the block above. A block that records
+nothing (below the trained layers, under HiFT) keeps nothing, so nothing of it is copied.
 
-torch's own `torch.autograd.graph.saved_tensors_hooks` carries it. `save_on_cpu` of the same module copies on the
-computing stream, both ways. TRL's `OffloadActivations`, which is torchtune's, has streams of its own, which no plan
-would see; it copies whatever an operator saves, also where nothing below trains and no backward will ask for it, keeps
-five tensors more on the device meanwhile, and pins memory anew in each step.
+torch's own `torch.autograd.graph.saved_tensors_hooks` carries the tensors. `save_on_cpu` of the same module copies on
+the computing stream, both ways. TRL's `OffloadActivations`, which is torchtune's, has its own streams, which no plan
+would see. It copies every tensor that an operator saves, even if nothing below trains and no backward will ask for it.
+It keeps five more tensors on the device meanwhile, and pins memory anew in each step.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from slivertune.core.waiting_activations import WaitingActivation, WaitingActiva
 
 
 def offload_activations(model: nn.Module) -> OffloadedActivationsHandle:
-    """Let the inputs of a model's checkpointed blocks wait in host memory from the forward to the backward.
+    """Offload the inputs of a model's checkpointed blocks to host memory from the forward to the backward.
 
-    Losses, gradients and weights stay the same to the bit. On the device are one input in the forward and two in the
-    backward; on the host, pinned on CUDA, one for each block that records anything, kept for the next step.
+    Losses, gradients and weights stay the same to the bit. The device holds one input in the forward and two in the
+    backward. Host memory (pinned on CUDA) holds one per recording block, and is kept for the next step.
 
     Args:
         model: A transformers model with checkpointing switched on, or a PEFT model around one.
 
     Returns:
-        Takes it off again; also a context manager.
+        Handle that restores the model. Also a context manager.
 
     Raises:
         ValueError: If the model has no such blocks, or if checkpointing is off.
-        RuntimeError: If the model's activations are offloaded already, or it has what does not go with that
+        RuntimeError: If the model's activations are offloaded already, or it has a feature that does not go with that
             (torch.compile, keep_activations='auto').
 
     Example:
@@ -60,14 +60,14 @@ def offload_activations(model: nn.Module) -> OffloadedActivationsHandle:
 
 
 class OffloadedActivationsHandle(CheckpointedBlocksHandle):
-    """A model whose checkpointed blocks let their inputs wait on the host; also a context manager, which ends that.
+    """Handle of a model whose checkpointed blocks offload their inputs. Also a context manager.
 
     Args:
-        model: As `offload_activations` takes it; checkpointing may be switched on later.
+        model: The model, as for `offload_activations`. Checkpointing may be switched on later.
     """
 
     feature: Feature | None = "offload_activations"
-    is_innermost: ClassVar[bool] = True  # what keeps its activations after all is not checkpointed, nor offloaded
+    is_innermost: ClassVar[bool] = True  # a block that keeps its activations is neither checkpointed nor offloaded
     refusal_to_copy = (
         "an OffloadedActivationsHandle belongs to one model and is neither copied nor pickled; a copy of the model "
         "keeps the inputs of its blocks on the device: call offload_activations on it"
@@ -82,13 +82,13 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
         _offloading.update(self.blocks)
         self._undo.append(lambda: _offloading.difference_update(self.blocks))
         self._waiting: dict[torch.device, WaitingActivations] = {}
-        # The memory on the host goes with the handle.
+        # The host memory is freed with the handle.
         self._undo.append(self._waiting.clear)
         self.put(model)
 
     def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
-        """Run a checkpointed forward whose input waits on the host."""
-        # A layer inside a block keeps its input from the block's second forward to its backward, right after it.
+        """Run a checkpointed forward whose input is offloaded."""
+        # A layer inside a block keeps its input only from the block's second forward to the backward right after it.
         if layer is not self.blocks[place] or not records_graph(layer, (args, getattr(forward, "keywords", {}))):
             return own(forward, *args)
         hidden = args[0] if args else None
@@ -98,7 +98,7 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
                 "that checkpointing keeps them out of reach; remove() offload_activations"
             )
         waiting = self._waiting_on(hidden.device)
-        # The graph holds on to both functions, which so must not hold on to the tensor.
+        # The graph holds both functions, so they must not hold the tensor.
         key, shape, version = storage_key(hidden.untyped_storage()), hidden.shape, version_of(hidden)
 
         def pack(tensor: torch.Tensor) -> WaitingActivation | torch.Tensor:
@@ -127,7 +127,7 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
 
 
 def offloading_without_checkpointing() -> str:
-    """Why nothing is offloaded without checkpointing, in the words that planning and training share."""
+    """Explain why nothing is offloaded without checkpointing. Planning and training share this text."""
     return (
         "--offload_activations moves what --gradient_checkpointing keeps; add --gradient_checkpointing true, or leave "
         "--offload_activations out"

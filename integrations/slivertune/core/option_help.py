@@ -1,4 +1,4 @@
-"""The text of `--help`: examples, then groups of options, each option once, no word broken."""
+"""Render the text of `--help`: examples, then groups of options, each option once, no word broken."""
 
 import re
 import shutil
@@ -11,11 +11,11 @@ ON_SPELLING = (
     "An option that is true or false may stand alone, which is true; one that is true by default has --no_NAME, too. "
     "Names may be written with hyphens."
 )
-"""What holds for the options of `train` and of `plan`."""
+"""Spelling rules for the options of `train` and of `plan`."""
 _COLUMN = 24
 _WIDEST = 100
 _LONGEST_CHOICES = 44
-"""Characters of choices that stand beside an option; longer ones are listed in its text."""
+"""Maximum length, in characters, of choices beside an option. Longer ones are listed in its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class HelpEntry:
     """An option as `--help` shows it."""
 
     invocation: str
-    """How it is typed, as in `--seed N`."""
+    """Option as it is typed, such as `--seed N`."""
     text: str
 
 
@@ -46,11 +46,11 @@ def describe_option(
     """Describe an option.
 
     Args:
-        names: All of its spellings, with hyphens in front.
-        text: What it means.
-        value: What to call its value, as in `N`; empty for an option that takes none.
-        choices: All values, where they are few; they take the place of `value`.
-        default: Shown behind the text, unless the text says it; None and False are not.
+        names: All of its spellings, with leading hyphens.
+        text: Meaning of the option.
+        value: Placeholder of its value, such as `N`. Empty for an option that takes none.
+        choices: All values, if they are few. They replace `value`.
+        default: Default, shown behind the text unless the text says it. None and False are not shown.
     """
     text = _as_clause(text)
     listed = f"{{{','.join(choices)}}}"
@@ -77,12 +77,12 @@ def render_help(
     """Write the text of `--help`.
 
     Args:
-        usage: How the command is typed.
-        description: What it does, a paragraph.
-        examples: Commands; one that is longer than a line goes on in the next, behind a backslash.
-        groups: The options.
+        usage: Usage line of the command.
+        description: Paragraph about the command.
+        examples: Commands. One that is longer than a line continues on the next, behind a backslash.
+        groups: Groups of options.
         notes: Paragraphs at the end.
-        width: Of a line; by default the terminal's.
+        width: Line width in characters. By default, the terminal's.
     """
     width = width or min(shutil.get_terminal_size().columns - 2, _WIDEST)
     lines = [f"usage: {usage}", "", *_wrap(description, width), "", "examples:"]
@@ -98,8 +98,8 @@ def render_help(
 
 
 def _as_clause(text: str) -> str:
-    """A text as it stands beside others of other libraries: no capital in front, no full stop behind."""
-    # argparse, for which they are written, wants a percent sign twice.
+    """Make a help text a clause, as in other libraries: no capital in front, no full stop behind."""
+    # Help texts are written for argparse, which wants a percent sign twice.
     text = text.strip().replace("%%", "%")
     text = text if text.endswith("...") else text.removesuffix(".")
     return text if text[1:2].isupper() or text[1:2].isdigit() else text[:1].lower() + text[1:]
@@ -113,7 +113,7 @@ def _entry(entry: HelpEntry, width: int) -> list[str]:
 
 
 def _command(command: str, width: int) -> list[str]:
-    """A command on several lines, each of which begins with an option."""
+    """Split a command into lines, each of which begins with an option."""
     lines: list[str] = []
     for part in re.split(r" (?=--)", command):
         if lines and len(lines[-1]) + len(part) + len("  \\") < width:

@@ -1,4 +1,4 @@
-"""The parser of a command: its errors say what a mistyped option or choice may mean."""
+"""Parse a command. Errors suggest a correction for a mistyped option or choice."""
 
 import argparse
 import os
@@ -19,25 +19,25 @@ _NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
 class PartedWords(argparse.Action):
-    """Stores the words behind an option, which a comma or a space parts, also inside of one argument.
+    """Stores the words behind an option. A comma or a space separates them, also inside of one argument.
 
-    A run file has one text where a shell hands on several words, and both must mean the same.
+    A run file has one text where a shell passes several words. Both must mean the same.
     """
 
     separator: ClassVar[re.Pattern[str]] = re.compile(r"[,\s]")
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        # argparse would read the whole text as one value, before it is parted.
+        # argparse would read the whole text as one value, before it is split.
         self._read: Callable[[str], Any] = options.pop("type", None) or str
         super().__init__(*args, **options)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Part and read the words; an option that is given again replaces them."""
+        """Split and read the words. An option that is given again replaces them."""
         words = [part.strip() for word in values for part in self.parts_of(word) if part.strip()]
         setattr(namespace, self.dest, [self._value(word) for word in words or [""]])
 
     def parts_of(self, word: str) -> Sequence[str]:
-        """Part one argument.
+        """Split one argument.
 
         Args:
             word: The argument.
@@ -53,30 +53,30 @@ class PartedWords(argparse.Action):
 
 
 class PartedTexts(PartedWords):
-    """Stores texts that may have spaces, such as names of columns: a comma alone parts them."""
+    """Stores texts that may have spaces, such as names of columns. Only a comma separates them."""
 
     separator = re.compile(",")
 
 
 class PartedPaths(PartedTexts):
-    """Stores names of files; a comma in the name of a file that is there parts nothing."""
+    """Stores names of files. A comma in the name of an existing file separates nothing."""
 
     def parts_of(self, word: str) -> Sequence[str]:
-        """Part one argument that is no file's name.
+        """Split one argument, unless it is the name of an existing file.
 
         Args:
             word: The argument.
         """
-        # A `Path` raises for texts that can't be one.
+        # A `Path` raises for texts that can't be a path.
         is_there = os.path.exists(os.path.expanduser(word))  # noqa: PTH110, PTH111
         return [word] if is_there else super().parts_of(word)
 
 
 class AddedWords(PartedWords):
-    """Stores words of an option that may be given several times; later ones are added."""
+    """Stores words of an option that may be given several times. Later ones are added."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Add the words to those that are there."""
+        """Add the words to the earlier ones."""
         before = getattr(namespace, self.dest, None)
         super().__call__(parser, namespace, values, option_string)
         if isinstance(before, list):
@@ -84,20 +84,20 @@ class AddedWords(PartedWords):
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit, and suggests what was meant."""
+    """Raises errors with suggestions, instead of argparse's usage text and exit."""
 
     other_words: ClassVar[Mapping[str, str]] = {}
-    """What other programs call an option of this one, by their name."""
+    """Names of options of this program, by the names that other programs have for them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # A prefix of an option would change its meaning with every option that is added.
+        # The meaning of a prefix would change with every option that is added.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._typed: list[str] = []
-        # argparse takes -1e-4, -1,5 and -inf for options, and says that the one before lacks its value.
+        # argparse takes -1e-4, -1,5 and -inf for options, and reports that the option before lacks its value.
         self._negative_number_matcher = _NEGATIVE
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; what was typed is kept for suggestions."""
+        """Parse the arguments, and keep the typed words for suggestions."""
         self._typed = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(self._typed, namespace)
 
@@ -105,7 +105,7 @@ class OptionParser(argparse.ArgumentParser):
         """Turn argparse's complaint into an exception.
 
         Args:
-            message: What is wrong.
+            message: The complaint.
 
         Raises:
             ValueError: Always.
@@ -113,10 +113,10 @@ class OptionParser(argparse.ArgumentParser):
         raise ValueError(self.explain(message))
 
     def explain(self, message: str) -> str:
-        """Add to a complaint what may have been meant, and where to look.
+        """Add suggestions and a pointer to `--help` to a complaint.
 
         Args:
-            message: argparse's.
+            message: The complaint of argparse.
         """
         if wrong := _NO_NUMBER.fullmatch(message):
             rule = self.describe_number(wrong[1].strip("-").replace("-", "_"), _NUMBERS[wrong[2]])
@@ -124,19 +124,19 @@ class OptionParser(argparse.ArgumentParser):
         return f"{message}{self._suggestion(message)}{self._value_behind(message)}; see {self.prog} --help"
 
     def describe_number(self, option: str, kind: str) -> str:
-        """Say which numbers an option takes, after `must be`; a subclass adds their range.
+        """Describe the numbers that an option takes, after `must be`. A subclass adds their range.
 
         Args:
-            option: Its name.
-            kind: A whole number, or any.
+            option: Name of the option.
+            kind: Kind of number: a whole number, or any.
         """
         return kind
 
     def suggest_option(self, word: str, known: Iterable[str]) -> str:
-        """Say what became of an option, or ask whether another was meant; at the end of an error.
+        """Say what replaced a removed option, or ask whether another one was meant, at the end of an error.
 
         Args:
-            word: As it was typed, with its hyphens or without.
+            word: The word as typed, with hyphens or without.
             known: Names of options, as they are to be shown.
         """
         if removed := say_removed(word):
@@ -147,7 +147,7 @@ class OptionParser(argparse.ArgumentParser):
         return did_you_mean(word, known) if shown is None else f"; did you mean {shown}?"
 
     def _suggestion(self, message: str) -> str:
-        # argparse 3.11 to 3.13 tells which word it does not know, and which choices there are, in its message alone.
+        # argparse 3.11 to 3.13 names the unknown word and the choices in its message alone.
         kind, _, rest = message.partition("unrecognized arguments: ")
         if rest and not kind:
             options = [word.partition("=")[0] for word in rest.split() if word.startswith("--")]
@@ -161,7 +161,7 @@ class OptionParser(argparse.ArgumentParser):
         return say_removed_value(wrong[1], word) or did_you_mean(word, re.findall(r"[\w.+-]+", wrong[3]))
 
     def _value_behind(self, message: str) -> str:
-        """Say how a value is typed that looks like an option, if one stands behind the option that lacks its value."""
+        """Say how to type a value that looks like an option, if one stands behind the option that lacks its value."""
         lacking = _NO_VALUE.fullmatch(message)
         names = [] if lacking is None else lacking[1].split("/")
         behind = [word for option, word in pairwise(self._typed) if option in names and word.startswith("-")]
@@ -170,7 +170,7 @@ class OptionParser(argparse.ArgumentParser):
         return f"; if {behind[0]!r} is its value, write {shlex.quote(f'{names[0]}={behind[0]}')}"
 
     def _unknown_typed(self) -> str:
-        """Options that are not known: one of them may be the one that is missing."""
+        """Name the unknown options, since one of them may be the missing option mistyped."""
         options = [word.partition("=")[0] for word in self._typed if word.startswith("--")]
         known = set(re.findall(r"--[a-zA-Z][\w-]*", self.format_help()))
         unknown = [each for each in options if each not in known]

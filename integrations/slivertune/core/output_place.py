@@ -1,4 +1,4 @@
-"""Check, before anything is computed, that a folder can be made where a command is to write."""
+"""Check, before any computation, that a command can make its output folder."""
 
 import os
 import tempfile
@@ -10,18 +10,18 @@ _LONGEST_SHOWN = 80
 
 
 def check_place(folder: Path, name: str = "output_dir") -> None:
-    """Refuse a place where no folder can be, or none that can be written. Nothing is left there.
+    """Refuse a place where no folder can be made or written. Nothing is left there.
 
     Args:
-        folder: The folder, which need not exist.
-        name: The option that names it.
+        folder: The folder. It need not exist.
+        name: Option that names it.
 
     Raises:
         FileExistsError: If a file or a link that leads nowhere is in the way.
         ValueError: If the folder can't be made or written.
     """
     if "\0" in str(folder):
-        # Of such a name `os.path.lexists` says that it is not there.
+        # `os.path.lexists` reports such a name as missing.
         raise ValueError(_no_folder(folder, name, "embedded null byte"))
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -31,7 +31,7 @@ def check_place(folder: Path, name: str = "output_dir") -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{name} {cannot_write(folder, f'{there} is not writable for this user', there)}")
     try:
-        # Rights are not all: /proc, a full quota.
+        # Access rights are not enough: /proc, a full quota.
         temporary = tempfile.TemporaryDirectory(dir=there)
     except OSError as error:
         raise ValueError(f"{name} {cannot_write(folder, str(error.strerror), there)}") from error
@@ -46,12 +46,12 @@ def check_file_place(file: Path, name: str) -> None:
     """Refuse a file that can't be written, because of its folder, its name, or a folder in its place.
 
     Args:
-        file: The file; an older one may be there.
-        name: The option that names it.
+        file: The file. An older one may be there.
+        name: Option that names it.
 
     Raises:
-        FileExistsError: If a file is where a folder of its path is to be.
-        ValueError: If it is a folder, or can't be made.
+        FileExistsError: If a file is in the place of a folder of its path.
+        ValueError: If the path is a folder, or can't be made.
     """
     check_place(file.parent, name)
     try:
@@ -64,7 +64,7 @@ def check_file_place(file: Path, name: str) -> None:
 
 
 def _make_below(folder: Path, missing: Path) -> None:
-    """Make what is missing in another folder, whose rules for names are the same."""
+    """Make the missing folders inside another folder, whose rules for names are the same."""
     if ".." not in missing.parts:
         (folder / missing).mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""The tensors in what a model returns."""
+"""Find and replace the tensors in a model's output."""
 
 import copy
 import dataclasses
@@ -10,10 +10,10 @@ import torch
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of mappings, sequences, dataclasses and namespaces, or among an object's attributes.
+    """Yield every tensor in a nest of mappings, sequences, dataclasses and namespaces, or in an object's attributes.
 
     Args:
-        output: What a module's forward returned.
+        output: Output of a module's forward.
     """
     is_object = not _entries(output) and hasattr(output, "__dict__") and not isinstance(output, torch.Tensor)
     yield from _tensors_of(vars(output) if is_object else output)
@@ -28,11 +28,11 @@ def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 
 def with_tensors_replaced(output: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest with other tensors; containers in which nothing is replaced stay the same objects.
+    """Replace the tensors in a nest. Containers without a replaced tensor stay the same objects.
 
     Args:
-        output: What a module's forward returned.
-        replace: Gives the tensor that stands in one's place; the tensor itself to leave it.
+        output: Output of a module's forward.
+        replace: Function from a tensor to its replacement, or to the tensor itself to leave it.
     """
     if isinstance(output, torch.Tensor):
         return replace(output)

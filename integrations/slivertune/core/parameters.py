@@ -1,8 +1,8 @@
-"""A model's parameters: their names, where they are held, and which optimizer trains each, one at a time.
+"""Parameters of a model: their names, their modules, and the one optimizer at a time that trains each.
 
-Looking for them walks over modules and reads no tensor. An optimizer that freezes or wraps what it trains leaves no
-mark that a second one could see, so it registers here. The registry holds neither parameters nor optimizers; an
-optimizer that is gone holds nothing.
+The look-ups walk over modules and read no tensor. An optimizer that freezes or wraps its parameters leaves no mark that
+a second one could see, so it registers here. The registry holds neither parameters nor optimizers. An optimizer that is
+gone owns nothing.
 """
 
 import gc
@@ -16,18 +16,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from slivertune.core.torch_internals import children_of
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What torch.compile and checkpointing call the module that they wrap."""
+"""Names that torch.compile and checkpointing give the module that they wrap."""
 
 _owners = WeakTensorKeyDictionary()
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's name before torch.compile or checkpointing wrapped a module that holds it."""
+    """Return a parameter's name before torch.compile or checkpointing wrapped a module that holds it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def num_elements(parameter: torch.Tensor) -> int:
-    """Elements of a whole parameter, also where ZeRO-3 has shared it out."""
+    """Count the elements of a whole parameter, even if ZeRO-3 has sharded it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -35,22 +35,22 @@ NOTHING_TRAINS = (
     "no parameter of the model requires a gradient. Set requires_grad on what is to train, or load an adapter with "
     "is_trainable=True"
 )
-"""The error of every method where a model has nothing to train."""
+"""Error of every method if a model has nothing to train."""
 
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Each module's own parameters, those of a module before those of its children.
+    """Yield each module's own parameters, those of a module before those of its children.
 
     Args:
         model: The model.
 
     Yields:
-        The module and the parameter, which is yielded for each module that holds it.
+        The module and the parameter. A shared parameter is yielded once per module that holds it.
     """
     seen, stack = {id(model)}, [model]
     while stack:
         module = stack.pop()
-        # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
+        # Bypass ZeRO-3's own dictionary, which gathers each requested parameter in a forward.
         for parameter in dict.values(module._parameters):
             if parameter is not None:
                 yield module, parameter
@@ -61,9 +61,9 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]
 
 
 def settle_requires_grad(required: Iterable[tuple[torch.Tensor, bool]]) -> None:
-    """Restore what others have frozen or unfrozen: adapters that are switched on unfreeze all of theirs.
+    """Restore `requires_grad` after others have changed it: enabling an adapter unfreezes all its parameters.
 
-    Gradients that arrived where none belong are dropped, so that no norm counts them.
+    A parameter that is frozen again loses its gradient, so that no norm counts it.
 
     Args:
         required: Parameters, each with whether it is to require a gradient.
@@ -76,22 +76,22 @@ def settle_requires_grad(required: Iterable[tuple[torch.Tensor, bool]]) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The whole parameter's shape, which ZeRO-3 keeps apart while it has shared it out."""
+    """Return the whole parameter's shape. ZeRO-3 stores it separately while the parameter is sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def check_form(method: str, name: str, parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Refuse a trained parameter that is of another dtype or shape than its optimizer was built over.
+    """Refuse a trained parameter whose dtype or shape has changed since its optimizer was built.
 
     Args:
-        method: The optimizer, in the message.
-        name: The parameter's name.
-        parameter: As it is now.
+        method: Name of the optimizer in the message.
+        name: Name of the parameter.
+        parameter: The parameter as it is now.
         dtype: Its dtype when the optimizer was built.
-        shape: The same of its shape.
+        shape: Its whole shape when the optimizer was built.
 
     Raises:
-        RuntimeError: Naming the parameter, the usual causes, and the way out.
+        RuntimeError: If one has changed. The message names the parameter, the usual causes, and the way out.
     """
     rule = f"before {method} is built, whose state does not follow, or detach() this one and build a new {method}"
     if parameter.dtype != dtype:
@@ -107,7 +107,7 @@ def check_form(method: str, name: str, parameter: torch.Tensor, dtype: torch.dty
 
 
 def owner_of(parameter: torch.Tensor) -> object | None:
-    """The optimizer that trains a parameter, if one that still exists does."""
+    """Return the optimizer that trains a parameter, if one that still exists does."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()
 
@@ -117,14 +117,14 @@ def check_free(named_parameters: Iterable[tuple[str, torch.Tensor]], newcomer: s
 
     Args:
         named_parameters: All parameters of the model, with their names.
-        newcomer: What is to be built.
+        newcomer: Name of the optimizer that is to be built.
 
     Raises:
-        ValueError: Naming a parameter, who trains it, and the way out.
+        ValueError: If another one trains a parameter. The message names both, and the way out.
     """
     named = list(named_parameters)
     if any(owner_of(parameter) is not None for _, parameter in named):
-        gc.collect()  # a scheduler and its optimizer, say, hold each other when both were dropped
+        gc.collect()  # a dropped scheduler and its dropped optimizer, say, hold each other
     for name, parameter in named:
         owner = owner_of(parameter)
         if owner is not None:
@@ -135,14 +135,14 @@ def check_free(named_parameters: Iterable[tuple[str, torch.Tensor]], newcomer: s
 
 
 def take(parameters: Iterable[torch.Tensor], owner: object) -> None:
-    """Register that `owner` trains these parameters."""
+    """Register `owner` as the optimizer that trains these parameters."""
     reference = weakref.ref(owner)
     for parameter in parameters:
         _owners[parameter] = reference
 
 
 def release(parameters: Iterable[torch.Tensor], owner: object) -> None:
-    """End what `take` registered; parameters of another owner stay that one's."""
+    """End the registration by `take`. Parameters of another owner keep that owner."""
     for parameter in parameters:
         if owner_of(parameter) is owner:
             del _owners[parameter]

@@ -1,4 +1,4 @@
-"""Pinned host memory, which a device copies to and from beside its computation.
+"""Pin host memory, so that copies to and from a device overlap with its computation.
 
 torch's own pinned allocator rounds up to a power of two, which can nearly double 80 GB of optimizer state. Here the
 pages are mapped, registered with the CUDA runtime, and unregistered before they are unmapped.
@@ -13,27 +13,27 @@ from contextlib import suppress
 import torch
 
 HUGE_PAGES_FROM_BYTES = 64 * 2**20
-"""Larger buffers ask for huge pages, which are pinned several times as fast."""
+"""Bytes from which on a buffer asks for huge pages, which are pinned several times as fast."""
 
 
 class _Pages(mmap.mmap):
-    """Mapped pages. Unlike mmap's, the weak references to a subclass are told before its memory is unmapped."""
+    """Mapped pages. Weak references to this subclass are told before its memory is unmapped, unlike those to `mmap`."""
 
 
 def pinned_memory(device: torch.device, num_bytes: int, *, is_inherited: bool) -> torch.Tensor:
-    """Map and pin host memory; where it can't be pinned, warn, and return it unpinned: copies are slower then.
+    """Map and pin host memory. If pinning fails, warn and return it unpinned, which makes copies slower.
 
     Args:
         device: A CUDA device that copies to and from it.
-        num_bytes: At least 1; whole pages are taken.
-        is_inherited: Whether processes forked off this one may read it; they share it. Else it is missing in them: a
-            fork would have to copy pinned pages at once, since a device may be writing them.
+        num_bytes: Size in bytes, at least 1. Whole pages are taken.
+        is_inherited: Whether forked processes may read it and share it. Otherwise it is missing in them: a fork would
+            have to copy pinned pages at once, since a device may be writing them.
 
     Returns:
-        uint8, shape (num_bytes,), of arbitrary content.
+        Uninitialized uint8 tensor, shape (num_bytes,).
 
     Raises:
-        OSError: If there is no such memory to map.
+        OSError: If no such memory can be mapped.
     """
     length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = _Pages(-1, length, flags=mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if is_inherited else mmap.MAP_PRIVATE))
@@ -59,12 +59,12 @@ def pinned_memory(device: torch.device, num_bytes: int, *, is_inherited: bool) -
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:
-    with suppress(OSError):  # a kernel without it
+    with suppress(OSError):  # a kernel without this advice
         pages.madvise(advice)
 
 
 def _forget_error(device: torch.device) -> None:
-    """Let the failure that the runtime still remembers be raised here, and not by the user's next kernel."""
+    """Consume the failure that the runtime still remembers, so that the user's next kernel does not raise it."""
     with suppress(RuntimeError):
         torch.ones(1, dtype=torch.float32, device=device).add_(1)
 
@@ -72,6 +72,6 @@ def _forget_error(device: torch.device) -> None:
 def _unpin(device: torch.device, address: int, process: int) -> None:
     if os.getpid() != process:
         return  # a forked child has neither the pages nor the device
-    # The optimizer may be dropped right after a step, with copies on their way into this memory.
+    # The optimizer may be dropped right after a step, with copies into this memory in flight.
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,6 +1,6 @@
-"""Where the launch presets, the run files and the DeepSpeed configurations lie.
+"""Find the launch presets, the run files and the DeepSpeed configurations.
 
-A wheel carries `launch/` and `ds_configs/` inside the package; a checkout has them at its top, two folders above it.
+A wheel carries `launch/` and `ds_configs/` inside the package. A checkout has them at its top, two folders above it.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from slivertune.core.suggestions import did_you_mean
 _SUFFIX_OF_FOLDER = {"launch": ".yaml", "ds_configs": ".json"}
 _EXAMPLE_SUFFIXES = (".slurm", ".hostfile")
 _KEY_OF_ACCELERATE = "\ncompute_environment:"
-"""Stands in every launch preset, and in no run file, whose keys are options of `slivertune train`."""
+"""Key in every launch preset, and in no run file, whose keys are options of `slivertune train`."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -52,8 +52,8 @@ def preset_path(name: str) -> Path:
     """Find a preset's file.
 
     Args:
-        name: A file name (`single_gpu_24g.yaml`, `single_gpu_24g.json`) or its stem; a stem that both folders have
-            means the launch preset. Examples beside the presets (`multi_node_zero3.slurm`) go by their file name alone.
+        name: A file name (`single_gpu_24g.yaml`, `single_gpu_24g.json`) or its stem. A stem that both folders have
+            means the launch preset. Examples beside the presets (`multi_node_zero3.slurm`) need their full file name.
 
     Returns:
         The absolute path of the file.

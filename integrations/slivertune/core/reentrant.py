@@ -1,9 +1,9 @@
-"""Reentrant checkpointing (`torch.utils.checkpoint` with `use_reentrant=True`) of blocks whose input needs no gradient.
+"""Record reentrant checkpoints (`torch.utils.checkpoint`, `use_reentrant=True`) whose input needs no gradient.
 
-Torch records a reentrant checkpoint only if a tensor among its positional arguments requires a gradient, whatever the
-parameters inside. Pixels, mel spectrograms and the output of frozen layers require none, so the gradients of every
-weight inside would be dropped. Blocks that transformers checkpoints get such an argument here. Any other
-checkpoint is refused where trained modules run inside of one that is not recorded.
+torch records a reentrant checkpoint only if a tensor among its positional arguments requires a gradient, whatever the
+parameters inside. Pixels, mel spectrograms and the output of frozen layers require none, so the gradients of all
+weights inside would be dropped. Here, the blocks that transformers checkpoints get such an argument. Any other
+checkpoint is refused if trained modules run inside it and it is not recorded.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from slivertune.core.transformers_internals import checkpointing_of
 
 
 def is_trainable(module: nn.Module) -> bool:
-    """Whether any parameter of a module requires a gradient."""
+    """Return whether any parameter of a module requires a gradient."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -36,14 +36,14 @@ class ReentrantBlocks(CheckpointedBlocksHandle):
 
     A block whose input requires no gradient is given a scalar that does. Values and gradients do not change, no
     gradient of the input is computed, and blocks that do not train stay unrecorded. Tensors that a block is given by
-    keyword or in a nest, and those that it returns in one, get their gradients as well.
+    keyword or in a nest, and tensors that it returns in a nest, get their gradients as well.
 
     Args:
-        model: Any model; `prepare` follows checkpointing that is switched on later.
-        trains: Whether a block has anything that is trained.
+        model: Any model. `prepare` follows checkpointing that is switched on later.
+        trains: Function that tells whether a block has anything that is trained.
     """
 
-    is_innermost: ClassVar[bool] = True  # only what torch checkpoints
+    is_innermost: ClassVar[bool] = True  # only forwards that torch checkpoints
     needs_blocks: ClassVar[bool] = False
     refusal_to_copy = "what records reentrant checkpoints belongs to one model; a copy of the model is without it"
 
@@ -53,11 +53,11 @@ class ReentrantBlocks(CheckpointedBlocksHandle):
         self._undo.append(self._take_off)
 
     def prepare(self) -> None:
-        """Stand before the checkpointing of the blocks that is reentrant now; called before each training forward."""
+        """Stand in front of the blocks' reentrant checkpointing. Called before each training forward."""
         self._put()
 
     def wants(self, function: Callable[..., Any]) -> bool:
-        """Whether a function checkpoints in the reentrant way."""
+        """Return whether a function checkpoints in the reentrant way."""
         return is_reentrant(function)
 
     def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
@@ -85,15 +85,15 @@ class ReentrantBlocks(CheckpointedBlocksHandle):
 
 
 class _PositionalCall:
-    """A block's forward to which all tensors that require a gradient come by position, and which returns a tuple.
+    """Passes all tensors that require a gradient to a block's forward by position, and returns a tuple.
 
-    The graph holds this object, which so holds no tensor beyond the forward's own keywords.
+    The graph holds this object, which therefore holds no tensor beyond the forward's own keywords.
 
     Args:
-        forward: The block's, with its keywords (`functools.partial`).
-        args: The identities of its positional arguments.
-        nested: The identities of the tensors that follow them, which lie in keywords and nests. An anchor may come
-            last, which requires a gradient.
+        forward: The block's forward, with its keyword arguments bound (`functools.partial`).
+        args: Identities of its positional arguments.
+        nested: Identities of the tensors that follow them, which lie in keywords and nests. An anchor that requires a
+            gradient may come last.
     """
 
     def __init__(self, forward: Callable[..., Any], args: Sequence[int], nested: Sequence[int]) -> None:
@@ -109,22 +109,22 @@ class _PositionalCall:
             return with_tensors_replaced(nest, lambda tensor: place.get(id(tensor), tensor))
 
         args = [each if isinstance(each, torch.Tensor) else replaced(each) for each in given[: len(self._args)]]
-        # A partial function takes these in place of its own.
+        # A partial function takes these keywords in place of its own.
         output = self._forward(*args, **replaced(dict(getattr(self._forward, "keywords", {}))))
         if self._is_running:
             self._output = output
         results = tuple(_tensors_of(output).values())
         anchors = given[len(self._args) + len(self._nested) :]
-        # If a block has used none of its parameters, torch finds nothing from which to go backward.
+        # If a block used none of its parameters, torch finds no tensor from which to start the backward.
         if anchors and torch.is_grad_enabled() and not any(each.requires_grad for each in results):
             results = tuple(_anchored(each, anchors[0]) for each in results)
         return results
 
     def take_output(self, results: Iterable[torch.Tensor]) -> Any:
-        """Return what the block has returned, with the tensors that torch has recorded.
+        """Return the block's output, with the tensors that torch has recorded.
 
         Args:
-            results: The tensors.
+            results: The recorded tensors.
         """
         output, self._output, self._is_running = self._output, None, False
         recorded = dict(zip(_tensors_of(output), results, strict=True))
@@ -134,9 +134,9 @@ class _PositionalCall:
 class RecordingCheck:
     """Refuses a training forward in which a module runs inside of a checkpoint that torch does not record.
 
-    For one forward it hooks the modules that it is told to watch. It also looks for their parameters in calls of
-    torch's functions, since a checkpointed method may call no module. Compiled modules are not watched: a hook would
-    become part of their graph.
+    For one forward, it hooks the modules that it is told to watch. It also looks for their parameters in calls of
+    torch's functions, since a checkpointed method may call no module. A model with a compiled module is not watched,
+    since a hook would become part of the graph.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class RecordingCheck:
         """Watch modules until `end`.
 
         Args:
-            model: Holds them.
+            model: Model that holds them.
             modules: Modules that hold trained parameters, each with the name of one of these.
         """
         self.end()
@@ -155,7 +155,7 @@ class RecordingCheck:
         for module, name in modules.items():
             hook = ModuleHook(_checks_recording(name))
             self._watching.callback(module.register_forward_pre_hook(hook).remove)
-        # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
+        # Bypass ZeRO-3's own dictionary, which gathers each requested parameter in a forward.
         owned = ((each, name) for module, name in modules.items() for each in dict.values(module._parameters))
         trained = {id(each): name for each, name in owned if each is not None and each.requires_grad}
         self._watching.enter_context(_ParameterUses(trained))
@@ -169,7 +169,7 @@ class _ParameterUses(TorchFunctionMode):
     """Checks each call of torch that is given a watched parameter while gradients are disabled.
 
     Args:
-        names: Of the parameters, by identity.
+        names: Names of the parameters, by identity.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -177,7 +177,7 @@ class _ParameterUses(TorchFunctionMode):
         self._names = names
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, after the check; what is read of a tensor without computing (`dtype`) is no use of it."""
+        """Call the function after the check. Reading an attribute of a tensor (`dtype`) is no use of it."""
         if not torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             for given in (*args, *(kwargs or {}).values()):
                 for each in given if isinstance(given, (list, tuple)) else (given,):
@@ -187,15 +187,15 @@ class _ParameterUses(TorchFunctionMode):
 
 
 def check_recorded(name: str) -> None:
-    """Refuse to run a trained module inside of an autograd function that is not recorded, as a reentrant checkpoint.
+    """Refuse to run a trained module inside of an unrecorded autograd function, such as a reentrant checkpoint.
 
-    Costs a walk over the Python stack where gradients are disabled, else nothing.
+    Costs a walk over the Python stack if gradients are disabled, else nothing.
 
     Args:
         name: A trained parameter of the module.
 
     Raises:
-        RuntimeError: Naming the parameter, and the way out.
+        RuntimeError: If the outermost autograd function is unrecorded. The message names the parameter and the way out.
     """
     if torch.is_grad_enabled():
         return
@@ -209,16 +209,16 @@ def check_recorded(name: str) -> None:
 
 
 def is_reentrant(function: Any) -> bool:
-    """Whether what checkpoints a block does so in the reentrant way, which is torch's own default.
+    """Return whether a function checkpoints a block in the reentrant way, which is torch's own default.
 
     Args:
-        function: A block's, as transformers sets it; None if the block was never checkpointed.
+        function: The block's function, as transformers sets it. None if the block was never checkpointed.
     """
     return function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False
 
 
 def has_other_reentrant(model: nn.Module) -> bool:
-    """Whether a model calls reentrant checkpointing by itself, beside the blocks that transformers checkpoints.
+    """Return whether a model calls reentrant checkpointing itself, beside the blocks that transformers checkpoints.
 
     Args:
         model: A model of transformers, or a part of one.
@@ -233,7 +233,7 @@ def has_other_reentrant(model: nn.Module) -> bool:
 
 
 def _outermost_function() -> Any:
-    """The context of the outermost autograd function whose forward runs now; None outside of any."""
+    """Return the context of the outermost autograd function whose forward runs now. None outside of any."""
     frame: FrameType | None = inspect.currentframe()
     found = None
     while frame is not None:
@@ -251,7 +251,7 @@ def _checks_recording(name: str) -> Callable[..., None]:
 
 
 def _tensors_of(nest: Any) -> dict[int, torch.Tensor]:
-    """The tensors of a nest by identity, each once."""
+    """Collect the tensors of a nest by identity, each once."""
     found: dict[int, torch.Tensor] = {}
     with_tensors_replaced(nest, lambda tensor: found.setdefault(id(tensor), tensor))
     return found

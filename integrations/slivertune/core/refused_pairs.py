@@ -1,10 +1,10 @@
-"""Features of a model that do not go together: one list, which each of them asks when it is attached.
+"""Features of a model that do not go together: one list, which each of them checks when it is attached.
 
-A feature is told by the stand-ins that it has put on a module, so that it does not matter who put them there, nor
-through which wrapper of the model. A module is compiled by its own `compile()`, by `torch.compile`, which puts another
-module around it or another function in place of its forward, or by `compile_blocks`.
+A feature is recognized by its stand-ins on a module. It does not matter who put them there, nor through which wrapper
+of the model. A module is compiled by its own `compile()`, by `torch.compile`, which puts another module around it or
+another function in place of its forward, or by `compile_blocks`.
 
-`torch.compile(model)` leaves the model as it is. Only a forward tells, before torch traces any of it.
+`torch.compile(model)` leaves the model as it is. Only a forward shows it, before torch traces any of it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Feature = Literal[
 
 
 _REASON = "features of this model do not go with torch.compile (slivertune.core.refused_pairs)"
-"""Told by torch where a graph must be whole."""
+"""Reason that torch reports if a graph must be whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedPair:
-    """Two features, in either order."""
+    """Two features that do not go together, in either order."""
 
     first: Feature
     second: Feature
     reason: str
-    """A sentence without its full stop."""
+    """Reason, as a sentence without its full stop."""
 
     def __str__(self) -> str:
         return f"{self.first} does not go with {self.second}: {self.reason}. Leave out one of the two"
@@ -77,15 +77,15 @@ REFUSED_PAIRS = (
 
 
 def attach_feature(model: nn.Module, feature: Feature, places: Iterable[nn.Module]) -> Callable[[], None]:
-    """Refuse what a model has that does not go with a feature, now and when it comes later.
+    """Refuse features of a model that do not go with `feature`, now and when they are added later.
 
     Args:
-        model: The model; call this before the feature's stand-ins are put on it.
-        feature: What is about to be attached.
+        model: The model. Call this before the feature's stand-ins are put on it.
+        feature: The feature that is about to be attached.
         places: The modules on which its stand-ins are put.
 
     Returns:
-        Ends it.
+        Function that ends the check.
 
     Raises:
         RuntimeError: If the model has something that does not go with the feature.
@@ -105,28 +105,28 @@ def attach_feature(model: nn.Module, feature: Feature, places: Iterable[nn.Modul
 
 
 def refuse_beside(model: nn.Module, feature: Feature) -> None:
-    """Refuse what a model has that does not go with a feature.
+    """Refuse features of a model that do not go with `feature`.
 
     Args:
         model: The model, or a part of it.
-        feature: What is about to be attached.
+        feature: The feature that is about to be attached.
 
     Raises:
-        RuntimeError: Naming both.
+        RuntimeError: If there is such a pair. The message names both.
     """
     _refuse({each for module in model.modules() for each in _features_on(module)}, feature)
 
 
 def refuse_at(model: nn.Module, feature: Feature, places: Iterable[nn.Module]) -> None:
-    """Refuse what does not go with a feature on some modules; what is compiled elsewhere in the model is left alone.
+    """Refuse features that do not go with `feature` on `places`. Compiled modules elsewhere in the model are allowed.
 
     Args:
         model: The model.
-        feature: What is about to be attached.
+        feature: The feature that is about to be attached.
         places: The modules.
 
     Raises:
-        RuntimeError: Naming both.
+        RuntimeError: If there is such a pair. The message names both.
     """
     at = set(map(id, places))
     for module in model.modules():
@@ -139,10 +139,10 @@ def refuse_together(asked: Mapping[Feature, str | None]) -> None:
     """Refuse settings that do not go together, before there is a model.
 
     Args:
-        asked: By feature, the setting that asks for it, as the user wrote it; None where none does.
+        asked: By feature, the setting that asks for it, as the user wrote it. None if no setting does.
 
     Raises:
-        ValueError: Naming both.
+        ValueError: If there is such a pair. The message names both.
     """
     for pair in REFUSED_PAIRS:
         first, second = asked.get(pair.first), asked.get(pair.second)
@@ -172,7 +172,7 @@ def _features_on(module: nn.Module) -> Iterator[Feature]:
 
 
 def _refuse_compiled(model: nn.Module, inputs: Any) -> None:
-    """Refuse a forward inside of something compiled, or of a model with a compiled part that has a feature."""
+    """Refuse a forward inside of a compiled module, or of a model with a compiled part that has a feature."""
     if runs_in_compiled_module():
         refuse_beside(model, "torch.compile")
     for module in model.modules():
@@ -186,10 +186,10 @@ def _refuse_traced(model: nn.Module, inputs: Any) -> None:
 
 
 class _TracedForward(ModuleHook):
-    """A hook that only does something where torch traces it, as in a compiled function that calls the model."""
+    """A hook that acts only while torch traces it, as in a compiled function that calls the model."""
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function with what torch passes to a hook."""
+        """Call the function with the arguments that torch passes to a hook."""
         return super().__call__(*args) if torch.compiler.is_compiling() else None
 
 
@@ -198,12 +198,12 @@ class _UntracedForward(ModuleHook):
 
     @torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
-        """Call the function with what torch passes to a hook."""
+        """Call the function with the arguments that torch passes to a hook."""
         return super().__call__(*args)
 
 
 class _CheckedCompile(StandIn):
-    """A module's `compile`, which refuses where a feature of the module does not go with it.
+    """A module's `compile`. It refuses if a feature of the module does not go with it.
 
     Args:
         module: The module.

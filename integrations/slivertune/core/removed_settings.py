@@ -1,4 +1,4 @@
-"""Settings that were removed: errors say what to use instead, since old scripts and run files still name them."""
+"""Explain removed settings: errors say what to use instead, since old scripts and run files still name them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,33 +10,33 @@ _Config = TypeVar("_Config")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemovedSetting:
-    """A setting that is gone."""
+    """A setting that was removed."""
 
     only_value: str
-    """The value that every run has now."""
+    """Value that every run has now."""
     instead: str
-    """Tells the way out; ends the error."""
+    """Way out, at the end of the error."""
 
 
 REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
     "update": RemovedSetting(only_value="step", instead="step() always applies the update. Leave it out"),
 }
-"""By name."""
+"""Removed settings by name."""
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ("master", "split"): "fp32 trains with the same bits and stores 2 bytes more per parameter. Use that, and an 8-bit "
     "optimizer or state='disk' to save host memory",
 }
-"""Tells the way out, by setting and value."""
+"""Way out by setting and value."""
 
 
 def say_removed(name: str) -> str:
     """Say what to use in place of a removed setting, at the end of an error.
 
     Args:
-        name: As it was typed, with its hyphens or without.
+        name: The name as typed, with hyphens or without.
 
     Returns:
-        `; NAME was removed: WAY OUT`, or nothing where there was no such setting.
+        `; NAME was removed: WAY OUT`, or an empty text if there was no such setting.
     """
     removed = REMOVED_SETTINGS.get(_plain(name))
     return "" if removed is None else f"; {name} was removed: {removed.instead}"
@@ -46,31 +46,31 @@ def say_removed_value(name: str, value: object) -> str:
     """Say what to use in place of a removed value of a setting, at the end of an error.
 
     Args:
-        name: The setting, with its hyphens or without.
-        value: As it was given; a config may hold anything.
+        name: The setting, with hyphens or without.
+        value: The value as given. A config may hold anything.
 
     Returns:
-        `; 'VALUE' was removed: WAY OUT`, or nothing where there was no such value.
+        `; 'VALUE' was removed: WAY OUT`, or an empty text if there was no such value.
     """
     instead = REMOVED_VALUES.get((_plain(name), str(value)))
     return "" if instead is None else f"; {value!r} was removed: {instead}"
 
 
 def is_only_value(name: str, value: object) -> bool:
-    """Whether a removed setting asks for what every run has now, as run files do that were kept.
+    """Return whether a removed setting asks for the value that every run has now, as old run files do.
 
     Args:
         name: The setting.
-        value: As it was written.
+        value: The value as written.
     """
     return name in REMOVED_SETTINGS and value == REMOVED_SETTINGS[name].only_value
 
 
 def refuse_removed(config_class: type[_Config]) -> type[_Config]:
-    """Let a dataclass's constructor say what became of a removed field, which it would call unexpected.
+    """Let a dataclass's constructor say what replaced a removed field, which it would call unexpected.
 
     Args:
-        config_class: The dataclass; its constructor raises ValueError for such a field.
+        config_class: The dataclass. Its constructor raises ValueError for such a field.
     """
     construct: Callable[..., None] = config_class.__init__
 

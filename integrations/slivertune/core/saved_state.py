@@ -1,16 +1,16 @@
-"""An optimizer's state on its way to a file and back: torch's own, and those of `torch.distributed.checkpoint`.
+"""Move an optimizer's state to a file and back: torch's own format, and those of `torch.distributed.checkpoint`.
 
-What `torch.save` wrote is read as tensors and plain containers: nothing is executed, and damage has a name.
+Files of `torch.save` are read as tensors and plain containers. Nothing is executed, and errors name the damage.
 
-The state has a packed form, which `torch.distributed.checkpoint` carries: `get_state_dict`, `set_state_dict`.
-Those two know states by parameter alone, keep no other keys, drop the state of parameters that are frozen when it is
-loaded, and fill in place what the loading optimizer has already. HiFT's and SFT's state is known by name, most of it is
-of frozen parameters, and its size depends on the step. So it travels whole, as one value of the first param group:
-the bytes of `torch.save`, which `torch.load(weights_only=True)` reads. While it is saved they are held in memory beside
-the state.
+The state has a packed form for `torch.distributed.checkpoint` (`get_state_dict`, `set_state_dict`). These functions
+know states by parameter alone, keep no other keys, drop the state of parameters that are frozen when it is loaded, and
+fill in place the state that the loading optimizer has already. HiFT's and SFT's state is known by name, most of it is
+of frozen parameters, and its size depends on the step. So it travels whole, as one value of the first param group: the
+bytes of `torch.save`, which `torch.load(weights_only=True)` reads. During a save, host memory holds them beside the
+state.
 
-torch says by itself that it is about to ask: it finds `optimizer.state` empty and makes a step, with rate 0 and zero
-gradients. Such a step changes nothing, and the `state_dict` that follows is packed.
+torch announces by itself that it will ask for the state. It finds `optimizer.state` empty and makes a step, with rate 0
+and zero gradients. Such a step changes nothing, and the `state_dict` that follows is packed.
 """
 
 import io
@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 
 COUNT_LIMIT = 2**62
-"""No count of a saved state reaches it."""
+"""Upper bound of every count in a saved state, exclusive."""
 _OF_OTHER_CONTENTS = (
     AttributeError,
     EOFError,
@@ -39,20 +39,20 @@ _UNFLATTENABLE = "flatten_optimizer_state_dict can't carry this optimizer"
 
 
 class StateMismatchError(ValueError):
-    """A saved state is of another model, grouping, selection or optimizer, or is damaged."""
+    """A saved state of another model, grouping, selection or optimizer, or a damaged one."""
 
 
 def check_header(saved: Mapping[str, Any], method: str, title: str, versions: Sequence[int]) -> None:
-    """Check that a state is one of a method, in a form that can be read, before anything of it is used.
+    """Check that a state belongs to a method and has a known format, before anything of it is used.
 
     Args:
         saved: The state.
         method: Key of its header.
-        title: The method's name in messages.
-        versions: Of the forms that can be read.
+        title: Name of the method in messages.
+        versions: Versions of the formats that can be read.
 
     Raises:
-        StateMismatchError: Naming what is missing or damaged.
+        StateMismatchError: If a part is missing or damaged. The message names it.
     """
     for key in ("state", "param_groups", method):
         if key not in saved:
@@ -71,7 +71,7 @@ def check_header(saved: Mapping[str, Any], method: str, title: str, versions: Se
 
 
 def is_count(value: object) -> bool:
-    """Whether a value counts something; True and False do not."""
+    """Return whether a value counts something. True and False do not."""
     return type(value) is int and 0 <= value < COUNT_LIMIT
 
 
@@ -80,7 +80,7 @@ def describe_damage(place: object, problem: str) -> str:
 
     Args:
         place: The file or folder.
-        problem: What is wrong with it.
+        problem: Description of the damage.
 
     Returns:
         The text of an error.
@@ -93,10 +93,10 @@ def describe_damage(place: object, problem: str) -> str:
 
 @contextmanager
 def refuse_damage(place: object) -> Iterator[None]:
-    """Inside, what contents other than any of ours make the reading fail with is a ValueError that names their place.
+    """Turn errors from reading foreign contents into a ValueError that names their place.
 
     Args:
-        place: What is read.
+        place: File or state that is read.
 
     Raises:
         StateMismatchError: In place of the errors of torch, safetensors and Python on such contents.
@@ -111,12 +111,12 @@ def load_dictionary(file: Path | io.BytesIO, *, name: str | None = None, mmap: b
     """Read a dictionary of tensors and plain containers onto the host.
 
     Args:
-        file: What `torch.save` wrote.
-        name: What errors call it; its path when None.
+        file: File that `torch.save` wrote.
+        name: Name of the file in errors. None means its path.
         mmap: Whether tensors are read when they are needed.
 
     Raises:
-        ValueError: If it is missing, damaged or holds something else: whatever torch's readers fail with.
+        ValueError: If it is missing, damaged or holds something else, whatever error torch's readers raise.
     """
     try:
         value = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
@@ -124,20 +124,20 @@ def load_dictionary(file: Path | io.BytesIO, *, name: str | None = None, mmap: b
             raise TypeError(f"a {type(value).__name__} instead of a dictionary")
     except MemoryError:
         raise
-    # The readers of pickles and of zip archives raise whatever the bytes make them stumble over.
+    # The readers of pickles and of zip archives raise any kind of error on damaged bytes.
     except Exception as error:
         raise ValueError(describe_damage(name or file, f"{type(error).__name__}: {str(error)[:200]}")) from error
     return value
 
 
 def check_loadable(file: Path | io.BytesIO) -> None:
-    """Refuse what `torch.load(weights_only=True)` would not read back, while there is still something to save.
+    """Refuse a file that `torch.load(weights_only=True)` would not read back, while the state can still be saved.
 
     Args:
-        file: What `torch.save` has written.
+        file: File that `torch.save` has written.
 
     Raises:
-        ValueError: Naming the classes.
+        ValueError: If it holds objects of other classes. The message names the classes.
     """
     unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if unknown:
@@ -148,12 +148,12 @@ def check_loadable(file: Path | io.BytesIO) -> None:
 
 
 def is_initialising_step(param_groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a step looks like the one that torch makes to fill an optimizer's state: rate 0, gradients all zero.
+    """Return whether a step looks like torch's own, which fills an optimizer's state: rate 0, gradients all zero.
 
-    Gradients are only read where every rate is 0.
+    Gradients are only read if every rate is 0.
 
     Args:
-        param_groups: The optimizer's.
+        param_groups: Param groups of the optimizer.
     """
     rates = [group.get("lr", 0.0) for group in param_groups]
     if any(rate is not None and float(rate) != 0.0 for rate in rates):
@@ -166,9 +166,9 @@ def pack_state(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any
     """Bring a state into torch's own form.
 
     Args:
-        whole: Plain containers and tensors.
-        param_groups: The optimizer's; torch numbers their parameters in this order.
-        updates: Updates applied so far.
+        whole: The state, in plain containers and tensors.
+        param_groups: Param groups of the optimizer. torch numbers their parameters in this order.
+        updates: Number of updates applied so far.
 
     Returns:
         `state` and `param_groups`, in which the parameters are numbers.
@@ -185,8 +185,8 @@ def pack_state(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any
     for group in param_groups:
         numbers = range(len(state), len(state) + len(group["params"]))
         for number, parameter in zip(numbers, group["params"], strict=True):
-            # One entry for each parameter, or torch misses it; with a dimension, or torch can't tell the device; and
-            # something that torch refuses to flatten, since it would then lose the state in silence.
+            # Each parameter has an entry, or torch misses it. It has a dimension, or torch can't tell the device. And
+            # it holds an object that torch refuses to flatten, since flattening would lose the state in silence.
             marker = torch.tensor([updates], device=parameter.device)
             state[number] = {f"{_KEY}_updates": marker, _KEY: _UNFLATTENABLE}
         groups.append({**group, "params": list(numbers)})
@@ -195,10 +195,10 @@ def pack_state(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any
 
 
 def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `pack_state` packed; None of any other state.
+    """Return the state that `pack_state` packed. None for any other state.
 
     Args:
-        state_dict: As it comes from torch, its parameters by name or number.
+        state_dict: State as it comes from torch, its parameters by name or number.
 
     Raises:
         ValueError: If the packed bytes are lost.

@@ -1,4 +1,4 @@
-"""Values in a saved state: whoever changed a file may have signed it anew, so each is checked before it is used."""
+"""Check each value in a saved state before use, since a file may have been changed and signed anew."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from slivertune.core.torch_internals import is_without_data
 
 
 def is_step(value: Any) -> bool:
-    """Whether a value counts steps as optimizers do: a number, or a tensor of one, from 0 on."""
+    """Return whether a value counts steps as optimizers do: a number, or a tensor with one number, from 0 on."""
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and value.dtype != torch.bool
         return is_number and (is_without_data() or is_step(value.item()))
@@ -20,7 +20,7 @@ def is_step(value: Any) -> bool:
 
 
 def is_rate(value: Any) -> bool:
-    """Whether a value may be a learning rate: finite, not negative, or None where the optimizer finds it by itself."""
+    """Return whether a value may be a learning rate: finite, not negative, or None if the optimizer finds it itself."""
     if value is None:
         return True
     if isinstance(value, torch.Tensor):
@@ -30,12 +30,12 @@ def is_rate(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number of Python or numpy, as schedules compute them."""
+    """Return whether a value is a number of Python or numpy, as schedules compute them."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two plain values are equal, and both or neither of them are True or False."""
+    """Return whether two plain values are equal, and both or neither of them are True or False."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -45,7 +45,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value holds neither NaN nor infinity, a container nowhere in it; reads each tensor once."""
+    """Return whether a value holds neither NaN nor infinity, at any depth of its containers. Reads each tensor once."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, Mapping):
@@ -64,11 +64,11 @@ def check_finite(where: str, value: Any) -> None:
     """Refuse NaN and infinity.
 
     Args:
-        where: What the error calls the value.
+        where: Name of the value in the error.
         value: A number, a tensor, or a container of these.
 
     Raises:
-        StateMismatchError: Naming the value.
+        StateMismatchError: If the value holds one. The message names the value.
     """
     if not is_finite(value):
         raise StateMismatchError(f"the saved state is damaged: {where} holds NaN or infinity. Use another checkpoint")
@@ -84,26 +84,26 @@ _NEVER_NEGATIVE = frozenset(
 
 
 def fits_sign(key: str, value: Any) -> bool:
-    """Whether a value is not negative where an optimizer keeps squares or magnitudes; reads a tensor once.
+    """Return whether a value is not negative if an optimizer keeps squares or magnitudes in it. Reads a tensor once.
 
     Args:
         key: Its name in the state.
-        value: Of any type.
+        value: A value of any type.
     """
     is_read = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() and value.itemsize > 1
     return key not in _NEVER_NEGATIVE or not is_read or is_without_data() or bool(value.min() >= 0)
 
 
 def check_sign(where: str, key: str, value: Any) -> None:
-    """Refuse negative values where an optimizer keeps squares or magnitudes.
+    """Refuse negative values in state in which an optimizer keeps squares or magnitudes.
 
     Args:
-        where: What the error calls the value.
+        where: Name of the value in the error.
         key: Its name in the state.
-        value: Of any type.
+        value: A value of any type.
 
     Raises:
-        StateMismatchError: Naming the value.
+        StateMismatchError: If it has negative values. The message names the value.
     """
     if not fits_sign(key, value):
         raise StateMismatchError(f"the saved state is damaged: {where} has negative values. Use another checkpoint")
@@ -114,10 +114,10 @@ def check_hyperparameters(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapp
 
     Args:
         saved: Param groups of the saved state.
-        own: As many, of the optimizer that loads them.
+        own: As many param groups of the optimizer that loads them.
 
     Raises:
-        StateMismatchError: Naming the param group, the hyperparameter and its value.
+        StateMismatchError: If one can't. The message names the param group, the hyperparameter and its value.
     """
     for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
         for key, value in theirs.items():
@@ -132,7 +132,7 @@ def check_hyperparameters(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapp
 
 
 def _is_like(value: Any, own: Any) -> bool:
-    """Whether a hyperparameter can stand in place of the optimizer's own; None stands for what is not set."""
+    """Return whether a hyperparameter can replace the optimizer's own. None stands for an unset one."""
     if value is None or own is None:
         return is_finite(value)
     if isinstance(value, (list, tuple)) and isinstance(own, (list, tuple)):

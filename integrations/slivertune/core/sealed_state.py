@@ -1,18 +1,18 @@
-"""`Optimizer.state` of an optimizer that keeps its moments elsewhere: it may be read, and a write is an error.
+"""Read-only `Optimizer.state` of an optimizer that keeps its moments elsewhere. A write is an error.
 
-Programs reset, prune or move an optimizer's state through that dictionary. Where it is not what the next step reads,
-such a write would change nothing, and nobody would know.
+Programs reset, prune or move an optimizer's state through that dictionary. If the next step does not read it, such a
+write would change nothing, and nobody would know.
 """
 
 from typing import Any, NoReturn
 
 
 class SealedState(dict[Any, Any]):
-    """A dictionary that refuses writes, and the state of a parameter that it does not have.
+    """A dictionary that refuses writes, and look-ups of parameters that it does not have.
 
     Args:
-        entries: What it holds.
-        title: Name of the optimizer, in messages.
+        entries: Initial entries.
+        title: Name of the optimizer in messages.
     """
 
     def __init__(self, entries: dict[Any, Any], title: str) -> None:

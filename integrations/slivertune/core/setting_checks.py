@@ -1,4 +1,4 @@
-"""Checks of settings, for `__post_init__` of a configuration."""
+"""Check settings, for `__post_init__` of a configuration."""
 
 from numbers import Real
 from typing import Literal
@@ -8,15 +8,15 @@ from slivertune.core.suggestions import did_you_mean
 
 
 def check_integer(name: str, value: object, minimum: int | None = None) -> None:
-    """Refuse a setting that is no integer, or less than the minimum.
+    """Refuse a setting that is not an integer, or is less than the minimum.
 
     Args:
-        name: The setting, in the error.
-        value: What was given; True and False are no integers.
-        minimum: The smallest that is allowed, if there is one.
+        name: Name of the setting in the error.
+        value: Value of the setting. True and False are no integers.
+        minimum: Smallest allowed value, if there is one.
 
     Raises:
-        ValueError: Naming the setting, its value and the rule.
+        ValueError: If it is refused. The message names the setting, its value and the rule.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={value!r} must be an integer")
@@ -25,14 +25,14 @@ def check_integer(name: str, value: object, minimum: int | None = None) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Refuse a setting that is no number.
+    """Refuse a setting that is not a number.
 
     Args:
-        name: The setting, in the error.
-        value: What was given; True and False are no numbers.
+        name: Name of the setting in the error.
+        value: Value of the setting. True and False are no numbers.
 
     Raises:
-        ValueError: Naming the setting, its value and the rule.
+        ValueError: If it is refused. The message names the setting, its value and the rule.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name}={value!r} must be a number")
@@ -42,12 +42,12 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuse a setting that is none of its choices.
 
     Args:
-        name: The setting, in the error.
-        value: What was given.
-        choices: All that are allowed.
+        name: Name of the setting in the error.
+        value: Value of the setting.
+        choices: All allowed values.
 
     Raises:
-        ValueError: Naming the setting, its value and the choices.
+        ValueError: If it is refused. The message names the setting, its value and the choices.
     """
     if value not in choices:
         ending = say_removed_value(name, value) or did_you_mean(str(value), choices)
@@ -55,14 +55,14 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_bytes_or_auto(name: str, value: object) -> None:
-    """Refuse a setting that is neither a number of bytes nor left to be chosen.
+    """Refuse a setting that is neither a number of bytes nor "auto".
 
     Args:
-        name: The setting, in the error.
-        value: What was given.
+        name: Name of the setting in the error.
+        value: Value of the setting.
 
     Raises:
-        ValueError: Naming the setting, its value and the rule.
+        ValueError: If it is refused. The message names the setting, its value and the rule.
     """
     if value == "auto":
         return
@@ -72,14 +72,14 @@ def check_bytes_or_auto(name: str, value: object) -> None:
 
 
 def integer_or_auto(name: str, text: str) -> int | Literal["auto"]:
-    """Read a number that may be left to be chosen.
+    """Read an integer or "auto".
 
     Args:
-        name: The setting, in the error.
-        text: As it was typed.
+        name: Name of the setting in the error.
+        text: The text as typed.
 
     Raises:
-        ValueError: Naming the setting and its value, if it is neither.
+        ValueError: If it is neither. The message names the setting and its value.
     """
     try:
         return "auto" if text == "auto" else int(text)

@@ -1,9 +1,9 @@
-"""What a method that trains a sliver of a model owes to the layouts, the checkpoints and the Trainer.
+"""Contract between a method that trains a sliver of a model and the layouts, the checkpoints and the Trainer.
 
-`Sliver` is the contract; `CheckpointedSliver` keeps its part on saved states. What an optimizer's `state_dict` returns
-is its whole state, the same packed, or a placeholder. Programs that gather, cut up or reshape an optimizer's state know
-it by parameter alone. `torch.distributed.checkpoint` gets the whole state packed (see `pack_state`). Where the state is
-saved beside such programs, in a sidecar folder, they get a placeholder, which tells them a count of updates.
+`Sliver` is the contract. `CheckpointedSliver` implements its part on saved states. An optimizer's `state_dict` returns
+its whole state, the same state packed, or a placeholder. Programs that gather, cut up or reshape an optimizer's state
+know it by parameter alone. `torch.distributed.checkpoint` gets the whole state packed (see `pack_state`). If the state
+is saved beside their files, in a sidecar folder, they get a placeholder with the number of updates.
 """
 
 from abc import ABC, abstractmethod
@@ -28,77 +28,77 @@ from slivertune.core.saved_values import check_hyperparameters
 from slivertune.core.sealed_state import SealedState
 
 IDLE_STEPS = 20
-"""Steps without a gradient, one after the other, after which a warning says so."""
+"""Number of successive steps without a gradient that cause a warning."""
 
 
 class Sliver(torch.optim.Optimizer, ABC):
-    """An optimizer that trains some of a model's weights, and says by itself what trains; `HiFT` and `SFT` are such.
+    """An optimizer that trains some of a model's weights and selects them itself, such as `HiFT` and `SFT`.
 
-    Whatever prepares, saves or resumes a run asks for no more than this, and finds by `method` what one method alone
-    needs (`slivertune.parallel.adapters`).
+    Code that prepares, saves or resumes a run relies on this contract alone. It finds the parts that only one method
+    needs by `method` (`slivertune.parallel.adapters`).
     """
 
     method: ClassVar[str]
-    """Name of the method: of its modules in the layouts' folders, and of its folder in a checkpoint."""
+    """Name of the method, of its modules in the layouts' folders, and of its folder in a checkpoint."""
     without_state: ClassVar[str] = "its state would start from zero in the middle of a run"
-    """What a run would do that has lost this method's state, for messages."""
+    """Consequence for a run that has lost this method's state, for messages."""
     may_differ: ClassVar[frozenset[str]] = frozenset()
     """Names of settings that may differ between ranks."""
 
     @property
     @abstractmethod
     def config(self) -> Any:
-        """The settings, a dataclass; fixed for the run."""
+        """Settings, as a dataclass. They are fixed for the run."""
 
     @property
     @abstractmethod
     def updates(self) -> int:
-        """Updates applied so far."""
+        """Number of updates applied so far."""
 
     @property
     @abstractmethod
     def uses_sidecar(self) -> bool:
-        """Whether `state_dict` is a placeholder, and the state is saved in a folder of its own."""
+        """Whether `state_dict` is a placeholder, and the state is saved in its own folder."""
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
-        """What a saved state has in common with every optimizer that it fits; plain containers."""
+        """Return the values that a saved state shares with every optimizer that it fits, in plain containers."""
 
     @abstractmethod
     def check_built_over(self, model: nn.Module) -> None:
         """Check that this trains weights of a model.
 
         Raises:
-            ValueError: If it was built over another one.
+            ValueError: If it was built over another model.
         """
 
     @abstractmethod
     def unsupported(self, layout: Layout) -> str | None:
-        """Why this can't be trained under a layout, and the way out; None if it can."""
+        """Explain why this can't be trained under a layout, and the way out. Return None if it can."""
 
     @abstractmethod
     def whole_state(self) -> dict[str, Any]:
-        """Everything that continues the run at this step, where `state_dict` may be a placeholder.
+        """Return everything that continues the run at this step, even if `state_dict` is a placeholder.
 
         Returns:
-            Plain containers, and tensors by parameter name; where weights are sharded, this rank's shards.
+            Plain containers, and tensors by parameter name. If weights are sharded, this rank's shards.
         """
 
     @abstractmethod
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `whole_state` returned; tensors are copied.
+        """Continue from the result of `whole_state`. Tensors are copied.
 
         Raises:
-            ValueError: If the state is of another run, or is damaged; nothing is changed.
+            ValueError: If the state is of another run, or is damaged. Nothing is changed then.
         """
 
     @property
     def applied_lr(self) -> float | None:
-        """Learning rate of the first param group in the last update; None where it was what the schedule said then."""
+        """Learning rate of the first param group in the last update. None if it was the schedule's rate then."""
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about the last update for logs and trackers, by short names. Nothing waits for the device."""
+        """Return numbers about the last update for logs and trackers, by short names. Nothing waits for the device."""
         return {"updates": self.updates}
 
     @abstractmethod
@@ -106,20 +106,20 @@ class Sliver(torch.optim.Optimizer, ABC):
         """Take everything off the model."""
 
     def clip_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down where their norm is larger, as `torch.nn.utils.clip_grad_norm_` does.
+        """Scale the gradients down if their norm is larger, as `torch.nn.utils.clip_grad_norm_` does.
 
         Args:
-            max_norm: The largest norm; infinity only measures.
+            max_norm: Largest allowed norm. Infinity only measures.
 
         Returns:
-            The norm before, without dimensions.
+            Norm before scaling, a 0-dimensional tensor.
         """
         return nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], max_norm)
 
     def facts(self) -> dict[str, object]:
-        """What every rank must have been given alike, by the names that messages use: settings and hyperparameters.
+        """Return the settings and hyperparameters that must be equal on every rank, by their names in messages.
 
-        A method adds what identifies its run.
+        A method adds the facts that identify its run.
         """
         facts: dict[str, object] = {"updates": self.updates}
         for field in fields(self.config):
@@ -133,17 +133,17 @@ class Sliver(torch.optim.Optimizer, ABC):
 
 
 class CheckpointedSliver(Sliver):
-    """A sliver that hands its state out in each of the three forms, and is itself neither copied nor given more groups.
+    """A sliver that hands its state out in each of the three forms. It can't be copied, nor given more param groups.
 
     Args:
-        params: As torch's optimizers take them.
+        params: Parameters, as torch's optimizers take them.
         defaults: Default hyperparameters.
     """
 
     title: ClassVar[str]
-    """Name in messages; `method` is the key of the saved state, and begins that of the placeholder."""
+    """Name in messages. `method` is the key of the saved state, and begins that of the placeholder."""
     refusal_to_add: ClassVar[str]
-    """Text of the error of a param group that comes later."""
+    """Text of the error of a param group that is added later."""
     refusal_to_copy: ClassVar[str]
     """Text of the error of a copy."""
 
@@ -157,22 +157,22 @@ class CheckpointedSliver(Sliver):
         self._packs_next = False
         self._layout: str | None = None
         self._awaited: int | None = None
-        """Updates that a placeholder has told, while what belongs to it has still to be checked."""
+        """Number of updates in a loaded placeholder, until the state that belongs to it has been checked."""
 
     @abstractmethod
     def _parameters_of_state(self) -> Iterable[torch.Tensor]:
-        """The parameters that a placeholder is made for."""
+        """Return the parameters that a placeholder is made for."""
 
     @property
     def has_own_files(self) -> bool:
-        """Whether state is too large for one file of a checkpoint, so that it is saved in a folder of its own."""
+        """Whether the state is too large for one file of a checkpoint, and is therefore saved in its own folder."""
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: what a run trains is fixed.
+        """Refuse a param group after construction, since the trained parameters of a run are fixed.
 
         Raises:
-            RuntimeError: Always, once built.
+            RuntimeError: Always, once the optimizer is built.
         """
         if self._is_built:
             raise RuntimeError(self.refusal_to_add)
@@ -180,26 +180,26 @@ class CheckpointedSliver(Sliver):
 
     @property  # type: ignore[override]
     def state(self) -> dict[Any, Any]:
-        """Empty, or the placeholder; it can be read and not changed, since steps read none of it."""
+        """Placeholder, or an empty dictionary. It can be read but not changed, since steps read none of it."""
         return self._sealed_state
 
     @state.setter
     def state(self, state: Any) -> None:
-        if self._is_built:  # torch's constructor sets an empty one
-            self._sealed_state.update(state)  # an error
+        if self._is_built:  # torch's constructor sets an empty state
+            self._sealed_state.update(state)  # raises
 
     def _note_param_groups(self) -> None:
-        """Note which parameters the param groups hold; a layout that puts others in their place calls it again."""
+        """Record the parameters of the param groups. A layout that replaces parameters calls it again."""
         self._held = self._held_parameters()
 
     def _held_parameters(self) -> list[tuple[int, int]]:
         return [(index, id(each)) for index, group in enumerate(self.param_groups) for each in group["params"]]
 
     def _check_param_groups(self) -> None:
-        """Refuse to step where parameters were added, taken away or moved to another group.
+        """Refuse to step if parameters were added, removed or moved to another group.
 
         Raises:
-            RuntimeError: Naming the first group that differs.
+            RuntimeError: If they were. The message names the first group that differs.
         """
         held = self._held_parameters()
         if held != self._held:
@@ -211,7 +211,7 @@ class CheckpointedSliver(Sliver):
             )
 
     def _refuse_state_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a hook on states: checkpoints are written past `state_dict`, and would lack what it changes.
+        """Refuse a hook on states: checkpoints are written past `state_dict`, and would lack the hook's changes.
 
         Raises:
             RuntimeError: Always.
@@ -225,7 +225,7 @@ class CheckpointedSliver(Sliver):
     register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_state_hook
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused, for `copy` and `pickle`: a copy would train the same model, whose hooks it does not have.
+        """Refuse `copy` and `pickle`, since a copy would train the same model without its hooks.
 
         Raises:
             TypeError: Always.
@@ -234,45 +234,45 @@ class CheckpointedSliver(Sliver):
 
     @property
     def uses_sidecar(self) -> bool:
-        """Whether `state_dict` is a placeholder, and the state is saved in a folder of its own (see `use_sidecar`)."""
+        """Whether `state_dict` is a placeholder, and the state is saved in its own folder (see `use_sidecar`)."""
         return self._is_placeholder
 
     def use_sidecar(self, layout: str | None = None) -> None:
-        """Have the state saved in a folder of its own from now on, beside other programs' checkpoints.
+        """Have the state saved in its own folder from now on, beside other programs' checkpoints.
 
-        `state_dict` then returns a placeholder: hyperparameters and the number of updates in torch's own form, which
-        programs that know states by parameter alone may save, cut up and load as they like. After one was loaded,
-        `step` raises until `load_whole_state` has brought what belongs to it.
+        `state_dict` then returns a placeholder: hyperparameters and the number of updates in torch's own form. Programs
+        that know states by parameter alone may save, cut up and load it as they like. After a placeholder was loaded,
+        `step` raises until `load_whole_state` has loaded the state that belongs to it.
 
         Args:
-            layout: What synchronizes the gradients of several ranks, if the optimizer does not see to that by itself.
+            layout: Layout that synchronizes the gradients of several ranks, if the optimizer does not do so itself.
         """
         self._layout = layout
         self._is_placeholder = True
         self._fill_placeholder()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continues the run at this step (`whole_state`); a placeholder where `use_sidecar` was called.
+        """Return everything that continues the run at this step (`whole_state`), or a placeholder after `use_sidecar`.
 
-        Plain containers, and tensors by parameter name: the living ones where that is possible, as in torch; save or
-        copy them before the next step. To `torch.distributed.checkpoint` it is packed (see `pack_state`).
+        The state is plain containers, and tensors by parameter name. The tensors are the live ones if possible, as in
+        torch. Save or copy them before the next step. `torch.distributed.checkpoint` gets it packed (see `pack_state`).
         """
         if self._is_placeholder:
             self._fill_placeholder()
             placeholder = super().state_dict()
-            # Plain dictionaries, which `torch.load(weights_only=True)` knows.
+            # `torch.load(weights_only=True)` knows plain dictionaries.
             return {**placeholder, "state": {key: dict(each) for key, each in placeholder["state"].items()}}
         packs, self._packs_next = self._packs_next, False
         whole = self.whole_state()
         return pack_state(whole, self.param_groups, self.updates) if packs else whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` or `whole_state` returned, in any form; tensors are copied.
+        """Continue from the result of `state_dict` or `whole_state`, in any form. Tensors are copied.
 
-        Of a placeholder, only the hyperparameters are taken; its state has still to come.
+        A placeholder gives only its hyperparameters. Its state has still to be loaded.
 
         Raises:
-            ValueError: If the state is of another model or optimizer, or is damaged; nothing is changed.
+            ValueError: If the state is of another model or optimizer, or is damaged. Nothing is changed then.
         """
         self._packs_next = False
         unpacked = unpack_state(state_dict)
@@ -284,11 +284,11 @@ class CheckpointedSliver(Sliver):
                 return
             check_hyperparameters(whole["param_groups"], self.param_groups)
         load_hyperparameters(self.param_groups, whole["param_groups"])
-        # Nothing belongs to one without updates, such as that which accelerate's wrapper loads when it is made.
+        # No state belongs to a placeholder without updates, such as the one that accelerate's new wrapper loads.
         self._awaited = updates or None
 
     def _is_initialising(self) -> bool:
-        """Whether a step is no step but torch's, which fills the state of optimizers that have none yet.
+        """Return whether a step is torch's own, which only fills the state of optimizers that have none yet.
 
         If so, the next state is saved packed.
         """
@@ -297,10 +297,10 @@ class CheckpointedSliver(Sliver):
         return is_initialising
 
     def _fill_placeholder(self) -> None:
-        """Put the placeholder into torch's `state`: programs that find it empty step with zeros to fill it."""
+        """Put the placeholder into torch's `state`, since programs that find it empty step with zeros to fill it."""
 
-        # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient. With
-        # a dimension: from tensors without one, it can't tell the device.
+        # Each weight has one, or torch.distributed.checkpoint misses the state of a weight that requires a gradient.
+        # It has a dimension, or torch.distributed.checkpoint can't tell its device.
         def count(device: torch.device | None = None) -> SealedState:
             return SealedState({f"{self.method}_updates": torch.tensor([self.updates], device=device)}, self.title)
 
@@ -308,7 +308,7 @@ class CheckpointedSliver(Sliver):
         self._sealed_state = SealedState(entries or {"released": count()}, self.title)
 
     def _updates_in_placeholder(self, state_dict: Mapping[str, Any]) -> int | None:
-        """The number of updates that a placeholder tells; None of any other state."""
+        """Return the number of updates in a placeholder. None for any other state."""
         if self.method in state_dict:
             return None
         key = f"{self.method}_updates"
@@ -322,7 +322,7 @@ class CheckpointedSliver(Sliver):
         return counts[0] if counts else None
 
     def _check_awaited(self) -> None:
-        """Refuse to go on from a placeholder alone.
+        """Refuse to continue from a placeholder alone.
 
         Raises:
             RuntimeError: If a placeholder of another number of updates was loaded.

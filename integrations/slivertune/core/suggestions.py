@@ -1,10 +1,10 @@
-"""What a mistyped word may mean."""
+"""Suggest known words for a mistyped one."""
 
 import difflib
 from collections.abc import Iterable
 
 _CUTOFF = 0.7
-"""Of difflib's ratio, from which on two words are spelled alike."""
+"""Smallest ratio of difflib at which two words count as spelled alike."""
 _FEWEST_LETTERS = 4
 _MOST_SHOWN = 3
 
@@ -13,12 +13,12 @@ def close_names(word: str, known: Iterable[str]) -> list[str]:
     """Find the names that a word may mean.
 
     Args:
-        word: As it was typed.
+        word: The word as typed.
         known: All names.
 
     Returns:
-        The one that is spelled nearly so, whatever its case, hyphens and underscores; or else the first few that have
-        the word as a part, as `num_train_epochs` has `epochs`; mostly none.
+        The name that is spelled nearly so, ignoring case, hyphens and underscores. Otherwise, the first few names that
+        have the word as a part, as `num_train_epochs` has `epochs`. Mostly none.
     """
     names, wanted = list(known), _plain(word)
     near = closest(word, names)
@@ -29,15 +29,15 @@ def close_names(word: str, known: Iterable[str]) -> list[str]:
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = _CUTOFF) -> str | None:
-    """Find the name that is spelled most like a word, whatever its case, hyphens and underscores.
+    """Find the name that is spelled most like a word, ignoring case, hyphens and underscores.
 
     Args:
-        word: As it was typed.
+        word: The word as typed.
         known: All names.
-        cutoff: The least of difflib's ratio, 1 where both are the same.
+        cutoff: Smallest ratio of difflib. 1 means the same spelling.
 
     Returns:
-        The name, or None where none is spelled so.
+        The name, or None if none is spelled so.
     """
     spelled = {_plain(name): name for name in known}
     near = difflib.get_close_matches(_plain(word), spelled, n=1, cutoff=cutoff)
@@ -48,11 +48,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Ask whether a known name was meant, at the end of an error.
 
     Args:
-        word: As it was typed.
+        word: The word as typed.
         known: All names.
 
     Returns:
-        `; did you mean NAME?`, or nothing where no name is close.
+        `; did you mean NAME?`, or an empty text if no name is close.
     """
     names = close_names(word, known)
     if not names:

@@ -1,4 +1,4 @@
-"""Lines on a terminal: broken between words at its width; in a file they stay whole."""
+"""Print lines: on a terminal broken between words at its width, in a file whole."""
 
 import shlex
 import shutil
@@ -12,12 +12,12 @@ _INDENT = " " * 4
 
 
 def print_line(line: str, stream: TextIO, *, command: Sequence[str] = ()) -> None:
-    """Print a line of words, and behind it a command that may be copied; secrets in both are masked.
+    """Print a line of words, and behind it a command that may be copied, with secrets in both masked.
 
     Args:
         line: The words.
-        stream: Where to; a terminal gets lines of its width, and a command in lines that a shell puts together again.
-        command: The words of the command.
+        stream: Output stream. A terminal gets lines of its width, and a command in lines that a shell joins again.
+        command: Words of the command.
     """
     line, command = masked(line), masked(list(command))
     if not stream.isatty():
@@ -29,7 +29,7 @@ def print_line(line: str, stream: TextIO, *, command: Sequence[str] = ()) -> Non
 
 
 def _command_lines(command: Sequence[str], width: int) -> list[str]:
-    """A command in lines, each but the last with a backslash; what does not fit into a line has one of its own."""
+    """Split a command into lines, each but the last with a backslash. A word that does not fit gets its own line."""
     lines = list[str]()
     for word in map(shlex.quote, command):
         if lines and len(f"{lines[-1]} {word} \\") <= width:

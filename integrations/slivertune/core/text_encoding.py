@@ -1,4 +1,4 @@
-"""Text files that are not UTF-8: where that shows, and how to convert them."""
+"""Find text that is not UTF-8 in a file, and say how to convert it."""
 
 import codecs
 from pathlib import Path
@@ -8,16 +8,16 @@ _MARKS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def find_not_utf8(path: Path) -> str | None:
-    """Find the first place of a file that is no UTF-8 text. Reads the file, a piece at a time.
+    """Find the first place of a file that is not UTF-8 text. Reads the file in pieces.
 
     Args:
         path: The file.
 
     Returns:
-        An error's text, which names the file, the line and the way out; None where all is UTF-8.
+        Text of an error that names the file, the line and the way out. None if the whole file is UTF-8.
 
     Raises:
-        OSError: If it can't be read.
+        OSError: If the file can't be read.
     """
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     with path.open("rb") as file:
@@ -26,7 +26,7 @@ def find_not_utf8(path: Path) -> str | None:
         while True:
             piece = file.read(_PIECE_BYTES)
             if (zero := piece.find(b"\0")) >= 0:
-                # Most of UTF-16 are letters that UTF-8 has, too, each beside a zero.
+                # Most of a UTF-16 text is letters that are valid UTF-8, each beside a zero byte.
                 return _explain(path, line + piece.count(b"\n", 0, zero), "a zero byte", "utf-16")
             try:
                 decoder.decode(piece, final=not piece)

@@ -1,9 +1,9 @@
-"""MLPs and norms in tiles of tokens: what they compute inside exists for one tile at a time, also in the backward.
+"""Run MLPs and norms in tiles of tokens: intermediate results exist for one tile at a time, in the backward, too.
 
-Each tile is checkpointed by `torch.utils.checkpoint`, so that the graph keeps the module's input alone, and a weight's
-gradient is summed over the tiles before it is accumulated: whoever hooks gradients sees one. DeepSpeed's `TiledMLP` has
-a backward of its own instead, which accumulates every tile's gradient into `.grad`: its own engine is told which is
-the last, while hooks of DDP, FSDP2 and HiFT would take each for a whole gradient; and it draws other dropout in the
+`torch.utils.checkpoint` checkpoints each tile, so the graph keeps the module's input alone. A weight's gradient is
+summed over the tiles before it is accumulated, so hooks on gradients see one. DeepSpeed's `TiledMLP` has its own
+backward instead, which accumulates every tile's gradient into `.grad`. DeepSpeed's engine is told which tile is the
+last, but hooks of DDP, FSDP2 and HiFT would take each for a whole gradient. `TiledMLP` also draws other dropout in the
 backward than in the forward.
 """
 
@@ -26,30 +26,30 @@ from slivertune.core.setting_checks import check_integer
 from slivertune.core.token_wise import BesideAttention, children_beside_attention, is_norm, norms_outside
 
 _OF_EXPERTS = ("Experts", "MoE", "Moe", "MoEBlock", "MoeBlock")
-"""How the class names of mixtures of experts end in transformers."""
+"""Endings of the class names of mixtures of experts in transformers."""
 
 
 def tile_tokens(
     model: nn.Module, tile_size: int, *, recompute_context: Callable[[], Any] = noop_context_fn
 ) -> TokenTilesHandle:
-    """Let a model's MLPs and norms go through long inputs in tiles of tokens, which the backward computes again.
+    """Run a model's MLPs and norms on long inputs in tiles of tokens, which the backward computes again.
 
-    Losses and gradients are those of whole inputs, but for the order in which a weight's gradient is summed; with
-    dropout in an MLP, other elements are dropped. Beside its input, output and their gradients an MLP takes the memory
-    of one tile's intermediate results. Each tile is computed once more in the backward, also where its block is
-    checkpointed. Inputs of no more than a tile run whole.
+    Losses and gradients are those of whole inputs, except for the order in which a weight's gradient is summed. With
+    dropout in an MLP, other elements are dropped. Besides its input, output and their gradients, an MLP takes the
+    memory of one tile's intermediate results. Each tile is computed once more in the backward, even if its block is
+    checkpointed. Inputs of at most one tile run whole.
 
     Args:
         model: A transformers model, or a PEFT model around one. Attach it before TokenTune.
-        tile_size: Tokens of a tile, of all sequences of the batch together. A few thousand keep a GPU busy.
-        recompute_context: As `context_fn` of `torch.utils.checkpoint.checkpoint`.
+        tile_size: Tokens per tile, over all sequences of the batch together. A few thousand keep a GPU busy.
+        recompute_context: Value of `context_fn` of `torch.utils.checkpoint.checkpoint`.
 
     Returns:
-        Takes it off again; also a context manager.
+        Handle that restores the model. Also a context manager.
 
     Raises:
-        ValueError: If the size is not positive, or if no block has an MLP that treats each token for itself.
-        RuntimeError: If the forward of such a module was replaced by something else.
+        ValueError: If the size is not positive, or if no block has an MLP that treats each token by itself.
+        RuntimeError: If the forward of such a module was replaced by something else, or is compiled.
 
     Example:
         >>> with slivertune.tile_tokens(model, 8192):
@@ -59,12 +59,12 @@ def tile_tokens(
 
 
 class TokenTilesHandle(ModelHandle):
-    """A model whose MLPs and norms run in tiles; also a context manager, which ends that at its end.
+    """Handle of a model whose MLPs and norms run in tiles. Also a context manager.
 
     Args:
-        model: As `tile_tokens` takes it.
-        tile_size: Tokens of a tile.
-        recompute_context: As `tile_tokens` takes it.
+        model: The model, as for `tile_tokens`.
+        tile_size: Tokens per tile.
+        recompute_context: Value of `context_fn`, as for `tile_tokens`.
     """
 
     refusal_to_copy = (
@@ -84,7 +84,7 @@ class TokenTilesHandle(ModelHandle):
         mixtures = [paths[child.module] for child in beside if _is_mixture(child.module)]
         found |= dict.fromkeys(parent.get_submodule(name) for parent, name in norms_outside(model, blocks))
         self.paths = tuple(paths[module] for module in found)
-        """Module paths of what runs in tiles."""
+        """Module paths of the modules that run in tiles."""
         if all(map(is_norm, found)):
             raise ValueError(
                 f"no block of {type(model).__name__} has an MLP that can run in tiles of tokens: a module that holds "
@@ -109,19 +109,19 @@ class TokenTilesHandle(ModelHandle):
 
 
 def check_tile_size(tile_size: Any) -> None:
-    """Refuse a tile that can't be.
+    """Refuse an impossible tile size.
 
     Args:
-        tile_size: Its tokens.
+        tile_size: Tokens per tile.
 
     Raises:
-        ValueError: Naming the number and the rule.
+        ValueError: If it is not a positive integer. The message names the number and the rule.
     """
     check_integer("token_tile_size", tile_size, 1)
 
 
 def tiles_under_zero3() -> str:
-    """Why there are no tiles under ZeRO-3, in the words that planning and training share."""
+    """Explain why there are no tiles under ZeRO-3. Planning and training share this text."""
     return (
         "--token_tile_size does not go with ZeRO-3, which would gather an MLP's weights anew for every tile; take "
         "another layout, or leave --token_tile_size out"
@@ -129,26 +129,26 @@ def tiles_under_zero3() -> str:
 
 
 def runs_in_tiles(module: nn.Module) -> bool:
-    """Whether `tile_tokens` lets a module run in tiles."""
+    """Return whether `tile_tokens` lets a module run in tiles."""
     own = vars(module).get("forward")
     return isinstance(own, _Tiles) and own.is_on
 
 
 class _Tiles(StandIn):
-    """Stands in for the forward of a module that treats each token for itself.
+    """Stands in for the forward of a module that treats each token by itself.
 
     Args:
         module: The module.
         path: Its path, for errors.
-        tile_size: Tokens of a tile.
-        recompute_context: For `checkpoint`.
+        tile_size: Tokens per tile.
+        recompute_context: Value of `context_fn` of `checkpoint`.
     """
 
     def __init__(self, module: nn.Module, path: str, tile_size: int, recompute_context: Callable[[], Any]) -> None:
         super().__init__(module.forward)
         self._module, self._path, self._tile_size, self._context = module, path, tile_size, recompute_context
         self.is_on = True
-        """Whether it was not taken off, though something else may hold it still."""
+        """Whether it is active. Something else may still hold it after its removal."""
 
     @property
     @override
@@ -156,11 +156,11 @@ class _Tiles(StandIn):
         return "tile_tokens" if self.is_on else None
 
     def end(self) -> None:
-        """Pass every call on from now on, also where something that came later holds this."""
+        """Pass every call on from now on, even if a later wrapper holds this."""
         self.is_on = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, in tiles where its input is longer than one."""
+        """Run the module's forward, in tiles if its input is longer than one."""
         given = (*args, *kwargs.values())
         shape = next((each.shape for each in given if isinstance(each, torch.Tensor)), torch.Size())
         dim, length = self._cut_of(shape)
@@ -180,16 +180,16 @@ class _Tiles(StandIn):
         return checkpoint(self._call, *tile, use_reentrant=False, context_fn=self._context)
 
     def _call(self, *tile: torch.Tensor) -> Any:
-        # A tile of several sequences has gaps, and modules may view the contiguous tensors that they are given. Copied
-        # inside of the checkpoint, which keeps no copy.
+        # A tile of several sequences has gaps, and modules may rely on contiguous inputs (`view`). The copy is made
+        # inside of the checkpoint, which does not keep it.
         return self.function(*(each.contiguous() for each in tile))
 
     def _cut_of(self, shape: torch.Size) -> tuple[int, int]:
-        """Along which dimension to cut, the longest but the last, and how long a tile is there."""
+        """Choose the dimension to cut (the longest, except for the last one) and the length of a tile there."""
         if len(shape) < 2:
             return 0, 1
         dim = max(range(len(shape) - 1), key=lambda each: shape[each])
-        # Tokens that lie beside each other in the dimension that is not cut: sequences, or the tokens of one.
+        # Number of tokens along the dimension that is not cut: sequences, or the tokens of one.
         num_beside = 1 if len(shape) == 2 else shape[0 if dim > 0 else 1]
         return dim, max(1, self._tile_size // max(1, num_beside))
 
@@ -207,7 +207,7 @@ class _Tiles(StandIn):
 
 
 def _can_be_tiled(child: BesideAttention) -> bool:
-    """Whether it is a norm, or an MLP: a module of modules with weights, which no attention holds."""
+    """Return whether a child is a norm, or an MLP: its own children have weights, and no attention holds it."""
     if child.mixes_tokens:
         return False
     inner = child.module.children()
@@ -215,7 +215,7 @@ def _can_be_tiled(child: BesideAttention) -> bool:
 
 
 def _has_other_forward(module: nn.Module) -> bool:
-    """Whether a module has another forward than its class's, which a copy has as its own."""
+    """Return whether a module's forward is not its class's. A copy may have its class's as its own attribute."""
     own = vars(module).get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
@@ -225,6 +225,6 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _is_mixture(module: nn.Module) -> bool:
-    """Whether tokens go to experts, of which losses and statistics are made that are of all tokens."""
+    """Return whether a module routes tokens to experts, whose losses and statistics need all tokens."""
     names = [type(each).__name__ for each in module.modules()]
     return any(name.endswith(_OF_EXPERTS) or "Router" in name for name in names)

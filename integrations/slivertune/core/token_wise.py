@@ -1,4 +1,4 @@
-"""The modules of a transformer that treat each token for itself: all but attention, convolutions and other mixers."""
+"""Find the modules that treat each token by itself: all but attention, convolutions and other mixers."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from torch import nn
 from slivertune.core.torch_internals import Convolution
 
 _ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
-"""What a module asks for that treats tokens by their places."""
+"""Arguments of modules that treat tokens by their positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,15 +17,15 @@ class BesideAttention:
     """One of the largest modules of a block that hold no attention."""
 
     parent: nn.Module
-    """The module that holds it."""
+    """Module that holds it."""
     name: str
-    """Its name there."""
+    """Name of the module in its parent."""
     in_attention: bool
     """Whether it is a part of an attention module."""
     convolution: str | None
-    """Class of a convolution in it, which mixes tokens; None where there is none."""
+    """Class of a convolution in it, which mixes tokens. None if there is none."""
     places: tuple[str, ...]
-    """What it is given that says which tokens stand where; empty where it treats each token for itself."""
+    """Arguments that give it the positions of tokens. Empty if it treats each token by itself."""
 
     @property
     def module(self) -> nn.Module:
@@ -34,12 +34,12 @@ class BesideAttention:
 
     @property
     def mixes_tokens(self) -> bool:
-        """Whether what it computes of a token depends on other tokens, or on its place."""
+        """Whether its result for a token depends on other tokens, or on the token's position."""
         return self.convolution is not None or bool(self.places)
 
 
 def children_beside_attention(module: nn.Module, *, in_attention: bool = False) -> Iterator[BesideAttention]:
-    """The largest modules of a block that hold no attention, without embeddings of places and what only ranks tokens.
+    """Yield a block's largest modules without attention, except embeddings and modules that only rank tokens.
 
     Args:
         module: A block.
@@ -52,7 +52,7 @@ def children_beside_attention(module: nn.Module, *, in_attention: bool = False) 
             yield from children_beside_attention(child, in_attention=in_attention or is_attention(child))
             continue
         if "Indexer" in type(child).__name__:
-            continue  # it looks at all tokens and names those to attend to; no gradient passes what it returns
+            continue  # it selects tokens to attend to among all tokens, and its result passes no gradient
         convolutions = (type(each).__name__ for each in child.modules() if isinstance(each, Convolution))
         asked = inspect.signature(type(child).forward).parameters
         yield BesideAttention(
@@ -65,23 +65,23 @@ def children_beside_attention(module: nn.Module, *, in_attention: bool = False) 
 
 
 def holds_attention(module: nn.Module) -> bool:
-    """Whether a module is, or holds, an attention module."""
+    """Return whether a module is, or holds, an attention module."""
     return any(map(is_attention, module.modules()))
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention module, by its class."""
+    """Return whether a module is an attention module, by its class."""
     name = type(module).__name__
     return "Attention" in name or name.endswith("MLA")  # multi-head latent attention, as LongCat calls it
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, by its class."""
+    """Return whether a module is a norm, by its class."""
     return "norm" in type(module).__name__.lower()
 
 
 def norms_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Norms before and after the blocks, each as the module that holds it and its name there.
+    """Yield the norms before and after the blocks, each as the module that holds it and its name there.
 
     Args:
         model: The model.

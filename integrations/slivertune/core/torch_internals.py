@@ -1,7 +1,7 @@
-"""What the library relies on of torch that torch does not document, the same in torch 2.12 and 2.13.
+"""Undocumented interfaces of torch that the library relies on, the same in torch 2.12 and 2.13.
 
-Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
-test can tell with a clear word which has moved.
+All other modules reach these through this file. `RELIED_ON` lists the place and the use of each, so that a test can
+name any that has moved.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -83,34 +83,34 @@ RELIED_ON: Mapping[str, str] = {
     "torch.distributed.ProcessGroup._device_types": "the timeout of a process group",
     "torch.distributed.ProcessGroup._get_backend": "the timeout of a process group",
 }
-"""By dotted name: what for. `Class()` is an instance."""
+"""Use of each interface, by dotted name. `Class()` is an instance."""
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 NO_BACKWARD = -1
-"""In place of a backward's number."""
+"""Number that stands for no backward pass."""
 READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
-"""The operator of `tensor.item()`."""
+"""Operator of `tensor.item()`."""
 FINDS_DISTINCT_VALUES = torch.ops.aten._unique2.default
-"""The operator of `tensor.unique()`."""
+"""Operator of `tensor.unique()`."""
 ASKS_FOR_DEVICE = torch.ops.prim.device.default
-"""The operator of `tensor.device`, for tensors that say they lie elsewhere."""
+"""Operator of `tensor.device`, for tensors that say they lie elsewhere."""
 UNNAMED_VIEW = torch.ops.aten._unsafe_view.default
-"""Returns a view, though its schema says that it does not."""
+"""Operator that returns a view, though its schema says that it does not."""
 GROUPED_PRODUCT = torch._grouped_mm
-"""What `torch.nn.functional.grouped_mm` calls; a function mode sees this, and not that."""
+"""Function behind `torch.nn.functional.grouped_mm`. A function mode sees this one, and not that one."""
 FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
-"""By operator (without overload): its floating-point operations, of its arguments and `out_val`, its result."""
+"""Formulas by operator (without overload): floating-point operations from its arguments and `out_val`, its result."""
 Convolution = nn.modules.conv._ConvNd
 """Base class of all convolutions."""
 
 
 def running_backward() -> int:
-    """The number of the backward pass that this thread runs a part of; `NO_BACKWARD` outside of any."""
+    """Return the number of the backward pass that this thread runs a part of. `NO_BACKWARD` outside of any."""
     return int(torch._C._current_graph_task_id())
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs now is over; never if it fails. Only inside of one.
+    """Call a function when the running backward pass is over, unless it fails. Only valid inside of one.
 
     Functions are called in the order in which they were given, after the last gradient is accumulated.
     """
@@ -119,13 +119,13 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def saved_tensors_hooks_now() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """What packs and unpacks the tensors that are saved for a backward now, as checkpointing does; None if nothing."""
+    """Return the functions that pack and unpack saved tensors now, as checkpointing does. None if there are none."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else (hooks[0], hooks[1])
 
 
 def is_without_data() -> bool:
-    """Whether tensors that are made now have sizes and no data."""
+    """Return whether tensors that are made now have sizes but no data."""
     return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
@@ -143,15 +143,15 @@ def apply_function(function: Any, *args: Any) -> torch.Tensor:
 
 
 def plain_attention(*tensors: Any, **options: Any) -> Any:
-    """Attention as matrix products and a softmax; arguments and results are the operator's."""
+    """Compute attention by matrix products and a softmax. Arguments and results are the operator's."""
     return torch.ops.aten._scaled_dot_product_attention_math(*tensors, **options)
 
 
 def arguments_of(operator: Any) -> list[tuple[str, bool]]:
-    """An operator's arguments in their order: the name of each, and whether the operator writes it.
+    """List an operator's arguments in their order: the name of each, and whether the operator writes it.
 
     Args:
-        operator: As a dispatch mode is given it.
+        operator: The operator, as a dispatch mode gets it.
     """
     return [
         (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
@@ -160,10 +160,10 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
 
 
 def with_recompile_limit(limit: int) -> AbstractContextManager[None]:
-    """Let torch compile a function so often before it runs it as it is, if its own limit is lower.
+    """Let torch compile a function up to this often before it runs it uncompiled, if its own limit is lower.
 
     Args:
-        limit: Compilations; torch's own limits are 8 at a time, and 256 in all.
+        limit: Number of compilations. torch's own limits are 8 at a time, and 256 in all.
     """
     config: Any = torch._dynamo.config
     names = ("recompile_limit", "accumulated_recompile_limit")
@@ -171,7 +171,7 @@ def with_recompile_limit(limit: int) -> AbstractContextManager[None]:
 
 
 def tensor_without_memory(kind: type[Tensor], like: torch.Tensor) -> Tensor:
-    """A tensor of a subclass, in the form of another, that has no memory of its own."""
+    """Make a tensor of a subclass, in the form of another one, that has no memory of its own."""
     made: Tensor = torch.Tensor._make_wrapper_subclass(
         kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
@@ -179,7 +179,7 @@ def tensor_without_memory(kind: type[Tensor], like: torch.Tensor) -> Tensor:
 
 
 def multi_tensor_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """The 2-norm by the kernel that `clip_grad_norm_` takes on a GPU, which may round it otherwise."""
+    """Compute the 2-norm by the kernel that `clip_grad_norm_` takes on a GPU, which may round it differently."""
     return torch._foreach_norm([tensor], 2.0)[0]
 
 
@@ -193,16 +193,16 @@ def fake_tensor(
     storage: torch.UntypedStorage | None = None,
     offset: int = 0,
 ) -> FakeTensor:
-    """Make a tensor without data, some times faster than an operator does.
+    """Make a tensor without data, several times faster than an operator does.
 
     Args:
-        mode: Entered.
-        shape: Of the tensor.
-        stride: In elements.
-        dtype: Of the tensor.
-        device: Where it says it lies.
-        storage: That of another tensor without data, of which it is a view; None for its own.
-        offset: In that storage, in elements.
+        mode: The entered mode.
+        shape: Shape of the tensor.
+        stride: Stride in elements.
+        dtype: Dtype of the tensor.
+        device: Device that the tensor reports.
+        storage: Storage of another tensor without data, of which it is a view. None for its own.
+        offset: Offset in that storage, in elements.
     """
     with in_kernel_invocation_manager(mode):
         if storage is None:
@@ -214,12 +214,12 @@ def fake_tensor(
 
 
 def is_wrapper_type(kind: type) -> bool:
-    """Whether tensors of a type compute in a way of their own, and not just without data."""
+    """Return True for tensor subclasses other than FakeTensor and Parameter, which compute in their own way."""
     return not issubclass(kind, (FakeTensor, nn.Parameter)) and kind is not torch.Tensor
 
 
 def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which a tensor is a view; itself where it is none.
+    """Return the tensor of which a tensor is a view, or the tensor itself if it is none.
 
     Args:
         tensor: Any tensor.
@@ -228,12 +228,12 @@ def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, or another view of its memory, was written to."""
+    """Return the number of writes to a tensor, or to another view of its memory."""
     return tensor._version
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that a living storage shares with no other."""
+    """Return a number that a live storage shares with no other."""
     return int(storage._cdata)
 
 
@@ -241,28 +241,28 @@ _TensorSubclass = TypeVar("_TensorSubclass", bound=torch.Tensor)
 
 
 def make_subclass(subclass: type[_TensorSubclass], tensor: torch.Tensor) -> _TensorSubclass:
-    """A tensor of a subclass over another's memory."""
+    """Make a tensor of a subclass over another tensor's memory."""
     made: _TensorSubclass = torch.Tensor._make_subclass(subclass, tensor)
     return made
 
 
 def plain_tensor_functions() -> Any:
-    """A context in which subclasses of tensors compute as plain ones, past their `__torch_function__`."""
+    """Return a context in which tensor subclasses compute as plain tensors, past their `__torch_function__`."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children by name, None and repetitions included; the living dictionary."""
+    """Return a module's children by name, None and repetitions included, as the live dictionary."""
     return module._modules
 
 
 def compiled_call_of(module: nn.Module) -> Any:
-    """What `module.compile()` lets a module's calls run through; None if it was not compiled in place."""
+    """Return the compiled function that `module.compile()` sets. None if the module was not compiled in place."""
     return module._compiled_call_impl
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled: in place, by another module around it, or by another function as its forward."""
+    """Return whether a module was compiled: in place, by another module around it, or by another forward function."""
     forward = vars(module).get("forward")
     return (
         compiled_call_of(module) is not None or uncompiled_module(module) is not module or is_compiled_function(forward)
@@ -270,9 +270,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_function(function: Any) -> bool:
-    """Whether `torch.compile` returned a function; `torch.compiler.disable` marks its functions alike.
+    """Return whether `torch.compile` made a function, and not `torch.compiler.disable`, which marks functions alike.
 
-    A wrapper of such a function, made by `functools.wraps`, has its attributes but wraps another one.
+    A wrapper of a compiled function, made by `functools.wraps`, has its attributes but wraps another function.
     """
     own = getattr(function, "__dict__", {})
     original = own.get("_torchdynamo_orig_callable")
@@ -280,18 +280,18 @@ def is_compiled_function(function: Any) -> bool:
 
 
 def runs_in_compiled_module() -> bool:
-    """Whether what `torch.compile(module)` returned is being called."""
+    """Return whether the result of `torch.compile(module)` is being called."""
     eval_frame: Any = torch._dynamo.eval_frame
     return bool(eval_frame._is_in_optimized_module())
 
 
 def apply_of(module: nn.Module) -> Callable[..., Any]:
-    """What `to`, `half`, `cuda` and their like call to change a module's parameters."""
+    """Return the function that `to`, `half`, `cuda` and the like call to change a module's parameters."""
     return module._apply
 
 
 def uncompiled_module(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` has put another around; itself where it is none of these."""
+    """Return the module inside of `torch.compile`'s wrapper, or the module itself if it is no wrapper."""
     return children_of(module).get("_orig_mod") or module
 
 
@@ -301,29 +301,29 @@ def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Let schedules know that an optimizer has stepped, where an engine steps in its place."""
+    """Let schedules know that an optimizer has stepped, if an engine steps in its place."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def default_group() -> Any:
-    """The process group of the run; there has to be one."""
+    """Return the process group of the run, which must exist."""
     return dist.distributed_c10d._get_default_group()
 
 
 def default_store() -> Any:
-    """The store of the run's process group; torchrun's own agent uses this one."""
+    """Return the store of the run's process group, which torchrun's own agent uses, too."""
     return dist.distributed_c10d._get_default_store()
 
 
 def process_groups() -> list[Any]:
-    """All process groups that this rank is in; none outside of a run on several ranks."""
+    """List all process groups of this rank. Empty outside of a run on several ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return []
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """How long collectives of a process group wait; None if its backend does not tell.
+    """Return the timeout of a process group's collectives. None if its backend does not tell.
 
     Args:
         group: The process group.
@@ -337,10 +337,10 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def default_timeout_of(group: Any) -> timedelta:
-    """What torch itself takes for a process group of this backend."""
+    """Return torch's own timeout for a process group of this backend."""
     return dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Let collectives of a process group wait so long; torchtitan shortens timeouts in this way."""
+    """Set the timeout of a process group's collectives. torchtitan shortens timeouts in this way."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -1,7 +1,7 @@
-"""What the library relies on of transformers that it does not document, in transformers 5.16 to 5.23.
+"""Undocumented interfaces of transformers that the library relies on, in transformers 5.16 to 5.23.
 
-Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
-test can tell with a clear word which has moved.
+All other modules reach these through this file. `RELIED_ON` lists the place and the use of each, so that a test can
+name any that has moved.
 """
 
 import re
@@ -30,36 +30,36 @@ RELIED_ON: Mapping[str, str] = {
     "transformers.Trainer._load_from_checkpoint": "sharded weights are read by one process",
     "transformers.Trainer._load_optimizer_and_scheduler": "sharded weights are read by one process",
 }
-"""By dotted name: what for. `Class()` is an instance."""
+"""Use of each interface, by dotted name. `Class()` is an instance."""
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Characters that Unicode keeps out of texts."""
 _BORDER = re.compile(f"([{_BEGIN}{_END}])")
 
 
 def find_transformers_model(model: nn.Module) -> Any:
-    """The transformers model (`PreTrainedModel`) that a model is, or holds; None if it holds none."""
+    """Return the transformers model (`PreTrainedModel`) that a model is, or holds. None if it holds none."""
     return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
 
 
 def generation_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """What a chat template writes, and where its `{% generation %}` blocks lie in it, in characters.
+    """Render a chat template, and find its `{% generation %}` blocks in the text, in characters.
 
     Each block is written between two characters that no text has. transformers 5.23
-    (`apply_chat_template(return_assistant_tokens_mask=True)`) count what was written before a block: too little in a
-    macro or a variable. They also find tokens by offsets, which GPT-2's kind of tokenizer cuts at white space.
+    (`apply_chat_template(return_assistant_tokens_mask=True)`) counts the characters before a block, too few in a macro
+    or a variable. It also finds tokens by offsets, which GPT-2's kind of tokenizer cuts at white space.
 
     Args:
-        tokenizer: Has a chat template.
-        messages: Without keys whose value is None.
-        tools: JSON schemas.
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages without keys whose value is None.
+        tools: JSON schemas of the tools.
 
     Returns:
-        The text, and from where to where each block lies.
+        The text, and the start and the end (exclusive) of each block.
 
     Raises:
-        ValueError: If the template changes a block after it was written, so that its place is not known.
+        ValueError: If the template changes a block after it was written, so that its position is unknown.
     """
 
     def write() -> str:
@@ -71,7 +71,7 @@ def generation_spans(
     text = write()
     extensions = _compile_jinja_template(tokenizer.get_chat_template(tools=tools)).environment.extensions
     tracker: Any = next(each for each in extensions.values() if "generation" in each.tags)
-    # On the instance, before the method of its class.
+    # Set on the instance, it comes before the method of its class.
     tracker._generation_support = mark
     try:
         marked = write()
@@ -116,7 +116,7 @@ def template_date(template: str, day: date | None) -> Iterator[None]:
 
     Args:
         template: The template's text.
-        day: What its `strftime_now` formats, at midnight; None leaves it as it is.
+        day: Date that its `strftime_now` formats, at midnight. None leaves it as it is.
     """
     if day is None:
         yield
@@ -131,23 +131,23 @@ def template_date(template: str, day: date | None) -> Iterator[None]:
 
 
 def attention_of(config: Any) -> str:
-    """Name of the attention that a configuration's models use."""
+    """Return the name of the attention that a configuration's models use."""
     name: str = config._attn_implementation
     return name
 
 
 def has_own(registry: Any, name: str) -> bool:
-    """Whether a registry of functions has an entry of its own, above those of all registries."""
+    """Return whether a registry of functions has its own entry, above the entries of all registries."""
     return name in registry._local_mapping
 
 
 def shared_entry(registry: Any, name: str) -> Any:
-    """What was registered for all registries of this kind; None if nothing was."""
+    """Return the entry for all registries of this kind. None if there is none."""
     return registry._global_mapping.get(name)
 
 
 def checkpointing_of(block: nn.Module) -> Callable[..., Any] | None:
-    """By what a block is checkpointed: called with a forward and its positional arguments; None if it never was.
+    """Return the function that checkpoints a block, called with a forward and its positional arguments, or None.
 
     Args:
         block: A `GradientCheckpointingLayer`.
@@ -160,13 +160,13 @@ def set_checkpointing(block: nn.Module, function: Callable[..., Any]) -> None:
 
     Args:
         block: A `GradientCheckpointingLayer`.
-        function: Called with a forward and its positional arguments.
+        function: Function that is called with a forward and its positional arguments.
     """
     block._gradient_checkpointing_func = function  # type: ignore[assignment]
 
 
 def forget_own_loss(model: Any) -> None:
-    """Let a model have the loss function of its class again, where one was set."""
+    """Let a model have the loss function of its class again, after another one was set."""
     del model._loss_function
 
 
@@ -180,7 +180,7 @@ def wrap_epoch(trainer: Any, wrap: Callable[[Callable[..., Any]], Callable[..., 
 
     Args:
         trainer: The Trainer.
-        wrap: From the method to what takes its place.
+        wrap: Function from the method to its replacement.
     """
     trainer._run_epoch = wrap(trainer._run_epoch)
 
@@ -189,12 +189,12 @@ def wrap_epoch(trainer: Any, wrap: Callable[[Callable[..., Any]], Callable[..., 
 def reading_by(
     trainer: Any, *, weights: Callable[..., None], optimizer_and_schedule: Callable[..., None]
 ) -> Iterator[None]:
-    """Inside, a Trainer that resumes reads a checkpoint by these, on this instance.
+    """Let a Trainer that resumes read a checkpoint by these functions inside the block, on this instance.
 
     Args:
         trainer: The Trainer.
-        weights: Takes the folder, and maybe the model.
-        optimizer_and_schedule: Takes the folder, or None.
+        weights: Function that takes the folder, and maybe the model.
+        optimizer_and_schedule: Function that takes the folder, or None.
     """
     own = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
     trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler = weights, optimizer_and_schedule
@@ -205,14 +205,14 @@ def reading_by(
 
 
 def maker_of(model_class: Any, config: Any) -> tuple[Callable[..., Any], bool] | None:
-    """Find what makes a model of a configuration.
+    """Find the function that makes a model of a configuration.
 
     Args:
         model_class: An Auto class, or a model's own class.
         config: The configuration.
 
     Returns:
-        The function to call with it, and whether the class has a model of it; None if it is no such class.
+        The function to call with it, and whether the class has a model of it. None if it is no such class.
     """
     if isinstance(model_class, type) and hasattr(model_class, "_model_mapping"):
         auto: Any = model_class

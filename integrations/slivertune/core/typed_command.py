@@ -22,7 +22,7 @@ _names_options: ContextVar[bool] = ContextVar("_names_options", default=False)
 
 @contextmanager
 def naming_options() -> Iterator[None]:
-    """Let `setting_name` name options: what runs inside was asked for on a command line."""
+    """Let `setting_name` name options, since a command line asked for the code inside."""
     token = _names_options.set(True)
     try:
         yield
@@ -34,20 +34,20 @@ def setting_name(option: str, keyword: str) -> str:
     """Name a setting in an error as its user can write it.
 
     Args:
-        option: On the command line, as in `--layers`.
-        keyword: In a script, as in `layers=`.
+        option: Name on the command line, such as `--layers`.
+        keyword: Name in a script, such as `layers=`.
     """
     return option if _names_options.get() else keyword
 
 
 def typed_command(*words: str) -> tuple[str, ...]:
-    """Name the program of a command as it was typed for this process.
+    """Return a command with its program's name as it was typed for this process.
 
     Args:
         *words: The command without its program, such as `train` and its options.
 
     Returns:
-        The words for a shell, to be joined by `shlex.join`.
+        Words for a shell, to be joined by `shlex.join`.
     """
     make = os.environ.get(MAKE_VARIABLE)
     if make and words[:1] == ("train",):
@@ -57,7 +57,7 @@ def typed_command(*words: str) -> tuple[str, ...]:
 
 
 def _program(argv: Sequence[str], typed: Sequence[str]) -> tuple[str, ...]:
-    """Find what was typed before the command's own words, where this process is the command."""
+    """Find the words that were typed before the command's own, if this process is the command."""
     script = Path(argv[0]) if argv else Path()
     if script.parts[-2:] == (_NAME, "__main__.py"):
         return tuple(typed[: len(typed) - len(argv) + 1])

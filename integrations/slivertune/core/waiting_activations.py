@@ -1,8 +1,8 @@
-"""Activations that wait in host memory from the forward to the backward.
+"""Offload activations to host memory from the forward to the backward.
 
-A copy leaves on a side stream under the forward that comes after it, and the next one that will be needed is on its way
-back while the backward works on the last. The memory on the host is kept for later steps: registering pages with the
-driver takes longer than a copy.
+A copy leaves on a side stream during the forward that comes after it. In the backward, the next activation is
+prefetched while the last one is in use. The memory on the host is kept for later steps, since registering pages with
+the driver takes longer than a copy.
 """
 
 import weakref
@@ -16,7 +16,7 @@ from slivertune.core.torch_internals import is_without_data
 
 
 class WaitingActivation:
-    """One tensor in host memory, until this object dies: the graph holds it."""
+    """One tensor in host memory, until this object dies. The graph holds the object."""
 
     __slots__ = ("__weakref__", "record")
 
@@ -25,10 +25,10 @@ class WaitingActivation:
 
 
 class WaitingActivations:
-    """Owns host memory for one device's activations, and the copies to and fro.
+    """Owns host memory for one device's activations, and the copies in both directions.
 
     Args:
-        device: Where the activations are computed.
+        device: Device that computes the activations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,18 +39,18 @@ class WaitingActivations:
         self._num_stored = 0
 
     def store(self, tensor: torch.Tensor, place: int) -> WaitingActivation:
-        """Let a tensor leave. It stays on the device as well, until `settle`.
+        """Begin to copy a tensor to the host. It stays on the device as well, until `settle`.
 
         Args:
             tensor: The activation.
-            place: Of the block whose input it is: the backward asks for that below the last it asked for.
+            place: Index of the block whose input it is. The backward asks for the blocks from the top to the bottom.
 
         Raises:
             MemoryError: If the host has no room for it.
         """
         buffer = self._take(tensor.nbytes)
         host = tensor_at(buffer, 0, tensor)
-        # The computing stream has waited for whatever was loaded from there.
+        # The computing stream has waited for every load from this buffer.
         with self._streams.on("outbound", self._streams.record()):
             host.copy_(tensor, non_blocking=True)
             stored = self._streams.record("outbound")
@@ -63,16 +63,16 @@ class WaitingActivations:
         return waiting
 
     def settle(self) -> None:
-        """Let go of what was leaving: what is computed from now on comes after that."""
+        """Release the device tensors whose copies are in flight. Later computation runs after these copies."""
         while self._leaving:
             event, _ = self._leaving.pop()
             self._streams.compute_after(event)
 
     def load(self, waiting: WaitingActivation) -> torch.Tensor:
-        """Bring a tensor back, and begin to bring back that of the block below.
+        """Load a tensor back, and prefetch the tensor of the block below.
 
         Args:
-            waiting: What `store` gave.
+            waiting: Result of `store`.
         """
         record = waiting.record
         self._begin_load(record)
@@ -81,7 +81,7 @@ class WaitingActivations:
         record.loading = None
         self._streams.compute_after(loaded)
         below = [each.record for each in self._waiting.values() if each.record.number < record.number]
-        # What was stored before may be of another forward, whose turn has not come.
+        # The tensor stored before may be of another forward, whose turn has not come.
         if below and below[-1].place < record.place:
             self._begin_load(below[-1])
         return tensor
@@ -89,7 +89,7 @@ class WaitingActivations:
     def _begin_load(self, record: "_Record") -> None:
         if record.loading is not None:
             return
-        # Of the computing stream's memory, so that what is queued there is done with it.
+        # Allocated on the computing stream, so that work queued there is done with the memory.
         tensor = torch.empty_strided(
             record.host.shape, record.host.stride(), dtype=record.host.dtype, device=self._streams.device
         )
@@ -109,7 +109,7 @@ class WaitingActivations:
         if place is not None:
             return self._free.pop(place)
         if self._free:
-            self._free.pop()  # sequences have become longer: a larger one takes its place
+            self._free.pop()  # sequences have become longer, so a larger buffer takes its place
         return self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -123,11 +123,11 @@ class WaitingActivations:
 
 
 class _Record:
-    """What is known of an activation that waits."""
+    """Bookkeeping of an offloaded activation."""
 
     __slots__ = ("buffer", "host", "loading", "number", "place", "stored")
 
     def __init__(self, number: int, place: int, host: torch.Tensor, stored: Event, buffer: torch.Tensor) -> None:
         self.number, self.place, self.host, self.stored, self.buffer = number, place, host, stored, buffer
         self.loading: tuple[torch.Tensor, Event] | None = None
-        """On the device, and when it has arrived there."""
+        """Tensor on the device, and the event of its arrival there."""

@@ -1,4 +1,4 @@
-"""Errors of a write that name what was written, what it needed and what was there.
+"""Turn errors of a write into errors that name the target, the bytes needed and the bytes free.
 
 torch.save says `[enforce fail at inline_container.cc:672]` when a disk is full, safetensors hides the number of the
 error in a text, and Python's own error of a full disk has no path.
@@ -23,18 +23,18 @@ except ImportError:  # Windows
 _PARTIAL = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_WRITING = (*_NO_ROOM, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
-# torch's writer of archives tells that fewer bytes were written than it gave, and no reason.
+# torch's writer of archives reports that fewer bytes were written than it gave, but no reason.
 _TORCH_WRITER = re.compile(r"inline_container\.cc|PytorchStreamWriter")
 _STRERROR = re.compile(r"strerror: (.+)")
 _NUMBER_OF = {os.strerror(number): number for number in errno.errorcode}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _SAID = " could not be written: "
 _LITTLE_BYTES = 2**20
-"""With less than this free, a short write of unknown cause is taken for a full disk."""
+"""Free bytes below which a short write of unknown cause counts as a full disk."""
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a path has the name of a hidden folder, which belongs to its writer alone and comes and goes."""
+    """Return whether a path has the name of a hidden folder, which belongs to its writer alone and comes and goes."""
     return _PARTIAL.fullmatch(path.name) is not None
 
 
@@ -42,15 +42,15 @@ def is_partial(path: Path) -> bool:
 def explain_write_errors(target: Path, needs_bytes: int | None = None) -> Iterator[None]:
     """Turn errors of a write into an OSError that names the target, the bytes needed and the bytes free.
 
-    Errors that come from elsewhere (another file, another kind) pass unchanged, and so do those that were explained
-    already, and all that happens inside of another such block, which explains it.
+    Errors from elsewhere (another file, another kind) pass unchanged. So do errors that were explained already, and
+    errors inside of another such block, which explains them.
 
     Args:
         target: The file or folder that is written.
-        needs_bytes: Bytes that it takes, where that is known.
+        needs_bytes: Size in bytes, if known.
 
     Raises:
-        OSError: With the number of the error beneath, so that it is a PermissionError where that was one.
+        OSError: If the write failed. It keeps the error's number, so a PermissionError stays one.
     """
     folder = next((each for each in target.parents if each.is_dir()), target.parent)
     free_bytes = shutil.disk_usage(folder).free
@@ -74,12 +74,12 @@ def _explain(number: int, reason: str, target: Path, folder: Path, needs_bytes: 
 
 
 def cannot_write(target: Path, reason: str, folder: Path) -> str:
-    """What to say where nothing can be written.
+    """Say that a file or folder can't be written, and name the way out.
 
     Args:
         target: The file or folder that was to be written.
-        reason: Why not.
-        folder: In which folder something has to be made for it.
+        reason: Reason of the failure.
+        folder: Folder in which something has to be made for it.
     """
     return (
         f"{target}{_SAID}{reason}; it needs a folder {folder} in which files can be made, written and renamed: change "
@@ -88,7 +88,7 @@ def cannot_write(target: Path, reason: str, folder: Path) -> str:
 
 
 def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, str]:
-    """The error's number, if it is one of writing this target, and its text."""
+    """Return the error's number, if it is one of writing this target, and its text."""
     if isinstance(error, OSError):
         is_ours = error.errno in _OF_WRITING if error.filename is None else _is_near(error.filename, target)
         is_ours = is_ours and _SAID not in str(error)
@@ -99,7 +99,7 @@ def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, st
     if isinstance(error, SafetensorError) and text.startswith("Error while serializing") and hidden is not None:
         return int(hidden[1]), os.strerror(int(hidden[1]))
     if isinstance(error, RuntimeError) and _TORCH_WRITER.search(text):
-        # torch's writer has the file open, and its bytes on the disk, for as long as a frame of the errors holds it.
+        # torch's writer keeps the file open, and its bytes on the disk, as long as a frame of the errors holds it.
         each: BaseException | None = error
         while each is not None:
             traceback.clear_frames(each.__traceback__)
@@ -120,7 +120,7 @@ def _number_of_short_write(folder: Path) -> int:
 
 
 def _is_near(filename: str | bytes | int, target: Path) -> bool:
-    """Whether a path is the target, in it or in its hidden folder, or one of the folders that it lies in."""
+    """Return whether a path is the target, in it or in its hidden folder, or one of the folders that hold it."""
     if isinstance(filename, int):
         return True
     path, target = Path(os.fsdecode(filename)).absolute(), target.absolute()

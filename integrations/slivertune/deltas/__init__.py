@@ -1,4 +1,4 @@
-"""What SFT trains, as files: saved, loaded, applied to a model, and merged into checkpoints."""
+"""SFT's deltas as files: saved, loaded, applied to a model, and merged into checkpoints."""
 
 from slivertune.deltas.applied import AppliedDeltas, apply
 from slivertune.deltas.delta import SparseDelta

@@ -1,4 +1,4 @@
-"""A folder that PEFT saved a LoRA adapter to: what it says of itself, and whether it can be merged at all."""
+"""Folder of a LoRA adapter that PEFT saved: its configuration, and whether it can be merged."""
 
 import importlib.util
 import json
@@ -11,14 +11,14 @@ from slivertune.core.missing_library import missing_library
 
 ADAPTER_CONFIG = "adapter_config.json"
 TRAINED_CONFIG = "trained_model_config.json"
-"""Configuration of the trained model, beside the adapter.
+"""Name of the trained model's configuration, beside the adapter.
 
-As `config.json` it would make transformers take the folder for a whole model.
+Named `config.json`, it would make transformers take the folder for a whole model.
 """
 MODEL_CONFIG = "config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` that leave the base as it is. All others subtract the first adapter, or quantise."""
+"""Values of `init_lora_weights` that leave the base unchanged. Others subtract the first adapter, or quantise."""
 _NO_SUM = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -38,31 +38,31 @@ class Adapter:
 
     folder: Path
     config: Mapping[str, Any]
-    """Of the adapter."""
+    """Configuration of the adapter."""
     model_config: Mapping[str, Any] | None
-    """Of the model that it was trained in, where that was saved with it."""
+    """Configuration of the model that the adapter was trained in; None if it was not saved."""
 
     @property
     def base_name(self) -> str | None:
-        """Folder or hub id of the base, by the adapter's own word."""
+        """Folder or hub id of the base, from the adapter's configuration."""
         return self.config.get("base_model_name_or_path") or None
 
     @property
     def was_quantized(self) -> bool:
-        """Whether the base was quantised while it was trained, as far as that was saved."""
+        """Whether the base was quantised in training, as far as this was saved."""
         return bool((self.model_config or {}).get("quantization_config"))
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter of PEFT."""
+    """Return whether a folder holds a PEFT adapter."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def check_no_adapter(model: str | Path) -> None:
-    """Refuse an adapter where a model is to be named.
+    """Refuse an adapter in place of a model.
 
     Args:
-        model: A folder; a hub id is let through.
+        model: A folder; a hub id is accepted.
 
     Raises:
         ValueError: If the folder holds an adapter.
@@ -75,10 +75,10 @@ def check_no_adapter(model: str | Path) -> None:
 
 
 def open_adapter(folder: Path) -> Adapter:
-    """Read what an adapter says of itself.
+    """Read an adapter's configuration, and check that it can be merged.
 
     Args:
-        folder: The adapter.
+        folder: Folder of the adapter.
 
     Raises:
         ImportError: If PEFT is not installed.
@@ -93,7 +93,7 @@ def open_adapter(folder: Path) -> Adapter:
     _check_is_sum(folder, config)
     if not any((folder / name).is_file() for name in _ADAPTER_WEIGHTS):
         raise ValueError(f"{folder} has no {_ADAPTER_WEIGHTS[0]}; the adapter is not whole")
-    # Other tools, and earlier versions, write the configuration as that of a model.
+    # Other tools, and earlier versions, save the model's configuration as `config.json`.
     paths = [path for name in (TRAINED_CONFIG, MODEL_CONFIG) if (path := folder / name).is_file()]
     return Adapter(folder=folder, config=config, model_config=read_json(paths[0]) if paths else None)
 
@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
         path: The file.
 
     Raises:
-        ValueError: If it can't be read, or is none.
+        ValueError: If the file can't be read, or holds no JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Loads the base of a LoRA adapter in fp32, with the adapter, and refuses what PEFT would load wrongly."""
+"""Loading of a LoRA adapter with its base in fp32; adapters that PEFT would load wrongly are refused."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _AUTO_CLASSES = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
-"""By PEFT's `task_type`."""
+"""Class of transformers for each `task_type` of PEFT."""
 _HEADS = ("score", "classifier")
 _NUM_NAMED = 3
 _WRAPPERS = ("base_layer", "original_module", "modules_to_save", "token_adapter")
@@ -32,41 +32,41 @@ _RESIZED = (
     "(model.resize_token_embeddings), save it, and name it by --model_name_or_path"
 )
 _PEFT_WARNINGS = (
-    # Each is an error here, or a line of ours.
+    # Each is an error here, or a line of our own output.
     "Found missing adapter keys",
     "Some weights of .* were not initialized from the model checkpoint",
     "Model with `tie_word_embeddings=True`",
     "Input and output embeddings are no longer tied",
     "Model has `tie_word_embeddings=True`",
-    # PEFT 0.21 asks by the name that transformers 5.23 retires.
+    # PEFT 0.21 uses a name that transformers 5.23 deprecates.
     "`is_gradient_checkpointing` is deprecated",
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedBase:
-    """A base in fp32, and the adapter's tensors, not yet beside its weights."""
+    """A base in fp32, and the adapter's tensors, not yet attached to it."""
 
     model: Any
-    """Of transformers."""
+    """Model of transformers."""
     weights: dict[str, torch.Tensor]
-    """The adapter's tensors, by PEFT's names."""
+    """Adapter's tensors, by PEFT's names."""
     random: tuple[str, ...]
-    """Weights that are neither in the base's files nor in the adapter."""
+    """Names of weights that are neither in the base's files nor in the adapter."""
     unread: tuple[str, ...]
-    """Tensors of the base's files that the model has no place for."""
+    """Names of tensors in the base's files that the model has no place for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedModel:
-    """A base in fp32 with an adapter beside its weights."""
+    """A base in fp32 with an adapter attached."""
 
     model: Any
-    """PEFT's."""
+    """Model of PEFT."""
     touched: frozenset[str]
     """Paths of the base's modules, and names of its parameters, that the adapter changes or replaces."""
     vocabulary: int | None
-    """Rows that the embeddings were resized to, as they were for the training; None if they were not."""
+    """Number of rows that the embeddings were resized to, as for the training; None if they were not."""
 
 
 def model_class(adapter: Adapter, base: Path) -> Any:
@@ -77,12 +77,12 @@ def model_class(adapter: Adapter, base: Path) -> Any:
         base: Folder of the base.
 
     Raises:
-        ValueError: If neither says.
+        ValueError: If neither names a class.
     """
     import transformers
 
     task = adapter.config.get("task_type")
-    # Without a task, as for masked language models, PEFT writes down the class.
+    # Without a task, as for masked language models, PEFT records the class.
     mapping = adapter.config.get("auto_mapping") or {}
     architectures = read_json(base / "config.json").get("architectures") or [None]
     name = _AUTO_CLASSES.get(str(task)) or mapping.get("base_model_class") or architectures[0]
@@ -93,14 +93,14 @@ def model_class(adapter: Adapter, base: Path) -> Any:
 
 
 def load_base(adapter: Adapter, base: Path) -> LoadedBase:
-    """Load the base in fp32, which holds what 16 bits hold, and the adapter's tensors.
+    """Load the base in fp32, which represents 16-bit values exactly, and the adapter's tensors.
 
     Args:
         adapter: The adapter.
         base: Folder of the base.
 
     Raises:
-        ValueError: If it can't be loaded.
+        ValueError: If the base can't be loaded.
     """
     from peft import load_peft_weights
 
@@ -125,7 +125,7 @@ def load_base(adapter: Adapter, base: Path) -> LoadedBase:
 
 
 def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapter, base: Path) -> AdaptedModel:
-    """Put an adapter beside the weights of its base.
+    """Attach an adapter to its base.
 
     Args:
         model: The base, from `load_base`; changed.
@@ -134,8 +134,8 @@ def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapt
         base: Folder of the base, for errors.
 
     Raises:
-        ValueError: If a tensor of the adapter has no place, has another shape or is not held as it is in the file; if
-            PEFT changes a weight of the base that the adapter does not hold.
+        ValueError: If a tensor of the adapter has no place or another shape, or its value changes on loading; if PEFT
+            changes a weight of the base that the adapter does not hold.
     """
     from peft import PeftModel
 
@@ -162,13 +162,13 @@ def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapt
 
 
 def is_touched(name: str, touched: Iterable[str]) -> bool:
-    """Return whether a parameter is one of those that an adapter changes or replaces."""
+    """Return whether an adapter changes or replaces a parameter."""
     return any(name == each or name.startswith(f"{each}.") for each in touched)
 
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Keep PEFT's warnings away that are errors or lines of this library."""
+    """Suppress PEFT's warnings that this library reports as errors or lines of its own."""
     with warnings.catch_warnings():
         for message in _PEFT_WARNINGS:
             warnings.filterwarnings("ignore", message)
@@ -176,19 +176,19 @@ def quiet_peft() -> Iterator[None]:
 
 
 def _head_options(adapter: Adapter, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What a new head needs that the base's configuration does not say: its classes, and the id of padding."""
+    """Find a new head's settings that the base's configuration lacks: its classes, and the padding id."""
     if adapter.config.get("task_type") not in ("SEQ_CLS", "TOKEN_CLS"):
         return {}
     if adapter.model_config is not None:
         names = ("id2label", "label2id", "pad_token_id")
         return {name: adapter.model_config[name] for name in names if adapter.model_config.get(name) is not None}
     heads = [each for name, each in weights.items() if set(_HEADS).intersection(name.split(".")) and each.ndim == 2]
-    # A head may have several layers, of which the last gives the classes.
+    # A head may have several layers; the last one has a row per class.
     return {"num_labels": min(int(each.shape[0]) for each in heads)} if heads else {}
 
 
 def _embeddings(model: Any) -> dict[str, nn.Module]:
-    """The modules with a row per token, by path."""
+    """Return the modules with a row per token, by path."""
     found = {}
     for get in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -201,7 +201,7 @@ def _embeddings(model: Any) -> dict[str, nn.Module]:
 
 
 def _resize(model: Any, weights: Mapping[str, torch.Tensor]) -> int | None:
-    """Resize the vocabulary to that of an adapter which holds all rows of it; None if there is nothing to do."""
+    """Resize the vocabulary to that of an adapter with all of its rows; return None if there is nothing to do."""
     rows, known = set(), set()
     parameters = {
         f"{path}.{name}": each
@@ -228,22 +228,22 @@ def _check_tokens(model: Any, adapter: Adapter, base: Path) -> None:
 
 
 def trained_tokens(adapter: Adapter) -> list[int]:
-    """Return the ids of tokens whose rows were trained by themselves."""
+    """Return the ids of tokens whose rows were trained individually."""
     said = adapter.config.get("trainable_token_indices") or []
     return [int(each) for ids in (said.values() if isinstance(said, dict) else [said]) for each in ids]
 
 
 def _check_places(adapted: Any, weights: Mapping[str, torch.Tensor], adapter: Adapter, base: Path) -> None:
-    """Refuse tensors of either side without a counterpart, of other shapes, and of other values than in the file.
+    """Refuse tensors without a counterpart, with another shape, or with other values than in the file.
 
-    PEFT only warns of places that found no weight, and says nothing of weights that found no place.
+    PEFT only warns of places without a weight, and does not report weights without a place.
     """
     from peft import get_peft_model_state_dict
 
     wrong = f"{base} is not the base of {adapter.folder}"
     with quiet_peft():
         held = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    # A file may also hold what PEFT keeps beside a module that is trained whole, without the adapter's name.
+    # A file may also hold tensors that PEFT keeps beside a fully trained module, without the adapter's name.
     state = {name.replace(".default", ""): each for name, each in adapted.state_dict().items()} | held
     embeddings = {base_name(path): each for path, each in _embeddings(adapted.get_base_model()).items()}
     for name in sorted(weights.keys() & state.keys()):
@@ -270,12 +270,12 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def base_name(key: str) -> str:
-    """Return the name in the base of what PEFT holds under a name of its own."""
+    """Return the base's name of a tensor or module that PEFT has renamed."""
     return ".".join(part for part in key.removeprefix(_PREFIX).split(".") if part not in _WRAPPERS)
 
 
 def wrapped_modules(model: nn.Module) -> list[str]:
-    """Return the paths of the modules that PEFT has put something around."""
+    """Return the paths of the modules that PEFT has wrapped."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 

@@ -1,12 +1,12 @@
-"""A LoRA adapter of PEFT merged into its base: a plain checkpoint, which transformers load without PEFT.
+"""A PEFT LoRA adapter merged into its base: a plain checkpoint that transformers loads without PEFT.
 
-PEFT makes the sums, in fp32. The base's tied weights are taken apart first: otherwise PEFT adds the deltas of all
-places to the one tensor that they share. The folder gets its name after three checks:
+PEFT computes the sums in fp32. The base's tied weights are separated first: otherwise PEFT adds the deltas of all
+places to their one shared tensor. The folder gets its name after three checks:
 
-- For eight tokens, the merged weights give the outputs of the base with the adapter, before they are rounded. So does
-  each layer by itself.
-- Each written tensor, read back, has the bits of the sum rounded once, or of the base where nothing was added.
-- Transformers load these tensors from the folder, so that its configuration ties what is tied.
+- For eight tokens, the merged weights before rounding give the outputs of the base with the adapter. So does each
+  layer by itself.
+- Each written tensor, read back, has the bits of the sum rounded once, or of the base if nothing was added.
+- transformers loads these tensors from the folder, so its configuration ties the right weights.
 """
 
 import re
@@ -48,49 +48,49 @@ from slivertune.deltas.plain_checkpoint import PlainCheckpoint, open_checkpoint
 _OF_TOKENIZER = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|.*\.(model|tiktoken|spm|bpe|jinja)$"
 )
-"""Names of files that belong to a tokenizer."""
+"""Pattern of file names that belong to a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedAdapter:
-    """What a merge did."""
+    """Result of a merge."""
 
     num_adapted: int
-    """Weights' matrices that a LoRA was added to."""
+    """Number of weight matrices that a LoRA was added to."""
     replaced: tuple[str, ...]
-    """Modules that were trained whole and took the place of the base's, such as a classifier's head."""
+    """Fully trained modules that replaced the base's, such as a classifier's head."""
     untied: tuple[str, ...]
-    """Names of one tied weight of the base that are now several; its configuration says so."""
+    """Names of the base's tied weights that are now separate; the new configuration says so."""
     vocabulary: int | None
-    """Rows that the base's embeddings were resized to, as they were for the training; None if they were not."""
+    """Number of rows that the base's embeddings were resized to, as for the training; None if they were not."""
     not_run: str | None
-    """Why outputs were not compared; None if they were."""
+    """Reason why outputs were not compared; None if they were."""
     has_tokenizer: bool
     random: tuple[str, ...]
-    """Weights that neither the base nor the adapter has, and that the outputs do not depend on."""
+    """Names of weights that neither the base nor the adapter has, and that do not affect the outputs."""
     left_out: tuple[str, ...]
-    """Tensors of the base's files that its class has no place for."""
+    """Names of tensors in the base's files that its class has no place for."""
 
 
 def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
-    """Write the base with an adapter merged into it. The folder appears whole and checked, or not at all.
+    """Write the base with an adapter merged into it. The folder appears complete and checked, or not at all.
 
-    Costs 4 bytes of host memory per weight, and while the result is read back its bytes beside them.
+    Costs 4 bytes of host memory per weight, plus the bytes of the result while it is read back.
 
     Args:
-        adapter: From `open_adapter`.
-        base: Folder of the base, not quantised; never changed. An adapter that was trained over 4-bit weights is added
-            to what these were before, so that results are near, not the same.
-        output: The folder to write; must not exist.
+        adapter: Adapter from `open_adapter`.
+        base: Folder of the base, not quantised; never changed. If an adapter was trained over 4-bit weights, this is
+            their original, so results are close, not equal.
+        output: Folder to write; must not exist.
 
     Returns:
-        What was merged.
+        Details of the merge.
 
     Raises:
         FileExistsError: If `output` exists.
         FileNotFoundError: If the base has no safetensors files.
-        ValueError: If the base is quantised, an adapter itself, or not the base of this adapter; if the merged model is
-            not the base with the adapter. Nothing is written then.
+        ValueError: If the base is quantised, an adapter itself, or not the base of this adapter; if the merged model
+            does not equal the base with the adapter. Nothing is written then.
     """
     check_absent(output)
     _check_base(base)
@@ -139,7 +139,7 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
 
 
 class _Runs:
-    """Outputs of the base, of the base with the adapter, and of the merged weights.
+    """Compares outputs of the base, of the base with the adapter, and of the merged weights.
 
     Args:
         model: The base alone.
@@ -148,16 +148,16 @@ class _Runs:
 
     def __init__(self, model: Any, tokens: list[int]) -> None:
         self.not_run: str | None = None
-        """Why the model was not run; None if it was."""
+        """Reason why the model was not run; None if it was."""
         try:
             self._inputs = choose_inputs(model, tokens)
             self._base = outputs_of(model, self._inputs)
-        except Exception as error:  # dummy inputs do not suit every model
+        except Exception as error:  # not every model accepts dummy inputs
             self.not_run = f"{type(model).__name__} does not run on dummy inputs ({' '.join(str(error).split())[:80]})"
 
     @torch.no_grad()
     def depend_on(self, model: nn.Module, names: Sequence[str]) -> bool:
-        """Return whether the model's outputs depend on some of its weights, or may."""
+        """Return whether the model's outputs depend, or may depend, on some of its weights."""
         if not names or self.not_run is not None:
             return bool(names)
         state = model.state_dict()
@@ -170,12 +170,12 @@ class _Runs:
         return not bool(torch.isfinite(found).all())
 
     def with_adapter(self, model: Any) -> None:
-        """Run the base with the adapter beside its weights."""
+        """Run the base with the adapter attached."""
         if self.not_run is None:
             self._adapted = outputs_of(model, self._inputs)
 
     def check(self, model: Any) -> None:
-        """Run the merged weights, and compare."""
+        """Run the merged weights, and compare their outputs."""
         if self.not_run is None:
             check_outputs(self._base, self._adapted, outputs_of(model, self._inputs))
 
@@ -193,7 +193,7 @@ def _check_base(base: Path) -> None:
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of each weight that has several."""
+    """Return all names of each weight that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -201,7 +201,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _merge(adapted: AdaptedModel, tied: list[list[str]]) -> tuple[Any, tuple[str, ...]]:
-    """Merge in fp32, each place of a tied weight by itself; what ends equal is tied again.
+    """Merge in fp32, each place of a tied weight separately; tie the weights again if all stay equal.
 
     Returns:
         The merged model, and the names of tied weights that are no longer equal.
@@ -223,7 +223,7 @@ def _merge(adapted: AdaptedModel, tied: list[list[str]]) -> tuple[Any, tuple[str
 
 
 def _untie(model: nn.Module) -> None:
-    """Give each module a copy of the weights that it shares with others."""
+    """Give each module its own copy of the weights that it shares with others."""
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -233,14 +233,14 @@ def _untie(model: nn.Module) -> None:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """The parts of a configuration that say whether embeddings are tied."""
+    """Yield the parts of a configuration that say whether embeddings are tied."""
     parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
     yield from (each for each in (config, *parts) if hasattr(each, "tie_word_embeddings"))
 
 
 def _model_of(make: Any, folder: Path, merged: Any) -> Any:
-    """A new model of the configuration in a folder, with the tensors of a merged one, which it shares."""
-    from slivertune.core.empty_model import make_empty  # accelerate, which SFT's deltas need not import
+    """Build a new model from a folder's configuration; it shares the tensors of the merged model."""
+    from slivertune.core.empty_model import make_empty  # imports accelerate, which SFT's deltas do not need
 
     config = type(merged.config).from_pretrained(folder)
     model = make_empty(make, config, torch.float32)
@@ -249,7 +249,7 @@ def _model_of(make: Any, folder: Path, merged: Any) -> Any:
 
 
 def _check_room(base: Path, stored: PlainCheckpoint) -> None:
-    """Refuse a merge that the host's memory can't hold, before the base is loaded in fp32."""
+    """Refuse a merge that does not fit in host memory, before the base is loaded in fp32."""
     needed = sum(each.num_bytes // each.dtype.itemsize * 4 for each in stored.tensors.values())
     available = available_host_bytes()
     if available is not None and needed > available:
@@ -260,7 +260,7 @@ def _check_room(base: Path, stored: PlainCheckpoint) -> None:
 
 
 def _check_dtypes(base: Path, stored: PlainCheckpoint) -> None:
-    """Refuse tensors that fp32 does not hold, or that the sum can't be rounded to."""
+    """Refuse tensors that fp32 can't represent, or whose dtype the sum can't be rounded to."""
     for name, each in stored.tensors.items():
         if each.dtype.is_floating_point and name_of(each.dtype) not in PLAIN_DTYPES:
             raise ValueError(
@@ -270,7 +270,7 @@ def _check_dtypes(base: Path, stored: PlainCheckpoint) -> None:
 
 
 def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
-    """Round each tensor once, to the dtype that the base's files have for it; what is new, to that of most weights."""
+    """Round each tensor once, to its dtype in the base's files; a new tensor to the dtype with the most bytes."""
     index = NameIndex(stored.tensors)
     sizes: Counter[torch.dtype] = Counter()
     for each in stored.tensors.values():
@@ -291,7 +291,7 @@ def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
 
 
 def _check_files(merged: nn.Module, base: PlainCheckpoint, new: PlainCheckpoint, touched: frozenset[str]) -> None:
-    """Compare what was written with the sums, and what no adapter touches with the base's files."""
+    """Compare the written tensors with the sums, and untouched tensors with the base's files."""
     state, index = merged.state_dict(), NameIndex(base.tensors)
     for name, tensor in new.tensors.items():
         written = tensor.sha256()
@@ -306,7 +306,7 @@ def _check_files(merged: nn.Module, base: PlainCheckpoint, new: PlainCheckpoint,
 
 
 def _check_loaded(merged: nn.Module, make: Any, folder: Path) -> None:
-    """Compare what transformers load from a folder with what was to be written."""
+    """Compare the tensors that transformers loads from a folder with the merged ones."""
     loaded, report = make.from_pretrained(folder, dtype="auto", output_loading_info=True)
     found, wanted = loaded.state_dict(), merged.state_dict()
     lost = sorted((found.keys() ^ wanted.keys()) | set(report["missing_keys"]))
@@ -328,19 +328,19 @@ def _count(model: Any) -> tuple[int, tuple[str, ...]]:
 
 
 def _copy_rest(stored: PlainCheckpoint, output: Path) -> None:
-    """Copy what models saved by transformers leave behind: settings of images and sounds, code, a licence."""
+    """Copy the files that `save_pretrained` does not write: settings of images and sounds, code, a licence."""
     shards = {each.shard for each in stored.tensors.values()}
     for relative in stored.files:
         source, target = stored.folder / relative, output / relative
         is_weight = source in shards or relative.name.endswith(".index.json")
-        # The tokenizer may be the adapter's, of which files of the base's would not be.
+        # The tokenizer may be the adapter's, to which files of the base's would not belong.
         if not is_weight and not target.exists() and not _OF_TOKENIZER.match(relative.name):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
 
 
 def _save_tokenizer(folders: tuple[Path, ...], output: Path) -> bool:
-    """Save the tokenizer of the first folder that has one."""
+    """Save the tokenizer of the first folder that has one; return whether there is one."""
     from transformers import AutoTokenizer
 
     for folder in folders:

@@ -1,6 +1,6 @@
-"""Outputs by which a merge is judged: of the model for eight tokens, and of each adapted layer by itself.
+"""Outputs that verify a merge: of the model for eight tokens, and of each adapted layer by itself.
 
-The layers are judged by themselves because an error in one of them may be small beside the effect of all others.
+Each layer is verified separately, because an error in one may be small beside the effect of all others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from slivertune.core.forward_trace import dummy_batch
 from slivertune.deltas.adapter_load import base_name
 
 TOLERANCE = 1e-3
-"""Largest difference, as a part of the adapter's own effect."""
+"""Largest difference, as a fraction of the adapter's own effect."""
 _ROUNDING = 1e-5
-"""As a part of the largest output: what fp32 leaves of a sum that is added up in another order, over many layers."""
+"""Largest difference, as a fraction of the largest output, for fp32 sums in another order over many layers."""
 _NUM_TOKENS = 8
 _MOST_ROWS = 4096
-"""Rows of an embedding that are compared."""
+"""Number of an embedding's rows that are compared."""
 
 
 def choose_inputs(model: Any, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ def choose_inputs(model: Any, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
 
 def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     rows = int(model.get_input_embeddings().weight.shape[0])
-    # Ids of padding, images and such are read as what they stand for.
+    # Ids of padding, images and the like have special meanings, so they are left out.
     named = [value for name, value in model.config.to_dict().items() if name.endswith("token_id")]
     special = {each for value in named for each in (value if isinstance(value, (list, tuple)) else [value])}
     spread = (each for each in range(0, rows, max(1, rows // (2 * _NUM_TOKENS))) if each not in special)
@@ -51,9 +51,9 @@ def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def outputs_of(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Run a model; its logits, or the first tensor that it returns, in fp32."""
+    """Run a model; return its logits, or the first floating-point tensor of its outputs, in fp32."""
     with torch.random.fork_rng(devices=[]):
-        # Some models draw in every forward.
+        # Some models draw random numbers in every forward.
         torch.manual_seed(0)
         found = model(**inputs)
     tensors = (each for each in found.values() if isinstance(each, torch.Tensor) and each.is_floating_point())
@@ -62,7 +62,7 @@ def outputs_of(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerOutputs:
-    """What a layer puts out."""
+    """Inputs of a layer, and its outputs without and with the adapter."""
 
     inputs: torch.Tensor
     base: torch.Tensor
@@ -71,10 +71,10 @@ class LayerOutputs:
 
 @torch.no_grad()
 def outputs_of_layers(model: Any, tokens: Sequence[int]) -> dict[str, LayerOutputs]:
-    """Run each adapted layer that is linear or an embedding, by its path in the base.
+    """Run each adapted layer that is linear or an embedding; return the outputs by its path in the base.
 
     Args:
-        model: The base with the adapter beside its weights, not merged.
+        model: The base with the adapter attached, not merged.
         tokens: Ids that must be among the rows.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -102,27 +102,27 @@ def _inputs_of_layer(layer: nn.Module, tokens: Sequence[int]) -> torch.Tensor | 
 
 @torch.no_grad()
 def check_layers(outputs: Mapping[str, LayerOutputs], model: nn.Module) -> None:
-    """Check that each layer of a merged model does what the base's did with the adapter.
+    """Check that each layer of a merged model gives the outputs of the base's layer with the adapter.
 
     Args:
-        outputs: From `outputs_of_layers`.
+        outputs: Outputs from `outputs_of_layers`.
         model: The merged model.
 
     Raises:
-        ValueError: Naming the first layer that differs.
+        ValueError: If a layer differs; names the first one.
     """
     for path, layer in outputs.items():
         check_outputs(layer.base, layer.adapted, model.get_submodule(path)(layer.inputs), where=path)
 
 
 def check_outputs(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tensor, *, where: str = "the model") -> None:
-    """Check that merged weights do what the base and the adapter do, before they are rounded.
+    """Check that merged weights, before rounding, give the outputs of the base with the adapter.
 
     Args:
-        base: Outputs of the base alone; of a vocabulary that was resized since, those of its first tokens.
-        adapted: Outputs of the base with the adapter beside it.
+        base: Outputs of the base alone; if the vocabulary was resized since, those of its first tokens.
+        adapted: Outputs of the base with the adapter attached.
         merged: Outputs of the merged weights.
-        where: What put them out, for the error.
+        where: Name of the layer or model, for the error.
 
     Raises:
         ValueError: If they differ by more than `TOLERANCE` of the adapter's own effect.
@@ -131,7 +131,7 @@ def check_outputs(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tenso
     effect = (adapted[..., :known] - base[..., :known]).abs().max()
     difference = (merged - adapted).abs().max()
     limit = max(TOLERANCE * effect, _ROUNDING * adapted.abs().max())
-    # A comparison with NaN is false.
+    # Written so that NaN fails: a comparison with NaN is false.
     if not difference <= limit:
         raise ValueError(
             f"{where} puts out {float(difference):.3g} more or less than with the adapter beside it. The adapter's own "

@@ -1,4 +1,4 @@
-"""Which tensors of a model or checkpoint deltas belong to, and what their sum adds to each. Nothing is written here."""
+"""Matching of deltas with tensors of a model or checkpoint, and their sums per tensor. Nothing is written here."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from slivertune.deltas.names import NameIndex
 from slivertune.deltas.sparse_file import DeltaFileError
 
 Source = Mapping[str, SparseDelta] | DeltaFile | str | Path
-"""Deltas in memory, read from a folder, or the folder."""
+"""Deltas in memory, deltas read from a folder, or the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Destination(ABC):
     """A tensor that deltas can be added to."""
 
     name: str
-    """Its name where it lies."""
+    """Name of the tensor in its model or checkpoint."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Its extents."""
+    """Extents of the tensor."""
 
     @abstractmethod
     def sha256(self) -> str:
-        """Hash of its bits."""
+        """Hash the tensor's bits."""
 
 
 D = TypeVar("D", bound=Destination)
@@ -37,26 +37,26 @@ D = TypeVar("D", bound=Destination)
 
 @dataclass(frozen=True, slots=True)
 class Addition(Generic[D]):
-    """What is added to one tensor."""
+    """Sum of the deltas of one tensor."""
 
     target: D
     delta: SparseDelta
-    """The sum, on the CPU."""
+    """Sum of the deltas, on the CPU."""
     overlap: Overlap
     sha256: str | None
-    """Hash of the tensor's bits as they are, where the check of the base needed it."""
+    """Hash of the tensor's present bits; None if the check of the base did not need it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetInfo:
-    """Where the tensors are, and what errors say of it."""
+    """Model or checkpoint that holds the tensors, and its words in errors."""
 
     name: str
-    """What it is called."""
+    """Name of the model or checkpoint."""
     unknown: str
-    """The way out when a name is not found."""
+    """Way out if a name is not found."""
     quantized: str
-    """The way out when the tensor is quantised."""
+    """Way out if the tensor is quantised."""
     allow_quantized_base: bool
     """Whether deltas that were trained over codes may be added to plain weights."""
     has_copies: bool
@@ -66,18 +66,18 @@ class TargetInfo:
 def read_sources(sources: Source | Sequence[Source]) -> list[DeltaFile]:
     """Read and name deltas.
 
-    Deltas in memory have no base: what is known of them is their shape.
+    Deltas in memory have no base; only their shape is known.
 
     Args:
-        sources: One or several of folders, files that were read, and deltas by name.
+        sources: One or several folders, files that were read, or deltas by name.
 
     Returns:
-        One entry a source.
+        One entry per source.
 
     Raises:
         FileNotFoundError: If a folder holds no deltas.
-        ValueError: If there is none, or one of them is not valid.
-        TypeError: If one is none of these.
+        ValueError: If there is no source, or one is invalid.
+        TypeError: If a source is of another type.
     """
     listed = [sources] if isinstance(sources, (str, Path, DeltaFile, Mapping)) else list(sources)
     if not listed:
@@ -88,23 +88,23 @@ def read_sources(sources: Source | Sequence[Source]) -> list[DeltaFile]:
 def add_up(
     files: Sequence[DeltaFile], targets: Mapping[str, D], info: TargetInfo, *, hash_base: bool
 ) -> list[Addition[D]]:
-    """Find the tensors that deltas belong to, check that they are the base, and sum what is added to each.
+    """Find the deltas' tensors, check that they are the base, and sum the deltas of each.
 
     Args:
         files: The deltas.
         targets: Tensors by name; tied weights are one object under several names.
-        info: Where the tensors are.
+        info: Description of the model or checkpoint.
         hash_base: Whether to compare the bits of the tensors with those that the deltas were trained on.
 
     Returns:
-        One addition a tensor, in the order of the files.
+        One addition per tensor, in the order of the files.
 
     Raises:
         DeltaFileError: If a tensor is absent, quantised, of another shape or dtype, or not the base.
     """
     names = NameIndex(targets)
     found = [(file, *pair) for file in files for pair in _pairs(file, targets, names, info)]
-    # What costs a reading of the tensors comes last.
+    # Checks that read the tensors come last.
     checked = {id(target): target for file, name, target in found if hash_base and _is_plain(file, name)}
     hashes = {key: target.sha256() for key, target in checked.items()}
     deltas_of: dict[int, tuple[D, list[SparseDelta]]] = {}
@@ -119,7 +119,7 @@ def add_rounded(name: str, pretrained: torch.Tensor, values: torch.Tensor) -> to
     """Add a delta to pretrained values in fp32 and round once.
 
     Args:
-        name: The tensor's name, for the error.
+        name: Name of the tensor, for the error.
         pretrained: Shape (n,), the weight's dtype.
         values: float32, shape (n,), same device.
 

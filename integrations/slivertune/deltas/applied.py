@@ -1,4 +1,4 @@
-"""Deltas on a loaded model: added in place, and taken off again to the bit."""
+"""Deltas on a loaded model: added in place, and removed exactly, to the bit."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def apply(
     check_base: bool = True,
     allow_quantized_base: bool = False,
 ) -> AppliedDeltas:
-    """Add deltas to a model's weights in place; `remove()` gives the pretrained bits back.
+    """Add deltas to a model's weights in place; `remove()` restores the pretrained bits.
 
-    Several deltas are summed in fp32, added in fp32 and rounded once. Costs, beside every touched weight, an int32
-    position and its pretrained bits on its device. Either all tensors are changed or none.
+    Several deltas are summed in fp32, added in fp32 and rounded once. Costs an int32 position and the pretrained bits
+    per touched weight, on its device. Either all tensors are changed or none.
 
     Args:
         model: The model, on any device, in float32, bfloat16 or float16.
-        deltas: One or several of folders that `save_pretrained` wrote, what `load` returned, and deltas by name.
+        deltas: One or several folders of `save_pretrained`, results of `load`, or deltas by name.
         check_base: Whether to compare the bits of the weights with those that the deltas were trained on, which reads
-            them once. Deltas in memory have nothing to compare with.
+            the weights once. Deltas in memory have no base to compare with.
         allow_quantized_base: Whether deltas that were trained over a 4-bit model may be added to the weights from which
-            it was quantised. Their results are near, not the same.
+            it was quantised. Results are then close, not equal.
 
     Returns:
-        A handle, also a context manager, which removes the deltas and tells their overlap.
+        A handle, also a context manager, which removes the deltas and reports their overlap.
 
     Raises:
         FileNotFoundError: If a folder holds no deltas.
@@ -77,19 +77,19 @@ class AppliedDeltas:
 
     def __init__(self, overlap_of: dict[str, Overlap]) -> None:
         self.overlap_of = overlap_of
-        """How many weights of each changed tensor the deltas touch, and how many of them two or more do."""
+        """Overlap of each changed tensor: number of touched weights, and of those that several deltas touch."""
         self._changes: list[_Change] = []
 
     @property
     def overlap(self) -> Overlap:
-        """The same over all tensors."""
+        """Overlap over all tensors."""
         return total_overlap(self.overlap_of.values())
 
     def remove(self) -> None:
-        """Give the touched weights their pretrained bits back; a second call does nothing.
+        """Restore the pretrained bits of the touched weights; a second call does nothing.
 
         Raises:
-            RuntimeError: If weights have changed since, in which case nothing is restored.
+            RuntimeError: If weights have changed since; nothing is restored then.
         """
         for change in self._changes:
             change.check()
@@ -108,7 +108,7 @@ class AppliedDeltas:
         indices = addition.delta.indices.to(weight.device)
         pretrained = read_flat(weight, indices)
         changed = add_rounded(name, pretrained, addition.delta.values.to(weight.device))
-        # First on the list, so that an interruption between the two lines is undone as well.
+        # Listed before the write, so that an interruption between the two lines is undone as well.
         self._changes.append(_Change(name, weight, indices, pretrained, hash_tensor(changed)))
         write_flat(weight, indices, changed)
 
@@ -126,7 +126,7 @@ class _Change:
     indices: torch.Tensor
     pretrained: torch.Tensor
     sha256: str
-    """Of the changed entries: keeps the check of `remove` from costing a copy of them."""
+    """Hash of the changed entries; with it, the check of `remove` needs no copy of them."""
 
     def check(self) -> None:
         if self.weight.dtype != self.pretrained.dtype:
@@ -135,7 +135,7 @@ class _Change:
                 "remove them before the model is cast, or load it again"
             )
         now = hash_tensor(read_flat(self.weight, self.indices.to(self.weight.device)))
-        # An interrupted removal has restored some already.
+        # An interrupted removal may already have restored this one.
         if now not in (self.sha256, hash_tensor(self.pretrained)):
             raise RuntimeError(
                 f"{self.name!r} has changed since deltas were applied, and removing them would lose that; remove what "

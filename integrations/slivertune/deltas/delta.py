@@ -1,4 +1,4 @@
-"""A sparse difference of one weight from its pretrained value: sorted flat positions, fp32 values; sums of several."""
+"""A sparse difference of one weight from its pretrained value: sorted flat positions and fp32 values; and sums."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 import torch
 
 INDEX_LIMIT = 2**31
-"""Elements of the largest tensor whose flat positions fit in int32."""
+"""Limit on a tensor's number of elements, below which all flat positions fit in int32."""
 
 
 @dataclass(frozen=True)
 class SparseDelta:
-    """What is added to one tensor (phi at the positions eta; SFT, equations 3 to 6).
+    """Sparse change of one tensor (phi at the positions eta; SFT, equations 3 to 6).
 
     Raises:
-        ValueError: If positions and values do not belong together, or the positions are not those of such a tensor.
+        ValueError: If positions and values do not fit together, or positions do not fit the tensor.
     """
 
     indices: torch.Tensor
     """int32, shape (n,): positions in the flattened tensor, strictly increasing."""
     values: torch.Tensor
-    """float32, shape (n,): what is added there; zero where nothing was learnt yet."""
+    """float32, shape (n,): values to add there; zero if nothing was learnt yet."""
     shape: tuple[int, ...]
     """Extents of the dense tensor."""
 
@@ -39,7 +39,7 @@ class SparseDelta:
 
     @property
     def num_weights(self) -> int:
-        """Positions that the delta covers."""
+        """Number of positions that the delta covers."""
         return self.indices.numel()
 
 
@@ -48,10 +48,10 @@ def check_positions(indices: torch.Tensor, num_elements: int) -> None:
 
     Args:
         indices: Integer positions, shape (n,).
-        num_elements: Elements of the tensor.
+        num_elements: Number of elements of the tensor.
 
     Raises:
-        ValueError: Naming the first rule that is broken.
+        ValueError: If a rule is broken; names the first one.
     """
     if num_elements >= INDEX_LIMIT:
         raise ValueError(f"a tensor of {num_elements} elements has positions beyond int32; at most {INDEX_LIMIT - 1}")
@@ -75,7 +75,7 @@ def read_flat(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def write_flat(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
     """Set the entries of a tensor at flat positions (row-major, whatever the strides), in place."""
     flat, positions = tensor.detach(), indices.long()
-    # `put_` has no deterministic form, even where no position comes twice.
+    # `put_` has no deterministic form, even if no position repeats.
     with torch.no_grad():
         if flat.is_contiguous():
             flat.view(-1).index_copy_(0, positions, values)
@@ -85,14 +85,14 @@ def write_flat(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How many weights deltas touch, and how many of them two or more do."""
+    """Number of weights that deltas touch, and of those that two or more touch."""
 
     num_touched: int
     num_shared: int
 
     @property
     def share(self) -> float:
-        """Shared weights as a part of those touched, in [0, 1]."""
+        """Shared weights as a fraction of the touched ones, in [0, 1]."""
         return self.num_shared / self.num_touched if self.num_touched else 0.0
 
 
@@ -106,7 +106,7 @@ def sum_deltas(deltas: Sequence[SparseDelta]) -> tuple[SparseDelta, Overlap]:
     """Sum deltas of one tensor in fp32, in their order.
 
     Args:
-        deltas: At least one; of one shape.
+        deltas: At least one delta; all of one shape.
 
     Returns:
         The sum on the CPU, at the union of the positions, and the overlap.
@@ -123,6 +123,6 @@ def sum_deltas(deltas: Sequence[SparseDelta]) -> tuple[SparseDelta, Overlap]:
     indices, counts = torch.unique(torch.cat([delta.indices.cpu() for delta in deltas]), return_counts=True)
     total = torch.zeros(len(indices), dtype=torch.float32, device="cpu")
     for delta in deltas:
-        # One delta touches a position once, so that the order of additions is that of the deltas.
+        # No position repeats within a delta, so the order of additions is that of the deltas.
         total[torch.searchsorted(indices, delta.indices.cpu())] += delta.values.cpu()
     return SparseDelta(indices, total, first.shape), Overlap(len(indices), int((counts > 1).sum()))

@@ -1,8 +1,8 @@
 """Deltas in a folder: one safetensors file with positions, values, the configuration and a hash of each base tensor.
 
-Nothing in it is ever unpickled. The file holds, for each tensor, its sorted int32 positions and float32 values, and in
-its metadata `config`, `base_model_name` and a table: shape, dtype and SHA-256 of the base tensor, and the other names
-that it was tied to; and a hash of the whole file, so that no changed bit goes unnoticed.
+Nothing in it is ever unpickled. For each tensor, the file holds sorted int32 positions and float32 values. Its metadata
+have `config`, `base_model_name`, a table of base tensors (shape, dtype, SHA-256, other names of a tied tensor), and a
+hash of the whole file, so that no changed bit goes unnoticed.
 """
 
 import re
@@ -19,9 +19,9 @@ from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.sparse_file import DeltaFileError, check_entries, read_sparse_file, write_sparse_file
 
 DELTA_FILE = "sft_delta.safetensors"
-"""The file in the folder."""
+"""Name of the file in the folder."""
 VERSION = 2
-"""Version of the file's form."""
+"""Version of the file format."""
 _KIND = "slivertune.sft_delta"
 PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of weights that deltas can be added to."""
@@ -29,14 +29,14 @@ PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class BaseTensor:
-    """What identifies the tensor that a delta was trained on."""
+    """Identity of the tensor that a delta was trained on."""
 
     dtype: str
-    """Name of its dtype in torch; that of the codes when it was quantised."""
+    """Name of its dtype in torch; if it was quantised, that of the codes."""
     sha256: str
     """Hash of its bits (`hash_tensor`)."""
     tied_names: tuple[str, ...] = ()
-    """Other names of the same tensor in the model that was trained."""
+    """Other names of the same tensor in the trained model."""
 
     @property
     def is_quantized(self) -> bool:
@@ -46,18 +46,18 @@ class BaseTensor:
 
 @dataclass(frozen=True, slots=True)
 class DeltaFile:
-    """What a folder of deltas holds, checked."""
+    """Checked content of a folder of deltas."""
 
     deltas: dict[str, SparseDelta]
-    """Delta of each tensor, by its name in the model that was trained; on the CPU."""
+    """Delta of each tensor, by its name in the trained model; on the CPU."""
     config: dict[str, Any]
-    """Settings of the training, as they were given to `save_pretrained`."""
+    """Settings of the training, as given to `save_pretrained`."""
     base: dict[str, BaseTensor]
-    """What identifies each base tensor."""
+    """Identity of each base tensor."""
     base_model_name: str | None
     """Folder or hub id of the base, if it was given."""
     source: str
-    """Where the deltas were read from; errors name it."""
+    """Origin of the deltas, for errors."""
 
 
 def save_pretrained(
@@ -70,21 +70,21 @@ def save_pretrained(
     base_hashes: Mapping[str, str] | None = None,
     base_model_name: str | None = None,
 ) -> None:
-    """Write deltas; the folder appears whole, and in a folder that exists the file does.
+    """Write deltas. A new folder appears complete or not at all; in an existing folder, the file does.
 
     Args:
-        folder: Where to write. An older file of deltas in it is replaced; nothing else in it is touched.
+        folder: Folder to write to. An older file of deltas in it is replaced; nothing else in it is touched.
         deltas: Delta of each tensor, by name.
-        config: Settings of the training; what JSON can hold.
-        base: The tensors that the deltas were trained on, by name. Names beyond those of `deltas` may be there, and
-            must be for tied weights to be known as tied: `dict(model.named_parameters(remove_duplicate=False))`.
-        base_values: Pretrained values at the positions of a delta, for tensors in `base` that hold the sums by now.
-        base_hashes: What `hash_tensor` says of the pretrained tensors that `base` has on the meta device.
+        config: Settings of the training, in types that JSON supports.
+        base: Tensors that the deltas were trained on, by name. Names beyond those of `deltas` are allowed, and are
+            needed to detect tied weights: `dict(model.named_parameters(remove_duplicate=False))`.
+        base_values: Pretrained values at a delta's positions, for tensors in `base` that already hold the sums.
+        base_hashes: Results of `hash_tensor` for pretrained tensors that `base` has on the meta device.
         base_model_name: Folder or hub id of the base model.
 
     Raises:
         ValueError: If there is nothing to save, or a delta has no base tensor, does not fit it, or is not finite.
-        OSError: If it can't be written; names the folder, and what it needed. What was there before is whole.
+        OSError: If writing fails; names the folder and the space needed. Older content stays complete.
     """
     folder = Path(folder)
     base_values = base_values or {}
@@ -123,15 +123,14 @@ def save_pretrained(
 
 
 def load(folder: str | Path, *, base: Mapping[str, torch.Tensor] | None = None) -> DeltaFile:
-    """Read deltas, and check everything that the file says before it is used.
+    """Read deltas, and check the whole content of the file before it is used.
 
     Args:
-        folder: What `save_pretrained` wrote.
-        base: If given, the tensors that the deltas are to be used on, by the names of the file: their hashes must be
-            those of the file.
+        folder: Folder of `save_pretrained`.
+        base: Tensors to use the deltas on, by the names in the file; if given, their hashes must be those of the file.
 
     Returns:
-        The deltas and what is said of them.
+        The deltas and their metadata.
 
     Raises:
         FileNotFoundError: If the folder holds no file of deltas.
@@ -164,17 +163,17 @@ def load(folder: str | Path, *, base: Mapping[str, torch.Tensor] | None = None) 
 
 
 def check_base(source: str, name: str, expected: BaseTensor, *, dtype: torch.dtype, sha256: str | None) -> None:
-    """Refuse a tensor that is not the one that a delta was trained on.
+    """Refuse a tensor other than the one that a delta was trained on.
 
     Args:
-        source: Where the delta comes from.
-        name: The tensor's name there.
-        expected: What the delta was trained on.
-        dtype: Dtype of the tensor at hand.
-        sha256: Hash of the tensor at hand; None compares dtypes alone.
+        source: Origin of the delta.
+        name: Name of the tensor there.
+        expected: Identity of the tensor that the delta was trained on.
+        dtype: Dtype of this tensor.
+        sha256: Hash of this tensor; None compares only dtypes.
 
     Raises:
-        DeltaFileError: If dtype or bits are others.
+        DeltaFileError: If dtype or bits differ.
     """
     here = name_of(dtype)
     if here != expected.dtype:
@@ -190,7 +189,7 @@ def check_base(source: str, name: str, expected: BaseTensor, *, dtype: torch.dty
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The dtype's name, such as `bfloat16`."""
+    """Return the dtype's name, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -236,5 +235,5 @@ def _check_fits(name: str, delta: SparseDelta, base: Mapping[str, torch.Tensor])
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two names of one tensor share: tied weights are one parameter, or two of the same memory."""
+    """Return a key that all names of one tensor share: tied weights are one parameter, or two in the same memory."""
     return tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape)

@@ -1,8 +1,8 @@
-"""Hashes by which a base tensor is known, and by which a bit changed anywhere in a file is noticed.
+"""Hashes that identify a base tensor, and that reveal any changed bit in a file.
 
-A tensor's hash is that of its exact bits, taken without a second copy of a large one. A file's hash is kept in its own
-safetensors metadata: it is that of all bytes with zeros where it stands itself, the header with every name, offset and
-setting, and the data. It tells damage, not who wrote the file.
+A tensor's hash covers its exact bits, without a second copy of a large tensor. A file's hash is stored in its own
+safetensors metadata. It covers all bytes (the header with every name, offset and setting, and the data), with zeros in
+place of the hash itself. It shows damage, not who wrote the file.
 """
 
 import hashlib
@@ -13,21 +13,21 @@ from pathlib import Path
 import torch
 
 CHUNK_BYTES = 2**24
-"""Bytes of a tensor or file that are copied at a time."""
+"""Bytes of a tensor or file that are copied at once."""
 FIELD = "file_sha256"
-"""Key of the metadata."""
+"""Key of the file's hash in the metadata."""
 UNKNOWN = 64 * "0"
-"""What is written there first."""
+"""Value of the hash until `write_file_hash` replaces it."""
 
 
 def hash_tensor(tensor: torch.Tensor, entries: tuple[torch.Tensor, torch.Tensor] | None = None) -> str:
     """Hash the bits of a tensor at its own dtype, in row-major order, whatever its device and strides.
 
-    Costs one chunk of host memory, and one of the device's when the tensor is not contiguous.
+    Costs one chunk of host memory, and one on the device if the tensor is not contiguous.
 
     Args:
         tensor: Any shape and dtype; whole and on a device that holds data.
-        entries: Flat positions (sorted integers) and values at which the tensor is to be taken for another one; it is
+        entries: Flat positions (sorted integers) and values that replace the tensor's own in the hash; the tensor is
             not changed.
 
     Returns:
@@ -68,7 +68,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def write_file_hash(path: Path) -> None:
-    """Put the hash into a file that was written with `UNKNOWN` in its place. Costs one read of the file.
+    """Write the hash into a file that was written with `UNKNOWN` in its place. Costs one read of the file.
 
     Args:
         path: The file.
@@ -82,11 +82,11 @@ def write_file_hash(path: Path) -> None:
 
 
 def has_its_hash(path: Path, claimed: object) -> bool:
-    """Whether a file holds the bytes that were written. Costs one read of it.
+    """Return whether a file still holds the bytes that were written. Costs one read of the file.
 
     Args:
         path: A safetensors file.
-        claimed: What its metadata say.
+        claimed: Hash in its metadata.
     """
     if not isinstance(claimed, str) or not re.fullmatch("[0-9a-f]{64}", claimed):
         return False
@@ -95,7 +95,7 @@ def has_its_hash(path: Path, claimed: object) -> bool:
 
 
 def _find(path: Path, digest: str) -> int | None:
-    """Where the digits stand in the file; None where that is not plain."""
+    """Find the offset of the hash's digits in the file; None if it is ambiguous."""
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     before = f'"{FIELD}":"'.encode("ascii")

@@ -1,9 +1,9 @@
-"""Deltas merged into a plain checkpoint, file by file, and taken out of it again to the bit.
+"""Deltas merged into a plain checkpoint, file by file, and removed from it exactly, to the bit.
 
-The copy's shards are those of the base, byte for byte, except for the touched entries; no model is built, and no tensor
+The copy's shards are those of the base, byte for byte, except for the touched entries. No model is built, and no tensor
 is loaded whole. `sft_undo/base_values.safetensors` in the merged folder keeps the base's bits of the touched entries,
-as rounding can't be inverted: 4 bytes a position and the weight's own bytes. It also has a hash of every file of the
-base, by which unmerging knows that it gives the base back.
+since rounding can't be inverted: 4 bytes per position, and the weight's own bytes. It also has a hash of every file of
+the base, with which `unmerge` verifies that it restores the base.
 """
 
 import hashlib
@@ -24,29 +24,29 @@ from slivertune.deltas.sparse_file import DeltaFileError, read_sparse_file, writ
 from slivertune.deltas.written import check_written
 
 UNDO_FILE = "base_values.safetensors"
-"""The base's bits of the touched entries."""
+"""Name of the file with the base's bits of the touched entries."""
 REPORT_FILE = "merged.json"
-"""What was merged, and the overlap of each tensor."""
+"""Name of the report: the merged deltas, and the overlap of each tensor."""
 VERSION = 2
-"""Version of the undo file's form."""
+"""Version of the undo file's format."""
 _KIND = "slivertune.sft_undo"
 
 Progress = Callable[[str, int, int], None]
-"""Is told what is being done, how much of it is done, and how much there is; 0 of 0 where that isn't known."""
+"""Function that gets the current stage, the amount done and the total; 0 of 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a merge did."""
+    """Result of a merge."""
 
     overlap_of: dict[str, Overlap]
-    """Weights that were touched, and those that two or more deltas touch, of each tensor."""
+    """Overlap of each tensor: touched weights, and those that two or more deltas touch."""
     left_out: list[Path]
     """Files of the base with other forms of its weights, which were not copied."""
 
     @property
     def overlap(self) -> Overlap:
-        """The same over all tensors."""
+        """Overlap over all tensors."""
         return total_overlap(self.overlap_of.values())
 
 
@@ -61,23 +61,23 @@ def merge(
     """Write a copy of a checkpoint with deltas added to its weights.
 
     Several deltas are summed in fp32, added in fp32 and rounded once. Each tensor is then read back and compared with
-    the base's and the sum. The copy appears whole or not at all.
+    the base's and the sum. The copy appears complete or not at all.
 
     Args:
         checkpoint: Folder of the base, with safetensors files; never changed.
         deltas: As for `apply`.
-        output: The folder to write; must not exist.
+        output: Folder to write; must not exist.
         allow_quantized_base: Whether deltas that were trained over a 4-bit model may be added to the 16-bit checkpoint
-            from which it was quantised. Its results are near, not the same.
-        progress: Is told how far the work is.
+            from which it was quantised. Results are then close, not equal.
+        progress: Function that gets the progress.
 
     Returns:
-        What was merged.
+        Details of the merge.
 
     Raises:
         FileExistsError: If `output` exists.
-        FileNotFoundError: If the checkpoint or the deltas are not there.
-        ValueError: If the checkpoint is quantised, has deltas merged already, or is not the base of the deltas; if a
+        FileNotFoundError: If the checkpoint or the deltas are missing.
+        ValueError: If the checkpoint is quantised, already has merged deltas, or is not the base of the deltas; if a
             file of deltas is damaged or hostile. Nothing is written then.
     """
     checkpoint, output = Path(checkpoint), Path(output)
@@ -113,14 +113,14 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
     """Write a copy of a merged checkpoint with the base's bits restored; its shards are the base's, byte for byte.
 
     Args:
-        checkpoint: What `merge` wrote; never changed.
-        output: The folder to write; must not exist.
-        progress: Is told how far the work is.
+        checkpoint: Folder that `merge` wrote; never changed.
+        output: Folder to write; must not exist.
+        progress: Function that gets the progress.
 
     Raises:
         FileExistsError: If `output` exists.
         FileNotFoundError: If the folder is no merged checkpoint.
-        ValueError: If the folder was changed since it was merged, or a file is damaged. Nothing is written then.
+        ValueError: If the folder was changed since the merge, or a file is damaged. Nothing is written then.
     """
     checkpoint, output = Path(checkpoint), Path(output)
     check_absent(output)
@@ -152,7 +152,7 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
 
 
 def _check_copies(base: PlainCheckpoint, additions: Sequence[Addition[StoredTensor]]) -> None:
-    """Refuse to change one of two copies of a tied embedding, which transformers would then no longer tie."""
+    """Refuse to change only one of two copies of a tied embedding; transformers would no longer tie them."""
     sums = {addition.target.name: addition.delta for addition in additions}
     for name, delta in sums.items():
         for copy in base.tied_copies(name):
@@ -185,7 +185,7 @@ def _size(checkpoint: PlainCheckpoint) -> int:
 
 
 def _copy(base: PlainCheckpoint, new: Path, progress: Progress) -> dict[str, str]:
-    """Copy the files of a checkpoint; the SHA-256 of each."""
+    """Copy the files of a checkpoint; return the SHA-256 of each."""
     total, done = _size(base), 0
     hashes = {}
     for file in base.files:
@@ -208,15 +208,15 @@ def _write_undo(
     additions: Sequence[Addition[StoredTensor]],
     merged: Sequence[tuple[StoredTensor, torch.Tensor, str, str]],
 ) -> None:
-    """Write what unmerging needs, and a report.
+    """Write the undo file and a report.
 
     Args:
-        folder: Is made for both.
+        folder: Folder of both, which is made here.
         hashes: SHA-256 of every file of the base.
         files: The deltas.
-        additions: What was added.
-        merged: For each addition the tensor that holds the sum, the base's values of the touched entries, and the
-            hashes of the base's tensor and of the sum.
+        additions: Sums that were added.
+        merged: For each addition, the tensor with the sum, the base's values of the touched entries, and the hashes of
+            the base's tensor and of the sum.
     """
     folder.mkdir()
     added = [(addition, *pair) for addition, pair in zip(additions, merged, strict=True)]
@@ -265,7 +265,7 @@ def _check_merged(path: Path, name: str, said: dict[str, object], merged: PlainC
 
 
 def _check_files(checkpoint: Path, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Files that were added since are let through."""
+    """Check that the base's files are unchanged; files that were added since are accepted."""
     for name, sha256 in expected.items():
         if found.get(name) != sha256:
             raise DeltaFileError(

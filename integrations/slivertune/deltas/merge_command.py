@@ -1,4 +1,4 @@
-"""The commands `slivertune merge` and `slivertune unmerge`: what they print while they work, and after."""
+"""The commands `slivertune merge` and `slivertune unmerge`: their checks, progress and printed results."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,17 +21,17 @@ from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
 
 
 def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_quantized_base: bool) -> None:
-    """Merge deltas, or a LoRA adapter, into a checkpoint and say what was done.
+    """Merge deltas, or a LoRA adapter, into a checkpoint and print the result.
 
     Args:
-        deltas: Folders with deltas; or that of one adapter.
-        output: The folder to write.
-        base: Folder of the base or its hub id in the cache; None takes what the deltas name.
+        deltas: Folders with deltas, or the folder of one adapter.
+        output: Folder to write.
+        base: Folder of the base or its hub id in the cache; None uses the base that the deltas name.
         allow_quantized_base: As for `merge`.
 
     Raises:
-        ValueError: If the base is not known, or `merge` raises it; if an adapter does not come alone.
-        FileNotFoundError: If the base is not there.
+        ValueError: If the base is unknown, `merge` raises it, or an adapter is not given alone.
+        FileNotFoundError: If the base is missing.
         ImportError: If an adapter is given, and PEFT is not installed.
     """
     check_place(Path(output), "--output_dir")
@@ -65,7 +65,7 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
 
 
 def _check_deltas(folder: Path) -> None:
-    """Refuse what is no folder of deltas, and ask for those of a run."""
+    """Refuse a path that is no folder of deltas; suggest the folders of deltas in it."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; name one with SFT's deltas or a LoRA adapter")
     within = _within(folder)
@@ -75,7 +75,7 @@ def _check_deltas(folder: Path) -> None:
 
 
 def _within(folder: Path) -> list[Path]:
-    """List folders of deltas and adapters in another: a run's, or those that PEFT saves under names of their own."""
+    """List a folder's subfolders of deltas and adapters: a run's, or adapters that PEFT saves by name."""
     return sorted(each for each in folder.iterdir() if (each / DELTA_FILE).is_file() or is_adapter(each))
 
 
@@ -121,11 +121,11 @@ def _merge_one_adapter(
 
 
 def run_unmerge(merged: str, output: str) -> None:
-    """Take deltas out of a merged checkpoint and say so.
+    """Remove deltas from a merged checkpoint and print the result.
 
     Args:
-        merged: What `merge` wrote.
-        output: The folder to write.
+        merged: Folder that `merge` wrote.
+        output: Folder to write.
     """
     check_place(Path(output), "--output_dir")
     check_absent(Path(output))
@@ -135,11 +135,11 @@ def run_unmerge(merged: str, output: str) -> None:
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Path:
-    """Find a checkpoint: a folder, or a hub id whose files were loaded before.
+    """Find a checkpoint: a folder, or a hub id in the cache.
 
     Args:
         name: The folder or hub id.
-        revision: Of a model on the hub; its main branch by default.
+        revision: Revision of a model on the hub; its main branch by default.
 
     Returns:
         The folder.

@@ -1,25 +1,25 @@
-"""A tensor's name among others that have a prefix more or less, or a wrapper within. Pure."""
+"""Lookup of a tensor's name among names with another prefix, or with a wrapper inside. Pure."""
 
 from collections.abc import Container, Iterable
 
 from slivertune.core.parameters import WRAPPERS, without_wrappers
 
 _WRAPPERS = WRAPPERS | {"_fsdp_wrapped_module", "base_layer"}
-"""With those of FSDP and PEFT."""
+"""Wrappers' names, including those of FSDP and PEFT."""
 
 
 def name_before(name: str, known: Container[str]) -> str:
-    """What a parameter was called before checkpointing or torch.compile wrapped a module that holds it.
+    """Return a parameter's name from before checkpointing or torch.compile wrapped a module around it.
 
     Args:
-        name: As it is called now.
-        known: Names from before; one of them stays as it is.
+        name: Present name of the parameter.
+        known: Names from before; one of them is returned unchanged.
     """
     return name if name in known else without_wrappers(name)
 
 
 class NameIndex:
-    """Names to look among.
+    """Index of names for lookups.
 
     Args:
         names: The names.
@@ -32,19 +32,19 @@ class NameIndex:
             self._names.setdefault(_bare(name), []).append(name)
 
     def find(self, name: str) -> str | None:
-        """Find a name: as it is, without some leading parts, or behind some.
+        """Find a name: unchanged, without some leading parts, or with additional ones.
 
         Args:
             name: The name to find, such as `module.model.layers.0.mlp.up_proj.weight`.
 
         Returns:
-            The name as it is in this index; None if it has no such name, or more than one.
+            The name in this index; None if there is no such name, or more than one.
         """
         if name in self._exact:
             return name
         bare = _bare(name)
         parts = bare.split(".")
-        # At least the module's own name and the parameter's: `weight` alone would be any module's.
+        # At least the names of module and parameter: `weight` alone would match any module.
         for start in range(max(1, len(parts) - 1)):
             if matches := self._names.get(".".join(parts[start:])):
                 return matches[0] if len(matches) == 1 else None

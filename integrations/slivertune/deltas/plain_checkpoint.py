@@ -1,4 +1,4 @@
-"""A plain Hugging Face checkpoint as files: where each tensor's bytes lie, without a model. Only safetensors."""
+"""A plain Hugging Face checkpoint as files: the position of each tensor's bytes, without a model. Only safetensors."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from slivertune.deltas.additions import Destination
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 UNDO_FOLDER = "sft_undo"
-"""Folder in a merged checkpoint with what unmerging needs. Readers look at the files beside it alone."""
+"""Name of the folder in a merged checkpoint that unmerging needs. Readers ignore it."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -31,7 +31,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# Of a tensor, at a time. Small: to compare two tensors holds two pieces of each while the next are read.
+# Read at once. Small, because a comparison of two tensors holds two chunks of each while the next are read.
 _PIECE_BYTES = 2**21
 # Other forms of the weights, which a merge would leave at the base's values, and a training's own state.
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt", ".gguf", ".onnx", ".onnx_data")
@@ -43,20 +43,20 @@ class StoredTensor(Destination):
     """A tensor in a safetensors file."""
 
     shard: Path
-    """The file."""
+    """Path of the file."""
     start: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     num_bytes: int
 
     def sha256(self) -> str:
-        """Hash of its bits, as `hash_tensor` gives it for a loaded one."""
+        """Hash the tensor's bits; the result is that of `hash_tensor` for the loaded tensor."""
         digest = hashlib.sha256()
         for piece in self.pieces():
             digest.update(piece)
         return digest.hexdigest()
 
     def pieces(self) -> Iterator[bytearray]:
-        """Read its bytes, whole elements at a time."""
+        """Read the tensor's bytes in chunks of whole elements."""
         with self.shard.open("rb") as file:
             file.seek(self.start)
             left = self.num_bytes
@@ -65,7 +65,7 @@ class StoredTensor(Destination):
                 left -= len(piece)
 
     def read(self, indices: torch.Tensor) -> torch.Tensor:
-        """Copy the entries at flat positions; the file must be writable, as that of a copy is.
+        """Copy the entries at flat positions; the file must be writable, as a copy's is.
 
         Args:
             indices: int32, shape (n,).
@@ -76,7 +76,7 @@ class StoredTensor(Destination):
         return self._rows()[indices.long()].view(-1).view(self.dtype)
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Set the entries at flat positions in the file; all other bytes stay as they are.
+        """Write the entries at flat positions in the file; all other bytes stay unchanged.
 
         Args:
             indices: int32, shape (n,).
@@ -85,7 +85,7 @@ class StoredTensor(Destination):
         self._rows()[indices.long()] = values.contiguous().view(torch.uint8).view(-1, self.dtype.itemsize)
 
     def _rows(self) -> torch.Tensor:
-        # Bytes, since a tensor may lie at an address that is no multiple of its element.
+        # As bytes, since a tensor's address may be no multiple of its element size.
         mapped = numpy.memmap(self.shard, dtype=numpy.uint8, mode="r+", offset=self.start, shape=(self.num_bytes,))
         return torch.from_numpy(mapped).view(-1, self.dtype.itemsize)
 
@@ -97,15 +97,15 @@ class PlainCheckpoint:
     folder: Path
     tensors: dict[str, StoredTensor]
     files: list[Path]
-    """Files that belong to it, relative to the folder: shards, their index, configuration, tokenizer."""
+    """Paths of the checkpoint's files, relative to the folder: shards, their index, configuration, tokenizer."""
     left_out: list[Path]
     """Other forms of the same weights, relative to the folder, which a change of the shards makes stale."""
 
     def tied_copies(self, name: str) -> list[str]:
-        """Find other tensors that are copies of an embedding, as far as the configuration does not say that none is.
+        """Find other tensors that are copies of an embedding, unless the configuration rules tied embeddings out.
 
         Args:
-            name: The tensor's name.
+            name: Name of the tensor.
         """
         config = _json(self.folder / "config.json") if (self.folder / "config.json").is_file() else {}
         parts = [config, *(each for each in config.values() if isinstance(each, dict))]
@@ -118,22 +118,22 @@ class PlainCheckpoint:
         return [each.name for each in alike if each.name != name and each.sha256() == tensor.sha256()]
 
     def moved(self, tensor: StoredTensor, folder: Path) -> StoredTensor:
-        """The tensor in a copy of the checkpoint."""
+        """Return the tensor in a copy of the checkpoint."""
         return replace(tensor, shard=folder / tensor.shard.relative_to(self.folder))
 
 
 def open_checkpoint(folder: Path) -> PlainCheckpoint:
-    """Read where a checkpoint's tensors lie.
+    """Read the positions of a checkpoint's tensors.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
 
     Returns:
-        Its tensors and files.
+        The checkpoint's tensors and files.
 
     Raises:
-        FileNotFoundError: If the folder or its safetensors files are not there.
-        ValueError: If it is quantised or damaged.
+        FileNotFoundError: If the folder or its safetensors files are missing.
+        ValueError: If the checkpoint is quantised or damaged.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -144,7 +144,7 @@ def open_checkpoint(folder: Path) -> PlainCheckpoint:
     shard_of = _shards(folder)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(shard_of.values())):
-        # The index decides where a tensor stands in two shards.
+        # If a tensor is in two shards, the index decides.
         tensors |= {name: it for name, it in _tensors(folder / shard).items() if shard_of.get(name, shard) == shard}
     lost = sorted(set(shard_of) - set(tensors) - {""})
     if lost:
@@ -175,7 +175,7 @@ def _shards(folder: Path) -> dict[str, str]:
 
 def _tensors(shard: Path) -> dict[str, StoredTensor]:
     try:
-        # Checks the header against the file's size.
+        # Compares the header with the file's size.
         with safe_open(shard, "numpy"):
             pass
     except SafetensorError as error:
@@ -187,7 +187,7 @@ def _tensors(shard: Path) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        # What torch has no dtype for is never touched, and only has to be known as no float.
+        # A dtype that torch lacks is never touched, and only has to count as no float.
         dtype = _DTYPES.get(entry["dtype"], torch.uint8)
         tensors[name] = StoredTensor(name, dtype, tuple(entry["shape"]), shard, 8 + size + begin, end - begin)
     return tensors
@@ -212,7 +212,7 @@ def _other_files(folder: Path, shards: set[str]) -> tuple[list[Path], list[Path]
     own = shards if shards == {SINGLE_FILE} else shards | {INDEX_FILE}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        # A training's checkpoints beside its result, and version control.
+        # Leaves out a training's checkpoints beside its result, and version control.
         if path.is_file() and not any(p.startswith((".", "checkpoint-")) or p == UNDO_FOLDER for p in relative.parts):
             is_weight = path.name.endswith(_WEIGHT_ENDINGS + _WEIGHT_INDICES)
             (left_out if is_weight and str(relative) not in own else files).append(relative)

@@ -1,8 +1,8 @@
-"""A safetensors file of sparse tensors: for each, sorted int32 positions and values. A file is checked as if hostile.
+"""A safetensors file of sparse tensors: sorted int32 positions and values for each. It is checked as if hostile.
 
-On disk, tensor `NAME` is two entries, `NAME.indices` and `NAME.values`; the metadata hold `format`, `version`, the
-table `tensors` (JSON: what is said of each name, its dense `shape` at least), further JSON fields, and a hash of the
-whole file (`write_file_hash`).
+In the file, tensor `NAME` has two entries, `NAME.indices` and `NAME.values`. The metadata have `format`, `version`, the
+table `tensors` (JSON: facts by name, at least the dense `shape`), further JSON fields, and a hash of the whole file
+(`write_file_hash`).
 """
 
 import json
@@ -30,12 +30,12 @@ class DeltaFileError(ValueError):
 
 @dataclass(frozen=True)
 class SparseFile:
-    """What a file holds, checked."""
+    """Checked content of a file."""
 
     fields: dict[str, Any]
-    """The metadata other than `format`, `version`, `tensors` and the hash, decoded."""
+    """Decoded metadata other than `format`, `version`, `tensors` and the hash."""
     table: dict[str, dict[str, Any]]
-    """What the file says of each name; `shape` was checked."""
+    """Facts in the file by name; only `shape` was checked."""
     entries: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Positions (int32, strictly increasing, in range) and values (finite unless allowed) of each name, on the CPU."""
 
@@ -49,14 +49,14 @@ def write_sparse_file(
     table: Mapping[str, Mapping[str, Any]],
     fields: Mapping[str, Any],
 ) -> None:
-    """Write a file.
+    """Write a file of sparse tensors.
 
     Args:
         path: The file.
-        kind: What `format` says.
+        kind: Value of `format`.
         version: Version of that format.
         entries: Positions (int32) and values of each name, any device.
-        table: What is said of each name.
+        table: Facts by name.
         fields: Further metadata.
 
     Raises:
@@ -73,7 +73,7 @@ def write_sparse_file(
     for name, (indices, values) in entries.items():
         for key, tensor in ((f"{name}.indices", indices), (f"{name}.values", values)):
             tensor = tensor.detach().cpu().contiguous()
-            # Two names that share their memory can't both be written.
+            # safetensors refuses to write two names that share memory.
             address = tensor.untyped_storage().data_ptr()
             tensors[key] = tensor.clone() if address in storages else tensor
             storages.add(address)
@@ -84,21 +84,21 @@ def write_sparse_file(
 def read_sparse_file(
     path: Path, *, kind: str, version: int, value_key: str | None = None, finite: bool = True
 ) -> SparseFile:
-    """Read a file, and check all that it says before anything of it is used.
+    """Read a file of sparse tensors, and check its whole content before any use.
 
     Args:
         path: The file.
-        kind: What `format` must say.
-        version: The version that is read.
-        value_key: The table's key that names the dtype of the values; None means float32.
+        kind: Required value of `format`.
+        version: Required version.
+        value_key: Key in the table that names the dtype of the values; None means float32.
         finite: Whether values must be finite.
 
     Returns:
-        What the file holds.
+        The content of the file.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        DeltaFileError: Naming the tensor, the value and the rule that it breaks.
+        DeltaFileError: If the content breaks a rule; names the tensor, the value and the rule.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; name the folder that save_pretrained or merge wrote")
@@ -123,14 +123,14 @@ def check_entries(
     """Check positions and values of one tensor.
 
     Args:
-        where: What errors call the tensor.
+        where: Name of the tensor in errors.
         indices: int32, shape (n,).
-        values: Floating, shape (n,).
+        values: Floating point, shape (n,).
         shape: Extents of the dense tensor.
         finite: Whether values must be finite.
 
     Raises:
-        DeltaFileError: Naming the first position or value that breaks a rule.
+        DeltaFileError: If a position or value breaks a rule; names the first one.
     """
     num_elements = math.prod(shape)
     outside = torch.nonzero((indices < 0) | (indices >= num_elements))
@@ -162,7 +162,7 @@ def _metadata(path: Path, metadata: Mapping[str, str], kind: str, version: int) 
             "use the version of slivertune that wrote it"
         )
     fields = {}
-    # Damage is reported as damage, before the field that it changed is reported.
+    # Damage is reported first, not the field that it changed.
     if not has_its_hash(path, metadata.get(FIELD)):
         raise DeltaFileError(f"{path} holds other bytes than were written (its SHA-256 is another); {_DAMAGED}")
     for key in {*metadata, "tensors"} - {"format", "version", FIELD}:
@@ -178,7 +178,7 @@ def _table(path: Path, table: Any) -> dict[str, dict[str, Any]]:
         raise DeltaFileError(f"{path}: its table of tensors is {_brief(table)}, not a list of names; {_DAMAGED}")
     for name, said in table.items():
         shape = said.get("shape") if isinstance(said, dict) else None
-        # Few and small enough that their product is quickly told, whoever wrote them.
+        # Few and small, so that their product is computed quickly, even for a hostile file.
         extents: list[Any] = shape if isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS else [None]
         if not all(type(extent) is int and 0 < extent < INDEX_LIMIT for extent in extents):
             rule = f"it must be at most {_MAX_DIMENSIONS} positive integers under {INDEX_LIMIT}"

@@ -1,4 +1,4 @@
-"""Compares a written checkpoint with its base, tensor by tensor from the files, a piece of a tensor at a time."""
+"""Comparison of a written checkpoint with its base, tensor by tensor, in chunks read from the files."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,12 @@ def check_written(base: PlainCheckpoint, written: PlainCheckpoint, deltas: Mappi
     """Check that each tensor is the base's plus its delta, added in fp32 and rounded once. Costs one read of both.
 
     Args:
-        base: What deltas were added to.
-        written: The result, read anew from its files.
-        deltas: What was added to each tensor, by name. All other tensors must have the base's bits.
+        base: The checkpoint that deltas were added to.
+        written: The result, read again from its files.
+        deltas: Sum of the deltas of each tensor, by name. All other tensors must have the base's bits.
 
     Raises:
-        ValueError: Naming the first tensor that is another.
+        ValueError: If a tensor differs; names the first one.
     """
     if strange := sorted(base.tensors.keys() ^ written.tensors.keys()):
         raise ValueError(f"{strange[0]!r} is in the base or in what was written alone; {_AGAIN}")
@@ -30,12 +30,12 @@ def check_written(base: PlainCheckpoint, written: PlainCheckpoint, deltas: Mappi
 
 
 def is_sum(base: StoredTensor, written: StoredTensor, delta: SparseDelta | None = None) -> bool:
-    """Compare a tensor with the base's and its delta: dtype, shape and all bits.
+    """Return whether a tensor equals the base's plus its delta: dtype, shape and all bits.
 
     Args:
-        base: The base's.
-        written: The result's.
-        delta: What was added; None if nothing was.
+        base: Tensor of the base.
+        written: Tensor of the result.
+        delta: Delta that was added; None if there is none.
     """
     if (base.dtype, base.shape, base.num_bytes) != (written.dtype, written.shape, written.num_bytes):
         return False
@@ -46,7 +46,7 @@ def is_sum(base: StoredTensor, written: StoredTensor, delta: SparseDelta | None 
             bounds = torch.tensor([begin, begin + len(values)], dtype=torch.int32, device="cpu")
             part = slice(*torch.searchsorted(delta.indices, bounds).tolist())
             at = delta.indices[part].long() - begin
-            # In place: the bytes become those that are expected.
+            # In place: the bytes become the expected ones.
             values[at] = add_rounded(base.name, values[at], delta.values[part])
             begin += len(values)
         if before != after:

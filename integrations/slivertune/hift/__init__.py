@@ -1,4 +1,4 @@
-"""HiFT: hierarchical full-parameter fine-tuning, one group of layers a step (arXiv 2401.15207)."""
+"""HiFT: hierarchical full-parameter fine-tuning, one group of layers per step (arXiv 2401.15207)."""
 
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.kept_on_host import keep_blocks_on_host

@@ -1,4 +1,4 @@
-"""The base optimizer: how to make another instance of it, and how far a group may be cut for it."""
+"""The base optimizer: build further instances of it, and tell how far its groups may be cut."""
 
 from __future__ import annotations
 
@@ -48,36 +48,36 @@ CUT_MULTIPLE = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slicing:
-    """How a group may be cut into pieces without changing what the base optimizer computes."""
+    """Cuts of a group into chunks that do not change the base optimizer's results."""
 
     unit: Unit
-    """`elements`: anywhere at multiples of `CUT_MULTIPLE`; `tensors`: between tensors; `group`: nowhere."""
+    """`elements`: cuts at any multiple of `CUT_MULTIPLE`. `tensors`: cuts between tensors. `group`: no cut."""
     minimum: int = CUT_MULTIPLE
-    """Elements below which no cut may leave a slice (bitsandbytes keeps 32-bit state for small tensors)."""
+    """Fewest elements that a cut may leave in a slice (bitsandbytes keeps 32-bit state for small tensors)."""
     is_listed: bool = False
-    """Whether this file knows the class, and so the form of its state."""
+    """Whether this file lists the class, and so knows the form of its state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseOptimizer:
-    """A class of optimizers with the arguments that make an instance."""
+    """An optimizer class with the arguments that build an instance."""
 
     optimizer_class: type[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
-    """Keyword arguments of the constructor beside the parameters."""
+    """Keyword arguments of the constructor, without the parameters."""
     defaults: Mapping[str, Any]
-    """The class's default hyperparameters under these arguments, as its instances report them."""
+    """Default hyperparameters under these arguments, as the class's instances report them."""
     slicing: Slicing
 
     @classmethod
     def of_class(
         cls, optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any], elementwise: bool | None
     ) -> BaseOptimizer:
-        """Take a class and its arguments, checked by building an instance over one dummy weight.
+        """Check a class and its arguments by building an instance over one dummy weight.
 
         Raises:
             ValueError: If HiFT can't rotate this class, with the reason.
-            TypeError: If it is no optimizer class, or from its constructor.
+            TypeError: If it is not an optimizer class, or from its constructor.
         """
         if not _is_optimizer_class(optimizer_class):
             raise TypeError(
@@ -91,11 +91,11 @@ class BaseOptimizer:
 
     @classmethod
     def of_instance(cls, optimizer: torch.optim.Optimizer, elementwise: bool | None) -> BaseOptimizer:
-        """Take an instance that has not stepped yet; its constructor's arguments are read back from it.
+        """Read the constructor's arguments back from an instance that has not stepped yet.
 
         Raises:
-            ValueError: If it has already stepped, HiFT can't rotate its class, or it can't be built again alike.
-            TypeError: If it is no optimizer.
+            ValueError: If it has stepped, HiFT can't rotate its class, or an equal instance can't be built.
+            TypeError: If it is not an optimizer.
         """
         refuse_class(type(optimizer))
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -125,11 +125,11 @@ class BaseOptimizer:
         )
 
     def refusal_of(self, hyperparameters: Mapping[str, Any]) -> str | None:
-        """Build an instance over one dummy weight, and return the constructor's error; None if there is none.
+        """Return the constructor's error for these hyperparameters over a dummy weight, or None if it accepts them.
 
         Args:
-            hyperparameters: Of a param group. A rate is taken where it is None alone, since classes that find theirs by
-                themselves write it into the group and refuse it in the constructor.
+            hyperparameters: Hyperparameters of a param group. A rate is checked only if it is None: classes that find
+                their own rate write it into the group, but refuse it in the constructor.
         """
         names = inspect.signature(self.optimizer_class).parameters
         given = {name: value for name, value in hyperparameters.items() if name in names and name != "params"}
@@ -146,28 +146,28 @@ class BaseOptimizer:
 
     @property
     def name(self) -> str:
-        """The class's full name, which a checkpoint must match."""
+        """Full name of the class, which a checkpoint must match."""
         return f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
 
     def build(
         self, param_groups: list[dict[str, Any]], stands_for: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()
     ) -> torch.optim.Optimizer:
-        """Make a new instance over these groups, which carry all their hyperparameters.
+        """Build an instance over param groups that carry all their hyperparameters.
 
         Args:
-            param_groups: As a constructor takes them.
-            stands_for: Their parameters, each with the model's own in whose place it is stepped.
+            param_groups: Param groups, as a constructor takes them.
+            stands_for: Pairs of a parameter of these groups and the model's parameter that it replaces in the step.
         """
         optimizer = self.optimizer_class(param_groups, **self.arguments)
         if hasattr(optimizer, "mng"):
-            # bitsandbytes keeps overrides (32-bit state for embeddings) by parameter and, for all instances together,
-            # by position.
+            # bitsandbytes stores overrides (32-bit state for embeddings) by parameter, and by position for all
+            # instances together.
             pid2config = {id(own): dict(self.overrides_of(of_model)) for own, of_model in stands_for}
             optimizer.mng = SimpleNamespace(pid2config=pid2config, index2config={}, module_weight_config_triple=[])
         return optimizer
 
     def overrides_of(self, parameter: torch.Tensor) -> tuple[tuple[str, Any], ...]:
-        """What bitsandbytes' global manager sets for a parameter of the model alone; empty for other optimizers."""
+        """Return the overrides of bitsandbytes' global manager for one of the model's parameters, if there are any."""
         if not any(kind.__module__.startswith("bitsandbytes.") for kind in self.optimizer_class.__mro__):
             return ()
         from bitsandbytes.optim.optimizer import GlobalOptimManager
@@ -185,7 +185,7 @@ def _is_optimizer_class(value: object) -> bool:
 
 
 def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The constructor's arguments, as far as an instance tells them: by its defaults, or its attributes."""
+    """Return the constructor's arguments that the defaults or attributes of an instance reveal."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     known = {**vars(optimizer), **optimizer.defaults}
     if "args" not in accepted and hasattr(optimizer, "args"):  # bitsandbytes: bits, block sizes
@@ -194,13 +194,13 @@ def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _rebuilt(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """An instance from these arguments over a dummy weight.
+    """Build an instance from these arguments over a dummy weight.
 
     Raises:
         ValueError: If none can be built.
     """
     name = type(optimizer).__name__
-    # Where everything is frozen, as in an adapter that was loaded for inference, HiFT says so when it looks for layers.
+    # If everything is frozen, as in an adapter loaded for inference, HiFT's search for layers raises the error.
     without = torch.zeros(1, dtype=torch.float32, device="cpu")
     first = next((each for group in optimizer.param_groups for each in group["params"]), without)
     dummy = torch.nn.Parameter(torch.zeros((1,) * max(1, first.dim()), dtype=first.dtype, device="cpu"))
@@ -214,10 +214,10 @@ def _rebuilt(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> 
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, rebuilt: torch.optim.Optimizer) -> None:
-    """Compare the settings of an instance with those of one that was built from what could be read of it.
+    """Compare the settings of an instance with those of an instance rebuilt from its arguments.
 
     Raises:
-        ValueError: If one differs, which HiFT's instances would then have in place of the user's.
+        ValueError: If one differs, since HiFT's instances would not have the user's value.
     """
     name = type(optimizer).__name__
     ours, theirs = _settings(rebuilt), _settings(optimizer)
@@ -230,7 +230,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, rebuilt: torch.optim.Optim
 
 
 def _warn_of_compiled_step(optimizer: torch.optim.Optimizer) -> None:
-    """Say that a step which was compiled on the instance alone is not what HiFT's instances run."""
+    """Warn that HiFT's instances do not run a step that was compiled on this instance alone."""
     if is_compiled_function(vars(optimizer).get("step")):
         name = type(optimizer).__name__
         warnings.warn(
@@ -242,7 +242,7 @@ def _warn_of_compiled_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain attributes that the constructor has set, bitsandbytes' `args` included."""
+    """Return the plain attributes that the constructor has set, including bitsandbytes' `args`."""
     attributes = {**vars(getattr(optimizer, "args", None) or SimpleNamespace()), **vars(optimizer)}
     return {
         key: value
@@ -274,7 +274,7 @@ def _slicing(sample: torch.optim.Optimizer, elementwise: bool | None) -> Slicing
 
 
 def _has_stepped(state: Any, made: Any) -> bool:
-    # Adagrad and the like fill their state when built; their step count is still zero, or missing (APOLLO).
+    # Adagrad and others fill their state when built. Their step count is still zero, or missing (APOLLO).
     if not state:
         return False
     step = state.get("step")

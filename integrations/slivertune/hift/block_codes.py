@@ -1,10 +1,10 @@
-"""Weights in fewer bits: codes of blocks of 64 elements, each with its own scale.
+"""Quantised weights: codes of blocks of 64 elements, with one scale per block.
 
-int8: each element is the nearest of 127 steps either way of its block's largest (8.25 bits a bf16 weight); torch's own
-arithmetic, which needs no package. nf4: NormalFloat with double quantisation (4.13 bits; QLoRA, arXiv 2305.14314,
+int8: each element is the nearest of 127 steps of either sign, up to its block's largest absolute value (8.25 bits per
+bf16 weight). It needs torch alone. nf4: NormalFloat with double quantisation (4.13 bits; QLoRA, arXiv 2305.14314,
 section 3), by bitsandbytes' kernels.
 
-Temporaries are bounded: a weight is read `_CHUNK` elements at a time.
+Temporaries are bounded: quantisation reads `_CHUNK` elements of a weight at a time.
 """
 
 from abc import ABC, abstractmethod
@@ -20,33 +20,33 @@ from slivertune.core.torch_internals import is_without_data
 WaitingForm = Literal["int8", "nf4"]
 
 _BLOCK = 64
-"""Elements that share a scale."""
+"""Elements per scale."""
 _SCALES_BLOCK = 256
-"""NF4's scales that share a scale of their own."""
+"""NF4 scales per second-level scale."""
 _CHUNK = 2**22
-"""Elements that are quantised at a time, a multiple of `_BLOCK`."""
+"""Elements quantised at a time, a multiple of `_BLOCK`."""
 _CPU_CHUNK = 2**14
-"""The same for bitsandbytes' code on a CPU, which takes 64 bytes an element of temporaries."""
+"""Elements quantised at a time by bitsandbytes on a CPU, with 64 bytes of temporaries per element."""
 
 
 class BlockCodes(ABC):
-    """A weight in fewer bits."""
+    """Codes of one quantised weight."""
 
     @abstractmethod
     def dense(self) -> torch.Tensor:
-        """The weight that the codes stand for, in the shape and dtype that it had; a new tensor."""
+        """Dequantise the weight into a new tensor of its original shape and dtype."""
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors that are kept."""
+        """Yield all stored tensors."""
 
 
 def quantize(weight: torch.Tensor, form: WaitingForm) -> BlockCodes:
-    """Quantise a weight where it lies.
+    """Quantise a weight on its device.
 
     Args:
-        weight: bf16 or fp32, any shape, not empty.
-        form: The kind of codes.
+        weight: Weight in bf16 or fp32, any shape, not empty.
+        form: Kind of codes.
 
     Raises:
         ImportError: If nf4's package is not installed.
@@ -55,20 +55,20 @@ def quantize(weight: torch.Tensor, form: WaitingForm) -> BlockCodes:
 
 
 def check_available(form: WaitingForm) -> None:
-    """Refuse a form whose package is not installed.
+    """Check that the library of a form is installed.
 
     Raises:
-        ImportError: Naming the library to install.
+        ImportError: If it is not, with the library's name.
     """
     if form == "nf4":
         _bitsandbytes()
 
 
 class Int8Codes(BlockCodes):
-    """Steps of a block's largest absolute value over 127; scales in the weight's dtype.
+    """int8 codes in steps of 1/127 of a block's largest absolute value, with scales in the weight's dtype.
 
     Args:
-        weight: What to quantise.
+        weight: Weight to quantise.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -79,25 +79,25 @@ class Int8Codes(BlockCodes):
             stop = start + len(blocks)
             scales = blocks.abs().amax(1, keepdim=True).div_(127).to(weight.dtype)
             self._scales[start:stop] = scales
-            # Where a block is 0, or its scale rounds to it, all steps are 0.
+            # All steps are 0 if a block is 0 or its scale rounds to 0.
             quotient = blocks.div_(scales.float().clamp_(min=torch.finfo(torch.float32).tiny))
             self._steps[start:stop] = quotient.round_().clamp_(-127, 127)
 
     def dense(self) -> torch.Tensor:
-        """The weight: steps times scales, rounded once."""
+        """Dequantise the weight: steps times scales, rounded once."""
         flat = (self._steps * self._scales).view(-1)
         return flat[: self._shape.numel()].view(self._shape)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Steps and scales."""
+        """Yield steps and scales."""
         yield from (self._steps, self._scales)
 
 
 class Nf4Codes(BlockCodes):
-    """bitsandbytes' 4-bit codes, the same bits as those of its `quantize_4bit(compress_statistics=True)`.
+    """4-bit codes of bitsandbytes, with the same bits as its `quantize_4bit(compress_statistics=True)`.
 
     Args:
-        weight: What to quantise.
+        weight: Weight to quantise.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ class Nf4Codes(BlockCodes):
         self._codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(-(-weight.numel() // _BLOCK), dtype=torch.float32, device=weight.device)
         flat = weight.detach().reshape(-1)
-        # A plan's weights say that they lie on the CPU, and its operators are a GPU's.
+        # A plan's weights report the CPU as their device, but its operators are a GPU's.
         chunk = _CPU_CHUNK if weight.device.type == "cpu" and not is_without_data() else _CHUNK
         for start in range(0, flat.numel(), chunk):
             codes, state = functional.quantize_4bit(flat[start : start + chunk], blocksize=_BLOCK, quant_type="nf4")
@@ -128,18 +128,18 @@ class Nf4Codes(BlockCodes):
         self._dequantise = functional.dequantize_4bit
 
     def dense(self) -> torch.Tensor:
-        """The weight, by bitsandbytes."""
+        """Dequantise the weight with bitsandbytes."""
         dense: torch.Tensor = self._dequantise(self._codes, self._state)
         return dense
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Codes, scales, and what these are quantised by."""
+        """Yield codes, scales, and the constants that quantise the scales."""
         state = self._state
         yield from (self._codes, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
 
 
 def _chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Copies of parts of a weight in fp32, shape (blocks, `_BLOCK`), each with the number of its first block."""
+    """Yield the index of the first block and an fp32 copy, shape (blocks, `_BLOCK`), of each part of a weight."""
     flat = weight.detach().reshape(-1)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].to(torch.float32, copy=True)
@@ -147,7 +147,7 @@ def _chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _code_of_scales(functional: Any, device: torch.device) -> torch.Tensor:
-    """What bitsandbytes takes by itself, which it would keep for good: a plan's has no data."""
+    """Return a new code table for the scales. bitsandbytes would cache it for good, and a plan's has no data."""
     if is_without_data():
         return torch.empty(256, dtype=torch.float32, device=device)
     code: torch.Tensor = functional.create_dynamic_map().to(device)

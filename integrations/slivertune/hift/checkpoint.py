@@ -1,4 +1,4 @@
-"""Whether a saved state belongs to this optimizer: checked whole before anything is changed. Pure."""
+"""Check that a saved state belongs to this optimizer, in full, before anything is changed. Pure functions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ from slivertune.hift.residency import MASTER, WeightState
 from slivertune.hift.rotation import Rotation
 
 VERSION = 2
-"""Version of the saved form: since 2 it tells the steps that passed without an update."""
+"""Version of the saved form. Version 2 added the steps that passed without an update."""
 _READABLE = (1, VERSION)
 _MEANINGS = {
     "groups": "grouping (layers_per_group, layers)",
@@ -33,7 +33,7 @@ _MEANINGS = {
     "optimizer": "base optimizer",
     "waiting": "form of waiting layers (waiting)",
 }
-"""What `HiFT.identity` tells, and which settings decide it."""
+"""Meanings of the entries of `HiFT.identity`, with the settings behind them."""
 _SINCE_2 = frozenset({"skipped_turns", "skipped_in_cycle"})
 
 
@@ -43,13 +43,13 @@ def make_header(
     param_groups: Sequence[Mapping[str, Any]],
     weights: Iterable[Weight],
 ) -> dict[str, Any]:
-    """A saved state but for the tensors.
+    """Build a saved state without its tensors.
 
     Args:
-        identity: `HiFT.identity`.
-        rotation: Whose turn it is.
-        param_groups: The optimizer's.
-        weights: What is trained, whose names stand for the parameters.
+        identity: Value of `HiFT.identity`.
+        rotation: Rotation that knows the current turn.
+        param_groups: Param groups of the optimizer.
+        weights: Trained weights, whose names replace the parameters.
     """
     names = {id(weight.trained): weight.name for weight in weights}
     return {
@@ -62,14 +62,14 @@ def make_header(
 
 
 def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Compare what identifies a state: form, model, grouping, base optimizer.
+    """Compare everything that identifies a state: form, model, grouping, base optimizer.
 
     Args:
-        saved: The state to load.
-        own: The same of the optimizer that loads it.
+        saved: State to load.
+        own: Header of the optimizer that loads it.
 
     Raises:
-        StateMismatchError: Naming the first thing that differs.
+        StateMismatchError: If something differs, with the first difference.
     """
     check_form(saved, "hift", "HiFT", _READABLE)
     theirs, ours = saved["hift"], own["hift"]
@@ -104,7 +104,7 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def _check_own(
     adapted: Mapping[int, Mapping[int, Mapping[str, Any]]], param_groups: Sequence[Mapping[str, Any]], num_groups: int
 ) -> None:
-    """Of what instances have adapted by themselves, refuse what can't be theirs."""
+    """Check the hyperparameters that instances of the base optimizer adapted by themselves."""
     for group, by_index in adapted.items():
         for index, values in by_index.items():
             if not (is_count(group) and group < num_groups and is_count(index) and index < len(param_groups)):
@@ -118,16 +118,16 @@ def _check_own(
 def check_identity(
     state: str | Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], built: str = "the optimizer"
 ) -> None:
-    """Refuse a state of another run.
+    """Refuse the state of another run.
 
     Args:
-        state: What it is called.
-        theirs: `HiFT.identity` of the run that saved it, and what else identifies that.
-        ours: The same of the optimizer at hand.
-        built: What has to be built otherwise.
+        state: Name of the state in the error.
+        theirs: `HiFT.identity` of the run that saved it, and anything else that identifies that run.
+        ours: The same entries of the current optimizer.
+        built: Name, in the error, of the object to build with other settings.
 
     Raises:
-        StateMismatchError: Naming the first thing that differs.
+        StateMismatchError: If something differs, with the first difference.
     """
     for key, own in ours.items():
         if not is_same(theirs.get(key), own):
@@ -138,15 +138,15 @@ def check_identity(
 
 
 def check_accepted(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], base: BaseOptimizer) -> None:
-    """Refuse hyperparameters that the base optimizer's constructor refuses, as a negative beta.
+    """Refuse hyperparameters that the base optimizer's constructor refuses, such as a negative beta.
 
     Args:
         saved: Param groups of the saved state.
-        own: As many, of the optimizer that loads them. What the constructor refuses of them is not checked.
+        own: As many, of the optimizer that loads them. If one of these is refused, its counterpart is not checked.
         base: The base optimizer.
 
     Raises:
-        StateMismatchError: With the constructor's text.
+        StateMismatchError: If it refuses a saved group, with the constructor's text.
     """
     for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
         problem = base.refusal_of(theirs)
@@ -158,15 +158,15 @@ def check_accepted(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str
 
 
 def check_weights(state: Mapping[str, WeightState], weights: Iterable[Weight], meter: StepMeter) -> None:
-    """Check each weight's saved state.
+    """Check the saved state of each weight.
 
     Args:
-        state: Saved states by key, by name of the weight.
-        weights: What is trained.
-        meter: Knows what the base optimizer keeps for a weight, and whether for an fp32 master.
+        state: Saved state by name of the weight, then by key.
+        weights: Trained weights.
+        meter: Meter that knows the base optimizer's state of a weight, and whether it has an fp32 master.
 
     Raises:
-        StateMismatchError: Naming the weight and what is wrong.
+        StateMismatchError: If one does not fit, with the weight's name and the reason.
     """
     known = {weight.name: weight for weight in weights}
     for name, values in state.items():
@@ -202,16 +202,16 @@ def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
 
 
 def _check_form(where: str, value: Any, form: TensorForm | type | None) -> None:
-    """Compare a part of a weight's state with what a step on a dummy has left under the same key.
+    """Compare a value of a weight's state with the form that a step on a dummy has left under the same key.
 
     Args:
-        where: What the error calls it.
-        value: The saved value.
-        form: Of the dummy's; None where that has nothing there.
+        where: Name of the value in the error.
+        value: Saved value.
+        form: Form of the dummy's value; None if the dummy has none.
     """
     theirs = form_of(value)
     if isinstance(theirs, TensorForm) and isinstance(form, TensorForm):
-        # Without dimensions, the dtype is torch's matter; and what begins as infinite may become so again.
+        # torch chooses the dtype of a scalar. A value that begins as infinite may become infinite again.
         is_other = theirs.has_extent != form.has_extent or (form.has_extent and theirs.dtype != form.dtype)
         is_other = is_other or (form.is_finite and not theirs.is_finite)
     else:
@@ -227,7 +227,7 @@ def _check_form(where: str, value: Any, form: TensorForm | type | None) -> None:
 
 
 def _kind(form: TensorForm | type | None) -> object:
-    """Tensor, number, flag or text, which never stand for one another; None of any other value, which tells nothing."""
+    """Return the kind of a value: tensor, number, flag or text. None for any other value, which tells nothing."""
     if isinstance(form, TensorForm):
         return TensorForm
     return float if form is int else form if form in (float, bool, str) else None

@@ -1,4 +1,4 @@
-"""What a user can choose about HiFT."""
+"""Settings of HiFT."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,78 +19,78 @@ WeightPlace = Literal["device", "host"]
 @refuse_removed
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiFTConfig:
-    """Settings of HiFT; the paper's symbols in parentheses.
+    """Settings of HiFT, with the paper's symbols in parentheses.
 
     Raises:
-        ValueError: If a value is outside what its field says.
+        ValueError: If a value is outside the range that its field documents.
     """
 
     layers_per_group: int = 1
-    """Layers in a group (m). The last group may hold fewer. All layers in one group is ordinary fine-tuning."""
+    """Layers per group (m), 1 by default. The last group may hold fewer. One group of all layers is dense training."""
     steps_per_group: int = 1
-    """Updates a group gets before the next group's turn; 1 is the paper, more is block-coordinate descent."""
+    """Updates per turn of a group. The default, 1, is the paper's schedule. More is block-coordinate descent."""
     order: Order = "bottom2up"
-    """Order in which groups take their turn (S). `random` is shuffled once, by `seed`, and then kept."""
+    """Order in which groups take turns (S), by default from the bottom up. `random` is shuffled once, by `seed`."""
     seed: int = 0
-    """Seed of the `random` order; must be the same on all ranks."""
+    """Seed of the `random` order, 0 by default. It must be equal on all ranks."""
     layers: Sequence[Sequence[str]] | None = None
-    """Layers from bottom to top, each a list of module paths or parameter names; None finds them in the model. A `*`
-    stands for one part of a path, and repeats its layer: `["blocks.*"]` is a layer per block."""
+    """Layers from bottom to top, each a list of module paths or parameter names. None (default) finds them in the
+    model. A `*` stands for one part of a path and repeats its layer: `["blocks.*"]` makes each block a layer."""
     state: StatePlace = "host"
-    """Where a group's optimizer state and masters wait for their turn. `discard` throws them away when the group's
-    turn ends, so nothing waits (BAdam's way)."""
+    """Storage of a group's optimizer state and master weights between its turns. `host` (default) offloads them to
+    host memory, `disk` to files. `device` keeps them resident, `discard` deletes them after the turn (as BAdam)."""
     state_dir: str | Path | None = None
-    """Folder of the files of `state="disk"`, on a fast local disk; may differ between ranks, and several runs may share
-    it."""
+    """Folder for the files of `state="disk"`, on a fast local disk. Ranks may use different folders, and runs may share
+    one. None (default) for any other `state`."""
     state_ram_bytes: int = 0
-    """With `state="disk"`: bytes of host memory for groups that never leave it, as many as fit. The other groups need
-    two buffers of their largest beside them."""
+    """Bytes of host memory for groups of `state="disk"` that stay in it, as many as fit. All other groups pass through
+    two host buffers in addition, each as large as the largest of them. The default, 0, stores every group on disk."""
     master: MasterKind = "fp32"
-    """What 16-bit weights are trained on: an fp32 copy (the paper's Mixed^Hi), or the 16-bit weights themselves
-    (`none`). fp32 weights need none."""
+    """Master weights of 16-bit parameters. With `fp32` (default, the paper's Mixed^Hi) the base optimizer steps an
+    fp32 copy, with `none` the 16-bit weights themselves. fp32 parameters need no copy."""
     stream_bytes: int = 128 * 2**20
-    """Bytes on the device of one piece of a group (master, state and temporaries together) while it is stepped; two
-    pieces exist at a time. With stepped gradients, where activations live beside them, it is the bytes of both pieces
-    together. 0 takes the whole group at once (with stepped gradients a whole tensor). `state="device"` does not
-    stream."""
+    """Bytes per chunk of a group on the device (master weights, optimizer state, temporaries), 128 MiB by default. Two
+    chunks are on the device during a step. With `gradients="stepped"`, activations are there, too, and both chunks
+    together take this many bytes. 0 takes the whole group at once (with stepped gradients, a whole tensor).
+    `state="device"` does not stream."""
     prefetch_bytes: int | Literal["auto"] = "auto"
-    """Bytes of the device that pieces may hold ahead of their step, so that they are copied beside the forward and the
-    backward. 0 loads two pieces when the first gradient arrives. `auto` takes on a CUDA device what was free at the
-    highest moment of the cycles so far, less a sixteenth of the device, and 0 before the first has ended; elsewhere it
-    is 0. Batches that are larger than a group has seen before, and forwards without gradients, find nothing held.
-    Between two updates of one turn (`steps_per_group`) what is held stays, and is not copied."""
+    """Bytes of device memory for chunks that are prefetched, so that their copies overlap with forward and backward.
+    0 loads two chunks when the first gradient arrives. `auto` (default) is 0 in the first cycle and without CUDA. On a
+    CUDA device it is then the memory that was free at the peak of all cycles so far, less 1/16 of the device. Chunks
+    are evicted before a forward without gradients, or with a larger batch than the group has had before. Between the
+    updates of one turn (`steps_per_group`), chunks stay resident and are not copied."""
     elementwise: bool | None = None
-    """Whether the base optimizer treats every element alone, so that tensors may be cut into pieces. None decides by
-    the class; unknown classes get whole groups of whole tensors."""
+    """Whether the base optimizer treats every element alone, so that tensors may be cut into chunks. None (default)
+    decides by its class. An unknown class gets whole groups of whole tensors."""
     gradients: GradientPlace = "device"
-    """Where the active group's gradients wait for their step; all three give the same bits.
+    """Storage of the active group's gradients until their step. All three settings give the same bits.
 
-    * `device`: in `.grad`, as ever.
-    * `host`: each leaves for host memory as soon as it is complete, so that the device holds those that are leaving
-      (the largest, and at most `stream_bytes` of others) whatever `layers_per_group` is. `.grad` then holds a tensor
-      that lies on the host and computes on the device; it is added to, clipped and zeroed as any other. No GradScaler.
-    * `stepped`: nowhere; each tensor is stepped inside the backward, as soon as its gradient is complete, and the
-      gradient is dropped, so that about one is alive at a time. Nothing may come between gradients and step: no
-      clipping, no GradScaler, no closure, and no base optimizer that needs the whole group at once. With accumulation,
-      what earlier backward passes bring waits on the host."""
+    * `device` (default): in `.grad`, as usual.
+    * `host`: each gradient is offloaded to host memory as soon as it is complete. The device holds the gradients in
+      flight (the largest, and at most `stream_bytes` of others), whatever `layers_per_group` is. `.grad` is then a
+      tensor on the host that computes on the device. Add to it, clip it and zero it as usual. No GradScaler.
+    * `stepped`: nowhere. Each tensor is stepped inside the backward as soon as its gradient is complete. The gradient
+      is then freed, so that about one exists at a time. Clipping, GradScaler, closures and base optimizers that need
+      the whole group at once are not possible. With accumulation, gradients of earlier backward passes are offloaded
+      to the host."""
     waiting: WaitingForm | None = None
-    """Hold the linear weights of the blocks that are not training on the device in fewer bits: `int8` (8.25 bits a bf16
-    weight) or `nf4` (4.13 bits, with bitsandbytes). The active group, embeddings, norms and heads are exact, what
-    is saved is exact, and exact weights wait on the host, as fp32 masters where there are such. Forwards and the
-    gradients of inputs, evaluation too, run on what lies on the device. With `weights="host"` the codes wait on the
-    host, too. None holds all weights exact."""
+    """Format in which the device holds the linear weights of idle blocks. `int8` takes 8.25 bits per bf16 weight, `nf4`
+    4.13 bits (by bitsandbytes). None (default) keeps them exact. The active group, embeddings, norms, heads and
+    checkpoints are always exact. Exact weights of idle blocks are offloaded to the host, as fp32 masters if these
+    exist. Forwards, evaluation and gradients of inputs use the quantised weights. With `weights="host"` these are
+    offloaded as well."""
     weights: WeightPlace = "device"
-    """Where blocks wait that neither run nor train. `host`: in (pinned) host memory, with their exact bits or as the
-    codes of `waiting`; each comes to the device just ahead of its forward, and again, from the active group upward,
-    ahead of its backward. The active group's stay there through its turn. Embedding and head always stay. One device,
-    or DDP; the state waits on the host or on disk, and nothing is compiled."""
+    """Storage of idle blocks, which neither run nor train. `device` (default) keeps all resident. `host` offloads them
+    to (pinned) host memory, exact or as the codes of `waiting`. Each is prefetched before its forward and, from the
+    active group upward, before its backward. Blocks of the active group stay resident through its turn, embedding and
+    head always. Needs one device or DDP, another `state` than `device`, and no compiled model."""
     resident_bytes: int | Literal["auto"] = "auto"
-    """With `weights="host"`, bytes of blocks that stay on the device all the same, beside the slots through which the
-    others come (two blocks, and what the largest group trains). `auto` is 0 in the first cycle, and then, on a CUDA
-    device, what that has left free, less a group's state and a sixteenth of the device."""
+    """Bytes of blocks that stay resident with `weights="host"`, beside the slots of the others (two blocks, and those
+    of the largest group). `auto` (default) is 0 in the first cycle. On a CUDA device it is then the memory that the
+    first cycle left free, less the largest group's state and 1/16 of the device."""
     max_grad_norm: float | None = None
-    """Scale the active group's gradients down to this 2-norm in `step`, as `clip_grad_norm_` does, which a script may
-    call as well; None does not. The norm before is `HiFT.grad_norm`."""
+    """2-norm to which `step` scales down the active group's gradients, as `clip_grad_norm_` does. None (default) does
+    not clip. A script may call `clip_grad_norm_`, too. `HiFT.grad_norm` is the norm before."""
 
     @property
     def steps_in_backward(self) -> bool:
@@ -99,7 +99,7 @@ class HiFTConfig:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of one piece; 0 for the whole group, which is what stays on the device."""
+        """Bytes per chunk, 0 for the whole group, as with `state="device"`."""
         if self.state == "device":
             return 0
         return -(-self.stream_bytes // 2) if self.steps_in_backward else self.stream_bytes

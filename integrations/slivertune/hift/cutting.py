@@ -1,4 +1,4 @@
-"""Where a group's weights are cut into pieces that fit a number of bytes, by what their steps cost."""
+"""Cut a group's weights into chunks of a number of bytes, by the memory that their steps need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,44 +10,44 @@ from slivertune.hift.probe import StepMeter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSize:
-    """What a weight costs while it is stepped."""
+    """Memory that a weight needs while it is stepped."""
 
     num_elements: int
     bytes_per_element: float
-    """Master, state, temporaries, and what waits of the gradient."""
+    """Bytes of master weight, optimizer state, temporaries and offloaded gradient."""
     cuttable: bool = True
-    """Whether its elements lie one after the other in memory."""
+    """Whether its elements are contiguous in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Elements [start, stop) of a weight, flattened."""
+    """Elements [start, stop) of a flattened weight."""
 
     weight: int
-    """Position of the weight in the group."""
+    """Index of the weight in the group."""
     start: int
     stop: int
 
 
-# Slices begin at aligned addresses of their piece: room for the gaps of a few state tensors.
+# Slices begin at aligned addresses of their chunk. This is room for the gaps of a few state tensors.
 _SLICE_OVERHEAD_BYTES = 256
 
 
 def cut_pieces(
     weights: Sequence[WeightSize], stream_bytes: int, slicing: Slicing, *, by_weight: bool = False
 ) -> list[list[Cut]]:
-    """Fill pieces of at most `stream_bytes` with slices of the weights, in order.
+    """Fill chunks of at most `stream_bytes` with slices of the weights, in order.
 
-    A piece is larger where it has to be: a whole tensor that must not be cut, or the smallest slice allowed.
+    A chunk is larger only for a whole tensor that must not be cut, or for the smallest slice allowed.
 
     Args:
-        weights: The group's weights.
-        stream_bytes: Bytes of one piece; 0 makes one piece of the whole group.
-        slicing: Where the base optimizer allows a cut.
-        by_weight: Whether no piece may hold slices of two weights; 0 bytes then make one piece of a weight.
+        weights: Weights of the group.
+        stream_bytes: Bytes per chunk; 0 makes one chunk of the whole group.
+        slicing: Cuts that the base optimizer allows.
+        by_weight: Whether each chunk holds slices of one weight only. 0 bytes then make one chunk per weight.
 
     Returns:
-        The pieces; together they hold every element once.
+        Chunks that together hold every element once.
     """
     if by_weight:
         return [
@@ -78,7 +78,7 @@ def cut_pieces(
 
 
 def _num_taken(rest: int, room: float, cuttable: bool, slicing: Slicing) -> int:
-    """Elements to take of the `rest`, given `room` for so many; 0 where not even the smallest slice fits."""
+    """Return how many elements of `rest` to take into `room` elements, or 0 if the smallest slice does not fit."""
     if rest <= room:
         return rest
     if not cuttable:
@@ -94,16 +94,16 @@ def _smallest(rest: int, cuttable: bool, slicing: Slicing) -> int:
 
 
 def cut_group(weights: Sequence[Weight], meter: StepMeter) -> list[Piece]:
-    """Cut one group into new pieces, which together hold every element once.
+    """Cut one group into new chunks, which together hold every element once.
 
     Args:
-        weights: What the group trains.
-        meter: Knows what its steps need, and HiFT's settings.
+        weights: Trained weights of the group.
+        meter: Meter of the memory that steps need, with HiFT's settings.
     """
     config = meter.config
     sizes = [_size(weight, meter) for weight in weights]
     cuts_of = cut_pieces(sizes, config.piece_bytes, meter.base.slicing, by_weight=config.steps_in_backward)
-    # A rank may hold nothing of the whole group.
+    # A rank may hold no part of a group.
     return [Piece([_slice(weights[cut.weight], cut, meter) for cut in cuts]) for cuts in cuts_of if cuts]
 
 
@@ -126,9 +126,9 @@ def _size(weight: Weight, meter: StepMeter) -> WeightSize:
     if meter.steps_master(weight):
         bytes_per_element += 4 + 4  # the master, and the gradient cast to fp32
     if meter.config.gradients != "device":
-        bytes_per_element += parameter.itemsize  # what comes back of the gradient from the host
+        bytes_per_element += parameter.itemsize  # the offloaded gradient, loaded again
     return WeightSize(
         num_elements=parameter.numel(),
         bytes_per_element=max(bytes_per_element, 1.0),
-        cuttable=parameter.is_contiguous() or weight.is_waiting,  # whose exact weight comes contiguous
+        cuttable=parameter.is_contiguous() or weight.is_waiting,  # an offloaded exact weight is loaded contiguous
     )

@@ -1,7 +1,7 @@
-"""A group's pieces on the device: those that are loaded for an update, and those that stay until the next.
+"""Resident chunks of a group: those loaded for an update, and those that stay until the next.
 
-A piece that stays was stepped in its slot and is not written back yet: it owes its copies to where it waits. They are
-made when its slot is given up, or when somebody asks for what waits.
+A chunk that stays was stepped in its slot and is not written back yet. It is written back when its slot is given up, or
+when its offloaded copy is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,52 +14,52 @@ from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.loaded_piece import Copies, LoadedPiece
 
 PASSING_PIECES = 3
-"""Slots left to the others where pieces stay: one is loaded while one is stepped and one is written back."""
+"""Slots left to the other chunks if some stay resident: one loads, one is stepped, one is written back."""
 
 
 @dataclass(slots=True, eq=False)
 class DevicePieces:
-    """Which pieces of a group lie in slots, by index."""
+    """Chunks of a group that are in slots, by index."""
 
     loaded: dict[int, LoadedPiece] = field(default_factory=dict)
-    """What was loaded for the update at hand or has stayed until it, and is not stepped yet."""
+    """Chunks that were loaded for the current update, or stayed until it, and are not stepped yet."""
     staying: dict[int, LoadedPiece] = field(default_factory=dict)
-    """What was stepped, and stays until the next update."""
+    """Chunks that were stepped, and stay resident until the next update."""
     stored: dict[int, Event] = field(default_factory=dict)
-    """When a piece has been written back."""
+    """Events after which chunks are written back."""
 
 
 def begin_update(pieces: DevicePieces) -> None:
-    """What has stayed until now is loaded."""
+    """Make the chunks that stayed resident until this update its loaded ones."""
     pieces.loaded, pieces.staying = pieces.staying, {}
 
 
 def num_staying(pieces: DevicePieces, *, beside: int | None = None) -> int:
-    """Pieces that stay, or have stayed until the update at hand and are not stepped yet.
+    """Count the chunks that stay resident, or stayed until the current update and are not stepped yet.
 
     Args:
-        pieces: The group's.
-        beside: Index of one that does not count.
+        pieces: Chunks of the group.
+        beside: Index of a chunk that does not count.
     """
     have_stayed = [index for index, piece in pieces.loaded.items() if piece.owed is not None and index != beside]
     return len(pieces.staying) + len(have_stayed)
 
 
 def may_stay(pieces: DevicePieces, index: int, num_pieces: int, num_slots: int) -> bool:
-    """Whether there is room for a piece until the next update, and for the others to pass.
+    """Return whether a chunk may stay until the next update, with room for the others to pass.
 
     Args:
-        pieces: The group's.
-        index: The piece's.
-        num_pieces: Of the group.
-        num_slots: That there is room for.
+        pieces: Chunks of the group.
+        index: Index of the chunk.
+        num_pieces: Number of chunks in the group.
+        num_slots: Number of slots that there is room for.
     """
     if num_slots >= num_pieces:
         return True
     most = num_slots - PASSING_PIECES
     if most <= 0 or num_staying(pieces, beside=index) >= most:
         return False
-    passing = num_pieces - most  # spread evenly, so that the bus always has something to do
+    passing = num_pieces - most  # spread evenly, so that the bus stays busy
     return index * passing // num_pieces == (index + 1) * passing // num_pieces
 
 
@@ -70,14 +70,14 @@ def let_stay(
     waiting: Sequence[Mapping[str, torch.Tensor]],
     slots: DeviceSlots,
 ) -> None:
-    """Let a piece stay that was stepped in its slot.
+    """Keep a chunk resident that was stepped in its slot.
 
     Args:
-        pieces: The group's.
-        index: The piece's.
-        owed: The copies to where it waits: source, target.
-        waiting: For each slice, where its tensors wait. Those that the optimizer has dropped would not come again.
-        slots: Of its device.
+        pieces: Chunks of the group.
+        index: Index of the chunk.
+        owed: Copies that write it back: source, target.
+        waiting: Offloaded tensors of each slice. Others in the slot, which the optimizer has dropped, are left out.
+        slots: Slots of the device.
     """
     piece = pieces.loaded.pop(index)
     piece.tensors = [
@@ -89,21 +89,21 @@ def let_stay(
 
 
 def give_up_loaded(pieces: DevicePieces, slots: DeviceSlots) -> None:
-    """Give back the slots of what is not stepped, also where an error has left a piece half stepped."""
+    """Give back the slots of chunks that are not stepped, even if an error has left one half stepped."""
     for index, piece in pieces.loaded.items():
         _give_up(pieces, index, piece, slots)
     pieces.loaded = {}
 
 
 def give_up_staying(pieces: DevicePieces, slots: DeviceSlots) -> None:
-    """Give back the slots of what stays."""
+    """Give back the slots of stepped chunks that stay resident."""
     for index, piece in pieces.staying.items():
         _give_up(pieces, index, piece, slots)
     pieces.staying = {}
 
 
 def settle(pieces: DevicePieces, slots: DeviceSlots) -> None:
-    """Let what waits be what the last step has left, and be there; nothing stays."""
+    """Write back every resident chunk and wait for the copies."""
     give_up_staying(pieces, slots)
     for index, piece in pieces.loaded.items():
         if piece.owed is not None:
@@ -112,35 +112,35 @@ def settle(pieces: DevicePieces, slots: DeviceSlots) -> None:
 
 
 def reorder(pieces: DevicePieces, order: Sequence[int]) -> None:
-    """Follow the group's pieces into another order; nothing is loaded.
+    """Apply a new order of the group's chunks without loading any.
 
     Args:
-        pieces: The group's.
-        order: Their indices before.
+        pieces: Chunks of the group.
+        order: Previous index of each chunk, in the new order.
     """
     pieces.stored = {place: pieces.stored[index] for place, index in enumerate(order) if index in pieces.stored}
     pieces.staying = {place: pieces.staying[index] for place, index in enumerate(order) if index in pieces.staying}
 
 
 def forget_owed(pieces: DevicePieces) -> None:
-    """Nothing is to be written back, and nothing has been."""
+    """Drop all pending write backs, and forget the finished ones."""
     for piece in (*pieces.staying.values(), *pieces.loaded.values()):
         piece.owed = None
     pieces.stored = {}
 
 
 def write_back(pieces: DevicePieces, index: int, copies: Copies, slots: DeviceSlots, after: Event = None) -> Event:
-    """Queue a piece's copies to where it waits, behind what is computed by now.
+    """Queue the write back of a chunk behind the computation queued so far.
 
     Args:
-        pieces: The group's.
-        index: The piece's.
-        copies: Source and target of each.
-        slots: Of its device.
-        after: What they wait for beside.
+        pieces: Chunks of the group.
+        index: Index of the chunk.
+        copies: Source and target of each copy.
+        slots: Slots of the device.
+        after: Another event that the copies wait for.
 
     Returns:
-        When they are made.
+        Event after which the copies are complete.
     """
     streams = slots.streams
     with streams.on("outbound", streams.record(), after):

@@ -1,8 +1,8 @@
-"""The memory of the device through which what waits on the host passes, piece by piece.
+"""Device memory through which offloaded state passes, chunk by chunk.
 
-A slot holds one piece: from the moment its load is queued, through its step, until its copy back has left. Nothing
-waits for that copy but who uses the slot's memory next: the next load into it, or, where the slot is given up, the
-computation that gets its memory.
+A slot holds one chunk: from the moment its load is queued, through its step, until it is written back. Only the next
+user of the slot's memory waits for that copy: the next load into the slot or, if it is given up, the computation that
+gets its memory.
 """
 
 import weakref
@@ -16,45 +16,45 @@ from slivertune.core.ledger import claim, claimed_at_birth
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Memory for one piece."""
+    """Device memory for one chunk."""
 
     memory: torch.Tensor
-    """uint8, one dimension."""
+    """Bytes of the slot, uint8, one dimension."""
     free_after: Event
-    """The moment from which the memory may be written."""
+    """Event after which the memory may be written."""
 
 
 class DeviceSlots:
-    """The slots of one device, which all groups share, and the streams that fill and empty them.
+    """Slots of one device, which all groups share, and the streams that fill and empty them.
 
     Args:
-        device: The device.
+        device: Device of the slots.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.streams: CopyStreams = copy_streams(device)
-        """On which pieces come and leave."""
+        """Streams that load chunks and write them back."""
         self.prefetch_bytes = 0
-        """What slots may hold outside of a group's own backward and step; also what stays allocated there."""
+        """Bytes that slots may hold outside of a group's own backward and step, and that stay allocated."""
         self.held_bytes = 0
-        """What is allocated for slots."""
+        """Bytes allocated for slots."""
         self._free: list[Slot] = []
         self._num_taken = 0
-        # The optimizer may be dropped right after a step, with copies out of this memory on their way.
+        # The optimizer may be dropped right after a step, with copies out of this memory in flight.
         weakref.finalize(self, self.streams.synchronize).atexit = False
 
     def take(self, num_bytes: int, at_least: int) -> Slot | None:
-        """Take a slot, the one that was freed first; the first load into it has to wait for `free_after`.
+        """Take the slot that was freed first. The first load into it must wait for `free_after`.
 
         Args:
             num_bytes: Bytes that must fit.
-            at_least: So many slots may be in use whatever `prefetch_bytes` says.
+            at_least: Number of slots that may be in use whatever `prefetch_bytes` is.
 
         Returns:
-            The slot; None where there is no room for another.
+            Slot, or None if there is no room for another.
 
         Raises:
-            torch.OutOfMemoryError: If the device has none for one of the `at_least` slots.
+            torch.OutOfMemoryError: If the device has no memory for one of the `at_least` slots.
         """
         found = next((slot for slot in self._free if slot.memory.numel() >= num_bytes), None)
         if found is None:
@@ -72,18 +72,18 @@ class DeviceSlots:
         return found
 
     def give_back(self, slot: Slot, free_after: Event) -> None:
-        """Let others use a slot.
+        """Return a slot to the free ones.
 
         Args:
-            slot: The slot.
-            free_after: The moment from which its memory may be written.
+            slot: Slot to return.
+            free_after: Event after which its memory may be written.
         """
         slot.free_after = free_after
         self._num_taken -= 1
         self._free.append(slot)
 
     def shrink(self, to_bytes: int | None = None) -> None:
-        """Give up free slots until all slots hold no more than so many bytes; None: than `prefetch_bytes`."""
+        """Drop free slots until all slots hold at most `to_bytes` bytes, or `prefetch_bytes` if it is None."""
         limit = self.prefetch_bytes if to_bytes is None else to_bytes
         while self._free and self.held_bytes > limit:
             self._give_up(self._free.pop(0))
@@ -92,14 +92,14 @@ class DeviceSlots:
         try:
             memory = self._new_memory(num_bytes)
         except torch.OutOfMemoryError:
-            # What is held ahead of its time gives way.
+            # Prefetched chunks must not cause this error: stop prefetching.
             self.prefetch_bytes = 0
             self.shrink()
             if not needed:
                 return None
             memory = self._new_memory(num_bytes)
         self.held_bytes += num_bytes
-        # The computation may still be using what lay here before.
+        # Earlier computation may still use this memory.
         return Slot(memory, self.streams.record())
 
     def _new_memory(self, num_bytes: int) -> torch.Tensor:

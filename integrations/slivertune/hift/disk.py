@@ -1,10 +1,10 @@
-"""The host memory through which groups of `state="disk"` pass, and the thread that reads and writes their files.
+"""Host buffers for groups of `state="disk"`, and the thread that reads and writes their files.
 
     computing:  turn of 0          | turn of 1          | turn of 2
     buffer A:   0                  | write 0, read 2    | 2
     buffer B:   write 3, read 1    | 1                  | write 1, read 3
 
-The caller decides which group a buffer gets; the thread makes one exchange after the other.
+The caller chooses the group of a buffer. The thread makes one exchange at a time.
 """
 
 import weakref
@@ -25,7 +25,7 @@ from slivertune.hift.group_file import GroupFile, make_files
 from slivertune.hift.offload_buffer import Name, OffloadBuffer, host_buffer
 
 NUM_BUFFERS = 2
-"""Groups in host memory: the one whose turn it is; and the last one until it is written, then the next."""
+"""Groups in host memory: the active group, and the previous group until it is written, then the next."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,15 +35,15 @@ class _HostBuffer:
     memory: torch.Tensor
     streams: CopyStreams
     file: GroupFile | None = None
-    """The file whose group it has, or gets by `exchange`."""
+    """File whose group the buffer holds, or gets by `exchange`."""
     content: GroupFile | None = None
-    """The file whose group lies in it; the thread's to change until `exchange` has ended."""
+    """File whose group is in the buffer. Only the thread may change it until `exchange` has ended."""
     exchange: Future[None] | None = None
-    """Under way, or ended and not looked at yet."""
+    """Exchange in flight, or ended and not checked yet."""
 
 
 class Disk:
-    """The files of one optimizer's groups, and the two buffers through which they pass.
+    """Files of one optimizer's groups, and the two host buffers through which they pass.
 
     Args:
         config: HiFT's settings.
@@ -52,30 +52,30 @@ class Disk:
     def __init__(self, config: HiFTConfig) -> None:
         self._config = config
         self.files: dict[int, GroupFile] | None = None
-        """By group; None before `open`."""
+        """Files by group, None before `open`."""
         self._buffers: list[_HostBuffer] = []
-        """The one used last is the last."""
+        """Buffers, the last used at the end."""
         self._next: list[GroupFile] = []
-        """Whose turns come next; the first stays in its buffer until its turn is over."""
+        """Files of the next turns. The first keeps its buffer until its turn is over."""
         self._thread = ThreadPoolExecutor(1, "slivertune-disk")
         weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
 
     def open(self, sizes: Sequence[int]) -> None:
-        """Make the files of groups of so many bytes, once; raises as `make_files`."""
+        """Create the files of groups of these sizes, in bytes, once. Raises as `make_files`."""
         on_disk = groups_on_disk(sizes, self._config.state_ram_bytes)
         self.files = make_files(Path(self._config.state_dir or "."), {index: sizes[index] for index in on_disk})
 
     def new_buffer(self, group: int, streams: CopyStreams) -> OffloadBuffer:
-        """Make the owner of a group's new state, and forget its old one; raises as `load`."""
+        """Create the owner of a group's new state, and forget its old state. Raises as `load`."""
         assert self.files is not None, "no group has state before the files are made"
         if (file := self.files.get(group)) is None:
             return host_buffer(streams)
-        if file.used_bytes:  # which the thread may be writing
+        if file.used_bytes:  # the thread may be writing it
             self._thread.submit(file.clear).result()
         return FileBuffer(self, file, streams)
 
     def begin_turn(self, coming: Sequence[int]) -> None:
-        """Write the groups that are not needed soon, and read those that are, given all in the order of their turns."""
+        """Write groups that are not needed soon, and read those that are, given all in the order of their turns."""
         files = self.files or {}
         self._next = [files[group] for group in coming if group in files][:NUM_BUFFERS]
         missing = [file for file in self._next if all(buffer.file is not file for buffer in self._buffers)]
@@ -84,21 +84,21 @@ class Disk:
                 self._begin_exchange(buffer, missing.pop(0) if missing else None)
 
     def check(self) -> None:
-        """Try again what has failed; raises OSError if it fails again, and at each call until it does not."""
+        """Retry failed exchanges. Raises OSError if one fails again, and at each call until it succeeds."""
         for buffer in self._buffers:
             if buffer.exchange is not None and buffer.exchange.done() and buffer.exchange.exception() is not None:
                 self._begin_exchange(buffer, buffer.file).result()
 
     def is_loaded(self, file: GroupFile) -> bool:
-        """Return whether a group is in host memory; if not, see that it comes."""
+        """Return whether a group is in host memory, and start to load it if not."""
         exchange = self._buffer_of(file).exchange
         return exchange is None or (exchange.done() and exchange.exception() is None)
 
     def load(self, file: GroupFile, streams: CopyStreams) -> torch.Tensor:
-        """Wait until a group is in host memory, and return it: uint8, the group's until others are loaded.
+        """Wait until a group is in host memory, and return it as uint8, valid until others are loaded.
 
         Raises:
-            OSError: If it can't be read, or the group that is in its way can't be written.
+            OSError: If it can't be read, or the group in its buffer can't be written.
         """
         if not self._buffers or self._buffers[0].streams.device.type != streams.device.type:
             self._make_buffers(streams)
@@ -108,13 +108,13 @@ class Disk:
         return buffer.memory
 
     def write(self, file: GroupFile) -> None:
-        """Wait until the file of a group in host memory has its state; raises OSError if it can't have it."""
+        """Wait until a group in host memory is written to its file. Raises OSError if this fails."""
         buffer = self._buffer_of(file)
         self._begin_exchange(buffer, file)
         self._end_exchange(buffer)
 
     def _make_buffers(self, streams: CopyStreams) -> None:
-        for buffer in self._buffers:  # pinned for the device from which the model has moved
+        for buffer in self._buffers:  # pinned for the model's previous device
             self._begin_exchange(buffer, None)
             self._end_exchange(buffer)
         sizes = [file.num_bytes for file in (self.files or {}).values()]
@@ -123,7 +123,7 @@ class Disk:
         ]
 
     def _buffer_of(self, file: GroupFile) -> _HostBuffer:
-        """Return a group's buffer; if it has none, it gets the one whose group is needed last."""
+        """Return a group's buffer. If it has none, assign it the buffer whose group is needed last."""
         buffer = next((each for each in self._buffers if each.file is file), None)
         if buffer is None:
             buffer = max(self._buffers, key=lambda each: (*self._next, each.file).index(each.file))
@@ -144,12 +144,12 @@ class Disk:
         try:
             buffer.exchange.result()
         finally:
-            if buffer.exchange.done():  # else a Ctrl-C has ended the wait
+            if buffer.exchange.done():  # else Ctrl-C has ended the wait
                 buffer.file, buffer.exchange = buffer.content, None
 
 
 def _exchange(buffer: _HostBuffer, copied: Sequence[Event], file: GroupFile | None) -> None:
-    """Write the group that lies in a buffer, once its copies have ended, and read another one into it."""
+    """Write the group in a buffer, once its copies have ended, and read another one into it."""
     for event in copied:
         buffer.streams.wait_on_host(event)
     if buffer.content is not None:
@@ -162,9 +162,9 @@ def _exchange(buffer: _HostBuffer, copied: Sequence[Event], file: GroupFile | No
 
 
 class FileBuffer(OffloadBuffer):
-    """Owns one group's tensors, which lie in a buffer of the disk at its turn, and in a file between its turns.
+    """Owner of one group's tensors, which are in a buffer of the disk during its turn, and in a file between turns.
 
-    What outgrows the file stays in host memory.
+    Tensors that outgrow the file stay in host memory.
     """
 
     is_resident = False
@@ -176,7 +176,7 @@ class FileBuffer(OffloadBuffer):
 
     @override
     def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
-        """Do nothing: the memory and the file are there."""
+        """Do nothing: the memory and the file exist."""
 
     @override
     def empty_like(self, model: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,7 @@ class FileBuffer(OffloadBuffer):
         mapping, views = self._file.map(), dict(tensors)
         for name, tensor in tensors.items():
             if (start := _place(tensor, self._memory)) is not None:
-                # A storage of its own: torch.save refuses several dtypes in one.
+                # Each has a storage of its own: torch.save refuses several dtypes in one.
                 flat = torch.frombuffer(mapping, dtype=torch.uint8, count=tensor.nbytes, offset=start)
                 claim(flat, "state", "disk")
                 views[name] = tensor_at(flat, 0, tensor)
@@ -218,20 +218,20 @@ class FileBuffer(OffloadBuffer):
 
 
 def _place(tensor: torch.Tensor, memory: torch.Tensor) -> int | None:
-    """Return the first byte of a tensor in some memory; None if it has none there."""
+    """Return the first byte of a tensor in some memory, or None if it is not there."""
     start = tensor.data_ptr() - memory.data_ptr()
     return start if tensor.nbytes and 0 <= start < memory.numel() else None
 
 
 def groups_on_disk(sizes: Sequence[int], ram_bytes: int) -> list[int]:
-    """Choose the groups that are stored in files; the others, the smallest, stay in host memory, as many as fit."""
-    # For good: every group is needed once a cycle, so that one kept for having been used last is evicted just before.
+    """Choose the groups that are stored in files. The smallest stay in host memory, as many as fit."""
+    # The choice is fixed: every group is needed once per cycle, so a cache of recent groups evicts each before its use.
     smallest_first = sorted(range(len(sizes)), key=lambda index: sizes[index])
     totals = accumulate(sizes[index] for index in smallest_first)
     return sorted(index for index, total in zip(smallest_first, totals, strict=True) if total > ram_bytes)
 
 
 def split_bytes(sizes: Sequence[int], ram_bytes: int) -> tuple[int, int]:
-    """Return the bytes of host memory, buffers included, and of the files that groups of these sizes take."""
+    """Return the bytes of host memory (buffers included) and of files that groups of these sizes take."""
     on_disk = [sizes[index] for index in groups_on_disk(sizes, ram_bytes)]
     return sum(sizes) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * max(on_disk, default=0), sum(on_disk)

@@ -1,7 +1,7 @@
-"""What a state dict shows in place of a weight that waits in fewer bits: the exact weight, read when it is needed.
+"""State-dict entries of quantised weights, which read the exact weight when it is needed.
 
-A whole state dict of exact weights would take a model's size of memory at once. These are read one by one, by whatever
-computes with them, copies or saves them, so that `save_pretrained` has one shard at a time in memory.
+A state dict of exact weights would take as much memory as the model, at once. These are read one by one, by any
+operation that computes with them, copies or saves them, so that `save_pretrained` has one shard at a time in memory.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,19 +27,19 @@ _OF_THE_FORM = frozenset(
         torch.Tensor.is_floating_point,
         torch.Tensor.is_complex,
         torch.Tensor.__len__,
-        # Programs tell shared tensors by their places, and what is not contiguous they copy before they save it.
+        # Programs find shared tensors by address, and copy a tensor that is not contiguous before they save it.
         torch.Tensor.data_ptr,
         torch.Tensor.is_contiguous,
         torch.Tensor.stride,
         torch.Tensor.storage_offset,
     )
 )
-"""What is known without the values."""
+"""Functions that need no values."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """A storage as large as the values, without them."""
+    """A storage of the values' size, without them."""
 
     address: int
     num_bytes: int
@@ -55,31 +55,31 @@ class _Extent:
 
 
 class ExactTensor(torch.Tensor):
-    """A weight's shape and dtype, and how to read it; every operator gets what is read. Made by `of`."""
+    """A weight's shape and dtype, with a function that reads it for every operator. Made by `of`."""
 
     _read: Callable[[], torch.Tensor]
 
     @classmethod
     def of(cls, form: torch.Tensor, read: Callable[[], torch.Tensor]) -> Self:
-        """Make one.
+        """Build the entry of a weight.
 
         Args:
-            form: Of its shape and dtype.
-            read: Gives the values, on the host.
+            form: Tensor of the weight's shape and dtype.
+            read: Function that returns the values, on the host.
         """
-        # One element of its own: programs that look for tied weights compare the places of storages.
+        # Each has one element of its own: programs find tied weights by the addresses of storages.
         element = torch.zeros((), dtype=form.dtype, device="cpu").expand(form.shape)
         made: Self = make_subclass(cls, element)
         made._read = read
         return made
 
     def values(self) -> torch.Tensor:
-        """A copy of the exact weight, in host memory."""
+        """Return a copy of the exact weight, in host memory."""
         return self._read().detach().to("cpu", copy=True)
 
     @override
     def untyped_storage(self) -> Any:
-        """What programs ask that look for shared tensors, or count bytes before they save."""
+        """Return the storage's address and size, for programs that find shared tensors or count bytes."""
         with plain_tensor_functions():
             return _Extent(self.data_ptr(), self.numel() * self.element_size())
 

@@ -1,4 +1,4 @@
-"""The place in host memory where the active group's gradients wait, and the copies that take them there."""
+"""Host memory for the active group's gradients, and the copies that offload them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,33 +14,33 @@ from slivertune.hift.piece import Weight
 
 
 class HostGradients:
-    """Owns the place in host memory where the active group's gradients wait.
+    """Owner of the host memory for the active group's gradients.
 
-    A gradient leaves on a side stream; of those that are leaving, the largest and at most `in_flight_bytes` of others
-    stay on the device.
+    A side stream offloads each gradient. The largest in flight, and at most `in_flight_bytes` of others, stay on
+    the device.
 
     Args:
-        streams: Of the device where the gradients are made.
-        in_flight_bytes: Bytes.
-        num_bytes: Of the largest group's gradients; see `bytes_of`.
+        streams: Copy streams of the device that computes the gradients.
+        in_flight_bytes: Bytes of gradients in flight beside the largest.
+        num_bytes: Bytes of the largest group's gradients; see `bytes_of`.
     """
 
     def __init__(self, streams: CopyStreams, in_flight_bytes: int, num_bytes: int) -> None:
         self.streams = streams
-        """On which gradients leave."""
+        """Streams that offload gradients."""
         self._in_flight_bytes = in_flight_bytes
         self._num_bytes = num_bytes
         self.adds_in_step = False
-        """Whether the backward that runs is an update's last, and what it adds stays on the device for the step."""
+        """Whether the running backward is an update's last, so that its additions stay on the device for the step."""
         self._leaving: deque[tuple[Event, tuple[torch.Tensor, ...]]] = deque()
         self._room: torch.Tensor | None = None
         self._places: dict[nn.Parameter, int] = {}
         self._living: dict[nn.Parameter, OffloadedGradient] = {}
         self._free_after: Event = None
-        """When the last step has read what lies in the room."""
+        """Event after which the last step has read the host memory."""
 
     def begin_turn(self, weights: Sequence[Weight]) -> None:
-        """Give the weights of the group whose turn it is their places; gradients of other weights are dropped."""
+        """Assign host memory to the gradients of the active group, and drop the gradients of other weights."""
         if [id(weight.parameter) for weight in weights] == [id(parameter) for parameter in self._places]:
             return
         self.drop()
@@ -50,10 +50,10 @@ class HostGradients:
             start += aligned(weight.parameter.nbytes)
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Let the gradient of a parameter, which has just been accumulated, leave."""
+        """Offload the gradient of a parameter, which has just been accumulated."""
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, OffloadedGradient):
-            return  # what was added to it has left already
+            return  # additions to it are offloaded already
         if gradient.is_sparse:
             raise ValueError(
                 "a sparse gradient can't wait in host memory; set sparse=False on its embedding, or gradients='device'"
@@ -68,7 +68,7 @@ class HostGradients:
         parameter.grad = offloaded
 
     def offload(self, offloaded: OffloadedGradient, values: torch.Tensor) -> None:
-        """Let values on the device take the place of those on the host."""
+        """Replace the values on the host with values on the device."""
         norm = self._new_norm(offloaded)
         with self.streams.on("outbound", self.streams.record(), self._free_after):
             offloaded.part_on_host(0, None).copy_(values, non_blocking=True)
@@ -77,7 +77,7 @@ class HostGradients:
         self._keep_until(offloaded.stored, values, norm)
 
     def accumulate(self, offloaded: OffloadedGradient, gradient: torch.Tensor) -> None:
-        """Add a gradient on the device to one on the host; the sum is the device's."""
+        """Add a gradient on the device to one on the host, and compute the sum on the device."""
         norm, host = self._new_norm(offloaded), offloaded.part_on_host(0, None)
         with claimed_at_birth("gradients"):
             total = torch.empty_like(gradient)
@@ -94,7 +94,7 @@ class HostGradients:
         self._keep_until(offloaded.stored, gradient, total, norm)
 
     def store(self, host: torch.Tensor, values: torch.Tensor) -> Event:
-        """Copy values of the device to a part of a place; when they have arrived."""
+        """Copy values from the device to a part of the host memory, and return the event of their arrival."""
         with self.streams.on("outbound", self.streams.record()):
             host.copy_(values, non_blocking=True)
             stored = self.streams.record("outbound")
@@ -102,7 +102,7 @@ class HostGradients:
         return stored
 
     def settle(self) -> None:
-        """Let go of the gradients that were leaving: what is computed from now on comes after that."""
+        """Release the gradients in flight, and make later computation wait for their copies."""
         while self._leaving:
             self._settle_first()
 
@@ -112,9 +112,9 @@ class HostGradients:
         self.drop()
 
     def drop(self) -> None:
-        """Close all gradients that are known."""
+        """Close all known gradients."""
         self.settle()
-        # What reads their places is queued; what the next backward brings comes after that.
+        # All reads of the host memory are queued. Copies of the next backward come after them.
         self._free_after = self.streams.record()
         for parameter, offloaded in self._living.items():
             if parameter.grad is offloaded:
@@ -133,16 +133,16 @@ class HostGradients:
         return tensor_at(self._room, self._places[parameter], gradient)
 
     def _new_norm(self, offloaded: OffloadedGradient) -> torch.Tensor:
-        """Where the norm is to lie: memory of the computing stream, which reads it."""
+        """Allocate the norm in memory of the computing stream, which reads it."""
         offloaded.norm_on_device = torch.empty((), dtype=offloaded.dtype, device=offloaded.device)
         return offloaded.norm_on_device
 
     def _keep_until(self, left: Event, *tensors: torch.Tensor) -> None:
-        """Keep tensors alive that a side stream reads, and let the computation wait where they become too many."""
+        """Keep tensors alive that a side stream reads. If they are too many, let the computation wait."""
         if left is None:
             return
         self._leaving.append((left, tensors))
-        # One may be larger than all that is allowed; then a norm's, which comes right after it, need not wait for it.
+        # One may exceed the limit alone. The small gradient of a norm right after it then need not wait.
         while self._bytes_beside_largest() > self._in_flight_bytes:
             self._settle_first()
 
@@ -156,5 +156,5 @@ class HostGradients:
 
 
 def bytes_of(weights: Sequence[Weight]) -> int:
-    """Bytes of host memory that the gradients of some weights take."""
+    """Return the bytes of host memory that the gradients of some weights take."""
     return sum(aligned(weight.parameter.nbytes) for weight in weights)

@@ -1,4 +1,4 @@
-"""Whether a host has room for what waits on it."""
+"""Check that the host has room for offloaded state and gradients."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter, disk: Dis
     """Refuse a host without room for the groups' masters and state to come, and for the largest group's gradients.
 
     Args:
-        groups: All groups' owners of state; what was loaded lies on the host already, and needs no more of it.
-        meter: Knows what their steps need, and HiFT's settings.
-        disk: The groups' files, if they are stored there.
+        groups: Owners of all groups' state. Loaded state is on the host already and needs no more room.
+        meter: Meter of the memory that steps need, with HiFT's settings.
+        disk: Files of the groups, if they are stored there.
 
     Raises:
-        MemoryError: Before anything is allocated, with the bytes needed and those that are free.
+        MemoryError: If there is no room, before anything is allocated, with the bytes needed and the bytes free.
     """
     available = None if is_without_data() else available_host_bytes()
     if available is None:

@@ -1,15 +1,15 @@
-"""Weights of blocks that wait in host memory, and the slots of the device that they pass through.
+"""Offloaded weights of blocks, and the device slots that they pass through.
 
-A parameter's `data` always is where its values are to be read and written: what waits on the host, or, while its block
-is `bring`ed, a view of a slot. A slot is written again when everything that was queued to read it is done, and keeps
-what it holds until then: a block that comes back soon finds its weights there (until `forget`).
+A parameter's `data` is always the place to read and write its values: the offloaded copy or, after `bring`, a view of
+a slot. A slot is written again when all queued reads of it are done, and keeps its content until then: a block that is
+needed again soon is still there (until `forget`).
 
-    inbound:            load 3 | load 5 ...          a load waits for its slot to be read, computing for the load
+    inbound:            load 3 | load 5 ...          a load waits for reads of its slot, computing for the load
     computing:  block 1, 2, 3   | 4, 5 ...
-    outbound:   what trained in the turn before
+    outbound:   blocks trained in the previous turn
 
-What trains is kept in its slot through the whole turn, and there it is trained. It goes back when the next forward
-begins: until then others may write to it.
+Blocks that train stay in their slots through the whole turn, and are trained there. They are written back when the next
+forward begins: until then others may write to them.
 """
 
 import weakref
@@ -25,28 +25,28 @@ from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.torch_internals import storage_key
 
 NUM_WORKING_SLOTS = 2
-"""Slots beside those of what trains: one is read while the other is loaded."""
+"""Slots beside those of blocks that train: one is read while the other is loaded."""
 
 
 class Movable(Protocol):
-    """A parameter, or the codes of one."""
+    """A parameter, or its codes."""
 
     data: torch.Tensor
-    """Its values, wherever they lie."""
+    """Values, on the host or the device."""
 
 
 @dataclass(slots=True, eq=False)
 class WaitingBlock:
-    """A block whose weights wait on the host."""
+    """A block whose weights are offloaded to the host."""
 
     name: str
     weights: tuple[Movable, ...]
     waiting: tuple[torch.Tensor, ...] = ()
-    """The weights' values in host memory, each in its own; none of a block that stays on the device."""
+    """Values of the weights in host memory, each in its own, empty if the block is resident."""
 
     @property
     def num_bytes(self) -> int:
-        """Of a slot that it fits in."""
+        """Bytes of a slot that the block fits in."""
         return sum(aligned(weight.data.nbytes) for weight in self.weights)
 
 
@@ -54,21 +54,21 @@ class WaitingBlock:
 class _WeightSlot:
     memory: torch.Tensor
     free_after: Event
-    """The moment from which the memory may be written."""
+    """Event after which the memory may be written."""
     block: int | None = None
-    """Whose weights lie there, or are on their way."""
+    """Block whose weights are there, or in flight."""
     views: list[torch.Tensor] = field(default_factory=list)
     ready: Event = None
-    """When they are there."""
+    """Event after which the weights are there."""
 
 
 class HostWeights:
-    """Brings the weights of blocks to the device, and takes back what was trained.
+    """Loads the weights of blocks to the device, and writes back the trained ones.
 
     Args:
-        blocks: The blocks; each is asked for when the one before lies on the host, and moved.
-        device: Where the model computes.
-        num_trained: Blocks that train together at most.
+        blocks: Blocks to move to the host. Each is requested when the one before it has been moved.
+        device: Device on which the model computes.
+        num_trained: Largest number of blocks that train together.
         resident: Indices of blocks that stay on the device.
 
     Raises:
@@ -85,7 +85,7 @@ class HostWeights:
     ) -> None:
         self.device = device
         self.streams: CopyStreams = copy_streams(device)
-        """On which weights come and leave."""
+        """Streams that load weights and write them back."""
         self._blocks: list[WaitingBlock] = []
         self._num_slots = NUM_WORKING_SLOTS + num_trained
         self._resident: frozenset[int] = frozenset()
@@ -93,9 +93,9 @@ class HostWeights:
         self._brought: dict[int, _WeightSlot] = {}
         self._kept: frozenset[int] = frozenset()
         self._trained: dict[int, _WeightSlot] = {}
-        """Of turns that are over: where what they trained lies, whose copy on the host is older."""
+        """Slots of blocks that trained in ended turns, whose copies on the host are older."""
         self._arrives: dict[int, Event] = {}
-        """By block: when what was trained of it is on the host, where it is on its way."""
+        """Events by block, after which a write back in flight is complete."""
         self._coming: list[int] = []
         for index, block in enumerate(blocks):
             self._blocks.append(block)
@@ -103,29 +103,29 @@ class HostWeights:
                 self._move_to_host(block)
         self._slot_bytes = max(self.block_bytes)
         self.stay(resident)
-        # The model may be dropped with copies on their way.
+        # The model may be dropped with copies in flight.
         weakref.finalize(self, self.streams.synchronize).atexit = False
 
     @property
     def streamed(self) -> list[int]:
-        """Indices of the blocks that wait on the host, in order."""
+        """Indices of the offloaded blocks, in order."""
         return [index for index in range(len(self._blocks)) if index not in self._resident]
 
     @property
     def block_bytes(self) -> list[int]:
-        """Of a slot that each block fits in, in order."""
+        """Bytes of a slot that each block fits in, in order."""
         return [block.num_bytes for block in self._blocks]
 
     @property
     def waiting_bytes(self) -> int:
-        """Of host memory, in which weights wait."""
+        """Bytes of host memory that hold offloaded weights."""
         return sum(each.nbytes for block in self._blocks for each in block.waiting)
 
     def stay(self, indices: Collection[int]) -> None:
-        """Let these blocks stay on the device, and all others wait on the host; between steps.
+        """Make these blocks resident and offload all others, between steps.
 
         Args:
-            indices: Of the blocks.
+            indices: Indices of the blocks.
         """
         if self._resident != frozenset(indices):
             self.take_all_back()
@@ -137,16 +137,16 @@ class HostWeights:
         self._resident = frozenset(indices)
 
     def expect(self, coming: Sequence[int]) -> None:
-        """Say which blocks are brought next, and begin to load them.
+        """Announce which blocks are needed next, and begin to load them.
 
         Args:
-            coming: Indices in the order in which they are.
+            coming: Indices in the order of use.
         """
         self._coming = [index for index in coming if index not in self._resident]
         self._load_ahead()
 
     def bring(self, index: int) -> None:
-        """Let a block's parameters lie on the device, until `put_back`; loads what comes after it."""
+        """Point a block's parameters to the device until `put_back`, and prefetch the blocks after it."""
         if index in self._resident:
             return
         if index in self._coming:
@@ -155,37 +155,37 @@ class HostWeights:
             slot = self._slot_of(index) or self._load(index, self._take(index))
             self.streams.compute_after(slot.ready)
             if index in self._kept:
-                # It is trained where it lies, which may be on its way to the host since the turn before.
+                # It is trained in its slot, which the write back of the previous turn may still read.
                 self.streams.compute_after(self._arrives.get(index))
             self._place(index, slot.views)
             self._brought[index] = slot
         self._load_ahead()
 
     def put_back(self, index: int) -> None:
-        """Let a block's parameters lie on the host again, unless they are kept; what was queued still finds them."""
+        """Point a block's parameters to the host again, unless they are kept. Queued work still finds its slot."""
         if index not in self._brought or index in self._kept:
             return
         slot = self._brought.pop(index)
         if index in self._trained:
             return
         self._place(index, self._blocks[index].waiting)
-        # After its way to the host, too.
+        # After its write back, too.
         self.streams.compute_after(self._arrives.get(index))
         slot.free_after = self.streams.record()
         self._load_ahead()
 
     def put_all_back(self, but: int | None = None) -> None:
-        """Put back what is brought, but for one and for what is kept; and give up slots that are too many."""
+        """Put back all blocks but one and the kept ones, and free surplus slots."""
         for index in [each for each in self._brought if each != but]:
             self.put_back(index)
         while len(self._slots) > self._num_slots and (free := self._free_slots()):
             self._drop(free[0])
 
     def keep(self, indices: Collection[int]) -> None:
-        """Begin a turn: these train, and stay on the device once they are brought; those of the turn before don't.
+        """Begin a turn, in which these blocks train and stay on the device once they are loaded.
 
         Args:
-            indices: Of blocks; others wait no longer for the end of their turn.
+            indices: Indices of the blocks. The turn of all other blocks has ended.
         """
         for index in self._kept.difference(indices):
             slot = self._brought.pop(index, None)
@@ -196,21 +196,21 @@ class HostWeights:
             self._brought[index] = self._trained.pop(index)
 
     def begin_writing(self, index: int) -> None:
-        """Let a block lie where what is written to it stays: what trains in its slot, all else where it waits."""
+        """Point a block to memory where writes last: its slot if it trains there, else the host."""
         self.put_back(index)
         for slot in self._free_slots():
             if slot.block == index:
                 self._empty(slot)
 
     def forget(self) -> None:
-        """Load anew what is brought next: others may have written to what waits since it was loaded."""
+        """Empty the slots of blocks that do not train: others may have written to the host's copy since the load."""
         for slot in self._slots:
             is_own = slot in self._brought.values() or slot in self._trained.values()
             if not is_own:
                 self._empty(slot)
 
     def send_back(self) -> None:
-        """Begin to take back what ended turns have trained; nobody may read it before `settle`."""
+        """Begin to write back the blocks of ended turns. Nobody may read them before `settle`."""
         for index, slot in self._trained.items():
             with self.streams.on("outbound", self.streams.record()):
                 for source, target in zip(slot.views, self._blocks[index].waiting, strict=True):
@@ -220,13 +220,13 @@ class HostWeights:
         self._trained = {}
 
     def settle(self) -> None:
-        """Wait on the host for what is on its way back."""
+        """Wait on the host for write backs in flight."""
         for event in self._arrives.values():
             self.streams.wait_on_host(event)
         self._arrives = {}
 
     def take_all_back(self) -> None:
-        """Let all parameters lie on the host, and free the device of them."""
+        """Offload all parameters, and free their memory on the device."""
         self._coming = []
         kept = self._kept
         self.keep(())
@@ -238,10 +238,10 @@ class HostWeights:
         self._kept = kept
 
     def copy_to_host(self, index: int) -> dict[int, torch.Tensor]:
-        """What trains or has trained of a block, as it is now, where it is to wait; nothing of other blocks.
+        """Copy the current values of a block that trains or has trained to the host.
 
         Returns:
-            Values in host memory by the weight's identity, each in a storage of its own.
+            Values in host memory by the weight's `id`, each in a storage of its own; empty for other blocks.
         """
         slot = self._trained.get(index) or (self._brought.get(index) if index in self._kept else None)
         if slot is None:
@@ -253,7 +253,7 @@ class HostWeights:
         return {id(weight): target for weight, target in zip(block.weights, block.waiting, strict=True)}
 
     def place_in_slot(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Whose weights a tensor is a view of, and the byte of the slot at which it begins; None of any other."""
+        """Return the block whose slot a tensor is a view of and its first byte there, or None for other tensors."""
         key = storage_key(tensor.untyped_storage())
         for index, slot in self._brought.items():
             if storage_key(slot.memory.untyped_storage()) == key:
@@ -261,7 +261,7 @@ class HostWeights:
         return None
 
     def memory_of(self, index: int) -> torch.Tensor:
-        """The slot in which a block's weights lie; it is brought if it is not.
+        """Return the slot of a block, which is loaded first if it is not there.
 
         Returns:
             uint8, one dimension.
@@ -302,7 +302,7 @@ class HostWeights:
     def _load(self, index: int, slot: _WeightSlot | None) -> _WeightSlot:
         assert slot is not None, "a block that is needed always finds a slot"
         slot.block, slot.views, start = index, [], 0
-        # What is made in inference mode could never be trained.
+        # A tensor that is made in inference mode could never be trained.
         with torch.inference_mode(mode=False), self.streams.on("inbound", slot.free_after, self._arrives.get(index)):
             for source in self._blocks[index].waiting:
                 slot.views.append(tensor_at(slot.memory, start, source).copy_(source, non_blocking=True))
@@ -311,17 +311,17 @@ class HostWeights:
         return slot
 
     def _take(self, index: int, *, ahead: bool = False) -> _WeightSlot | None:
-        """A slot for a block: an empty one, a new one, or that of whoever comes back last.
+        """Return a slot for a block: an empty one, a new one, or the one whose block is needed last.
 
         Args:
-            index: The block.
-            ahead: Whether it is loaded for later: then it takes no slot of one that comes before it.
+            index: Index of the block.
+            ahead: Whether the block is prefetched. It then takes no slot of a block that is needed earlier.
         """
         free = self._free_slots()
         if not any(slot.block is None for slot in free) and len(self._slots) < self._num_slots:
             return self._new_slot()
         if not free and not ahead:
-            # In a step without a forward, or where a backward is in more blocks at once than the model has in a row.
+            # In a step without a forward, or in a backward through more blocks at once than the model has in a row.
             return self._new_slot()
         last = len(self._coming)
 
@@ -345,7 +345,7 @@ class HostWeights:
         with torch.inference_mode(mode=False), claimed_at_birth("parameters"):
             memory = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
         claim(memory, "parameters")
-        # The computation may still be using what lay here before.
+        # Earlier computation may still use this memory.
         self._slots.append(_WeightSlot(memory, self.streams.record()))
         return self._slots[-1]
 

@@ -1,6 +1,6 @@
-"""Steps inside the backward (`gradients="stepped"`): which weights were stepped, and whether their backward has ended.
+"""Steps inside the backward (`gradients="stepped"`): the stepped weights, and whether their backward has ended.
 
-With accumulation only an update's last backward steps; what the earlier ones bring waits on the host until then.
+With accumulation, only an update's last backward steps. Gradients of earlier ones are offloaded to the host until then.
 """
 
 import sys
@@ -31,16 +31,16 @@ _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and 
 class SteppedGradient(GradientPlaceholder):
     """Stands in `.grad` of a weight that was stepped in the backward, until `step`.
 
-    It knows its 2-norm, so that the total norm is found; whoever wants more of it is told that it is gone.
+    It knows the gradient's 2-norm, so that the total norm can be computed. Any other use raises an error.
 
     Args:
-        gradient: What it stands for.
-        norm: Its 2-norm; without dimensions.
-        refuse: Called when a backward adds to it; raises.
+        gradient: Gradient that it stands for.
+        norm: 2-norm of the gradient, without dimensions.
+        refuse: Function to call when a backward adds to it; raises.
     """
 
     _one: tuple[torch.Tensor, int] | None = None
-    """What was last found to be 1, the same tensor for all gradients of a clipping, and its version."""
+    """Factor that was last found to be 1, the same tensor for all gradients of a clipping, and its version."""
 
     def __init__(self, gradient: torch.Tensor, norm: torch.Tensor, refuse: Callable[[], None]) -> None:
         self._norm = norm
@@ -50,7 +50,7 @@ class SteppedGradient(GradientPlaceholder):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Tell the norm, let a clipping pass that leaves gradients as they are, and refuse all else."""
+        """Return the norm, accept a clipping that leaves gradients as they are, and refuse anything else."""
         norm_is_asked = func is torch.ops.aten.linalg_vector_norm.default and not kwargs
         if norm_is_asked and all(value == 2.0 for value in args[1:]):
             return args[0]._norm.clone()
@@ -76,18 +76,18 @@ class SteppedGradient(GradientPlaceholder):
 
 
 class BackwardSteps:
-    """Steps each weight of the active group as soon as its gradient is complete, and drops the gradient.
+    """Steps each weight of the active group as soon as its gradient is complete, and frees the gradient.
 
-    An update is open from its first gradient to `close`. Whatever would leave it half done is an error, there or at the
-    next gradient.
+    An update is open from its first gradient to `close`. Anything that would leave it half done is an error, at once or
+    at the next gradient.
 
     Args:
-        weights: All that any group trains.
-        begin: Called before the first weight of an update; if it fails, nothing was updated.
-        step_weight: Steps one weight from its gradient, and drops the gradient.
-        is_accumulating: Whether the backward that runs now is not its update's last.
-        host_gradients: Gives what keeps the gradients of earlier backward passes.
-        load_gradients: Called when the last backward begins, if some are kept.
+        weights: Trained weights of all groups.
+        begin: Function to call before the first weight of an update. If it fails, nothing was updated.
+        step_weight: Function that steps one weight from its gradient, and frees the gradient.
+        is_accumulating: Function that returns whether the running backward is not its update's last.
+        host_gradients: Function that returns the owner of the gradients of earlier backward passes.
+        load_gradients: Function to call when the last backward begins; loads gradients that are offloaded.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class BackwardSteps:
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Put the hooks on a model; an open update stays open."""
+        """Put the hooks on a model. An open update stays open."""
         first = next(iter(self._weight_of.values())).parameter
         parent = next(
             module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))
         )
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before_forward)),
-            # Inside of the model's forward, where accelerate has switched autocast on.
+            # Inside of the model's forward, after accelerate has switched autocast on.
             parent.register_forward_pre_hook(_refuse_fp16_autocast),
         ]
 
@@ -129,7 +129,7 @@ class BackwardSteps:
         return bool(self._stepped) or self._broken is not None
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Step a weight whose gradient has just been accumulated; or keep the gradient, if more are to come.
+        """Step a weight whose gradient has just been accumulated, or offload the gradient if more are to come.
 
         Raises:
             RuntimeError: If it was stepped already in this update, or an earlier error left the update half done.
@@ -148,7 +148,7 @@ class BackwardSteps:
         self._step_now(weight)
 
     def _refuse_second(self, weight: Weight) -> None:
-        # What follows in this backward must not be stepped either.
+        # The rest of this backward must not be stepped either.
         weight.parameter.grad = None
         if self._broken is None:
             self._broken = (
@@ -188,10 +188,10 @@ class BackwardSteps:
         """End the update, after its backward.
 
         Returns:
-            Whether there was one.
+            Whether there was an update.
 
         Raises:
-            RuntimeError: If it is half done, or a gradient came by another way than a backward.
+            RuntimeError: If the update is half done, or a gradient did not come from a backward.
         """
         if self._broken is not None:
             raise RuntimeError(self._broken)
@@ -201,7 +201,7 @@ class BackwardSteps:
                 f"its group were stepped, {next(iter(self._stepped))} among them; {_WAY_OUT}"
             )
             raise RuntimeError(self._broken)
-        # What earlier backward passes have brought, and the last has not reached.
+        # Gradients of earlier backward passes, whose weights the last one has not reached.
         for weight in [w for w in self._weight_of.values() if isinstance(w.parameter.grad, OffloadedGradient)]:
             self._step_now(weight)
         self._drop_stepped()
@@ -223,7 +223,7 @@ class BackwardSteps:
         self._broken = None
 
     def release(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -236,14 +236,14 @@ class BackwardSteps:
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         if not self._stepped and torch.is_grad_enabled() and running_backward() == NO_BACKWARD:
-            # Backward passes that failed before they stepped anything.
+            # These backward passes failed before they stepped anything.
             self._running.clear()
 
     def watch_backward(self) -> None:
-        """Note that the running backward has begun, and let it tell when it ends without an error.
+        """Note that the running backward has begun, and note its end if it ends without an error.
 
-        Under reentrant checkpointing, gradients arrive in backward passes of their own inside of the one that counts:
-        to be called when that begins.
+        Under reentrant checkpointing, gradients arrive in backward passes inside of the one that counts. Call this when
+        that one begins.
         """
         task = running_backward()
         if task == NO_BACKWARD or task in self._running:
@@ -265,6 +265,6 @@ def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:
 
 
 def is_accumulating_by_accelerate() -> bool:
-    """Whether accelerate says, for itself or for the Trainer, that the micro-batch at hand is not its update's last."""
+    """Return whether accelerate or the Trainer says that the current micro-batch is not its update's last."""
     state = sys.modules.get("accelerate.state")
     return state is not None and not state.GradientState().sync_gradients

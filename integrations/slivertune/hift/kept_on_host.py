@@ -1,4 +1,4 @@
-"""Blocks that stay in host memory while the rest of a model is moved to a device, before HiFT streams them."""
+"""Blocks that stay in host memory while the rest of a model moves to a device, before HiFT streams them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from slivertune.core.torch_internals import apply_of
 
 
 class BlocksOnHost(ModelHandle):
-    """What lets a model's blocks lie where they are; made by `keep_blocks_on_host`.
+    """Handle that keeps a model's blocks in host memory, made by `keep_blocks_on_host`.
 
     Args:
-        model: The model.
+        model: Model in host memory.
     """
 
     refusal_to_copy = "a handle belongs to one model; a copy of the model is moved as any other"
@@ -27,20 +27,20 @@ class BlocksOnHost(ModelHandle):
 
 
 def keep_blocks_on_host(model: nn.Module) -> BlocksOnHost:
-    """Let `model.to(device)` move all but the blocks, for `HiFTConfig(weights="host")` under a Trainer.
+    """Keep the blocks on the host in `model.to(device)`, for `HiFTConfig(weights="host")` under a Trainer.
 
-    A Trainer moves its model to the device when it is made, before HiFT is there to say where blocks wait. Call this
-    before it, with the model in host memory: embedding, head and norms go to the device, the blocks never do as a
-    whole. The model can't run until HiFT is built over it. Casts (`model.bfloat16()`) are made where the weights lie.
+    A Trainer moves its model to the device when it is built, before HiFT exists to offload the blocks. Call this before
+    it, with the model in host memory. Embedding, head and norms then move to the device, and the blocks stay. The model
+    can't run until HiFT is built over it. Casts (`model.bfloat16()`) are made where the weights are.
 
     Args:
-        model: In host memory.
+        model: Model in host memory.
 
     Returns:
-        A handle; after `remove()`, before HiFT is built or after its `detach()`, the model is moved as any other.
+        Handle. After `remove()`, before HiFT is built or after its `detach()`, the model moves as any other.
 
     Raises:
-        ValueError: If the model has no blocks, or one lies on a device already.
+        ValueError: If the model has no blocks, or one is on a device already.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -59,7 +59,7 @@ def keep_blocks_on_host(model: nn.Module) -> BlocksOnHost:
 
 
 class _StaysOnHost(StandIn):
-    """The `_apply` of a block, which `to` and its like call on their way down a model."""
+    """`_apply` of a block, which `to` and similar methods call for each module of a model."""
 
     def __call__(self, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def change_dtype(tensor: torch.Tensor) -> torch.Tensor:

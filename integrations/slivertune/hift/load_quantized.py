@@ -1,7 +1,7 @@
-"""Loads a checkpoint whose exact weights have no room on the device: one tensor at a time, from safetensors.
+"""Load a checkpoint whose exact weights do not fit on the device: one tensor at a time, from safetensors.
 
-The linear weights of the blocks go to host memory, and lie on the device as codes (`waiting_layers`); all else is
-loaded exactly.
+The linear weights of the blocks go to host memory, and are on the device as codes (`waiting_layers`). All other tensors
+are loaded exactly.
 """
 
 import json
@@ -36,30 +36,30 @@ def load_quantized(
     device: torch.device | str = "cpu",
     **config_options: Any,
 ) -> "PreTrainedModel":
-    """Load a model whose blocks wait in fewer bits from the beginning, as `quantize_layers` leaves it.
+    """Load a model whose blocks are quantised from the beginning, as `quantize_layers` leaves it.
 
-    At no time are more than its embeddings, norms, heads, codes and one more weight on the device, and one more
-    than the exact weights of the blocks, 2 bytes each in bf16, in host memory.
+    At no time does the device hold more than embeddings, norms, heads, codes and one more weight. Host memory holds at
+    most the exact weights of the blocks (2 bytes per element in bf16) and one more.
 
     Args:
-        model_class: A model class of transformers with `from_pretrained`, such as `AutoModelForCausalLM` or
+        model_class: Model class of transformers with `from_pretrained`, such as `AutoModelForCausalLM` or
             `LlamaForCausalLM`.
-        name_or_path: A folder with safetensors, or the name of a model on the hub.
-        waiting: The kind of codes, as in `HiFTConfig`.
-        dtype: Of the weights: bfloat16 or float32.
-        device: Where it computes; a Trainer and `to` move it later as well.
-        **config_options: For `AutoConfig.from_pretrained`.
+        name_or_path: Folder with safetensors, or name of a model on the hub.
+        waiting: Kind of codes, as in `HiFTConfig`.
+        dtype: Dtype of the weights: bfloat16 or float32.
+        device: Device on which the model computes. A Trainer or `to` may move it later.
+        **config_options: Options of `AutoConfig.from_pretrained`.
 
     Returns:
-        The model, in evaluation mode; `HiFT` with the same `waiting` trains it.
+        Model in evaluation mode; `HiFT` with the same `waiting` trains it.
 
     Raises:
-        ImportError: If the form's package is not installed.
+        ImportError: If the library of the codes is not installed.
         FileNotFoundError: If there are no safetensors.
-        TypeError: If `model_class` is no model class of transformers.
-        ValueError: If a weight can't wait so, or the names in the files are not the model's, naming some.
+        TypeError: If `model_class` is not a model class of transformers.
+        ValueError: If a weight can't be quantised, or the names in the files are not the model's, with some of them.
     """
-    from transformers import AutoConfig, GenerationConfig  # two seconds, which `import slivertune.hift` need not take
+    from transformers import AutoConfig, GenerationConfig  # takes two seconds, which `import slivertune.hift` avoids
 
     check_choice("waiting", waiting, get_args(WaitingForm))
     check_available(waiting)
@@ -72,7 +72,7 @@ def load_quantized(
     linear = linear_modules(model, [block for _, block in find_blocks(model)])
     slots_of = Prefetcher(0).slots_of
     for name, tensor in _tensors(folder, files):
-        # What waits goes to host memory first, and codes are made of it by the first forward on the device.
+        # An exact weight goes to host memory first. The first forward on the device makes codes of it.
         _set_tensor(model, name, tensor.to("cpu" if name in linear else device, dtype))
         if name in linear:
             hold(waiting_weight_on(linear[name], name, waiting), slots_of)
@@ -90,7 +90,7 @@ def _folder_of(name_or_path: str | Path) -> Path:
 
 
 def _files_of(folder: Path) -> Mapping[str, str]:
-    """The file of each tensor, by name."""
+    """Return the file of each tensor, by name."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -1,4 +1,4 @@
-"""A piece in its slot of the device, and what a step finds and leaves there."""
+"""A chunk in its slot on the device, with everything that a step reads and writes there."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,31 +14,31 @@ from slivertune.hift.piece import Slice
 from slivertune.hift.residency import MASTER
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""To be made: source and target of each."""
+"""Copies to make: source and target of each."""
 
 
 @dataclass(slots=True)
 class LoadedPiece:
-    """A piece in its slot."""
+    """A chunk in its slot."""
 
     slot: Slot
     tensors: list[dict[str, torch.Tensor]]
-    """For each slice, its tensors on the device by key."""
+    """Tensors on the device by key, for each slice."""
     num_bytes: int
-    """How much of the slot they take; parts of gradients lie behind."""
+    """Bytes of the slot that they take. Parts of gradients follow."""
     ready: Event
-    """When the last of them has arrived."""
+    """Event after which all of them have arrived."""
     gradients: list[torch.Tensor | None] | None = None
-    """For each slice, its part of a gradient that waits on the host, once it is loaded."""
+    """Parts of offloaded gradients, one per slice, once they are loaded."""
     owed: Copies | None = None
-    """To where it waits; not made, since its group is stepped again."""
+    """Pending write back, which is not made because the group is stepped again."""
 
 
 def moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) -> tuple[Sequence[Copy], bool]:
-    """Put what a step has made anew where the old tensors lie in the slot, so that it leaves from there.
+    """Copy new tensors of a step over the old ones in the slot, so that they are written back from there.
 
     Returns:
-        The copies out of the slot, and True; or the given ones and False, where a tensor has no place there.
+        Copies out of the slot, and True. If a tensor has no place there, the given copies, and False.
     """
     places = {key: _place_of(tensor) for key, tensor in loaded.items()}
     for key, value, _ in copies:
@@ -46,7 +46,7 @@ def moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) ->
         if place is None or (place.shape, place.dtype) != (value.shape, value.dtype):
             return copies, False
         if _place_of(value) != places[key] and _place_of(value) in places.values():
-            return copies, False  # the optimizer has changed two tensors' places
+            return copies, False  # the optimizer has exchanged the places of two tensors
     made = [(key, value) for key, value, _ in copies if _place_of(value) != places[key]]
     for key, value in made:
         loaded[key].copy_(value)
@@ -54,12 +54,12 @@ def moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) ->
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where it lies; tensors without data have addresses that count from the beginning of their storage."""
+    """Return a tensor's storage and address. Without data, addresses count from the beginning of the storage."""
     return storage_key(tensor.untyped_storage()), tensor.data_ptr()
 
 
 def leaf_data(one: Slice, part: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What a leaf lies on, its part of the weight or the master of that; takes the master out of the state."""
+    """Return the data of a leaf: its part of the weight, or the master of that part, taken out of the state."""
     if not one.on_master:
         return part
     if MASTER in tensors:

@@ -1,19 +1,19 @@
-"""Masters, the fp32 copies of 16-bit weights, follow weights that others have written, as a plain optimizer would."""
+"""Masters, the fp32 copies of 16-bit weights, follow weights that others have written, as in a plain optimizer."""
 
 import torch
 
 
 def refresh_master(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Let a master follow its weight: where it does not round to it, somebody has written the weight, and it counts.
+    """Copy the elements of a weight that others have written into its master.
 
-    Elements that were not written keep their master to the bit, so that loading the same weights changes nothing.
-    Values are compared, not versions: writes into `weight.data`, as averaging libraries make them, leave no trace.
+    An element was written if its master does not round to it. Others keep their master to the bit, so that loading the
+    same weights changes nothing. It compares values: writes to `weight.data` (averaging libraries) change no version.
 
-    Takes 3 bytes of temporaries an element, fewer than the gradient that is cast to fp32 after it.
+    Takes 3 bytes of temporaries per element, fewer than the gradient that is cast to fp32 after it.
 
     Args:
-        master: fp32; changed in place.
-        weight: Of the same shape and device; in 16 bits, or fp32, which a master equals.
+        master: Master in fp32; changed in place.
+        weight: Weight of the same shape and device, in 16 bits or in fp32, which a master equals.
 
     Returns:
         The master.

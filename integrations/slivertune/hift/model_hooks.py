@@ -1,9 +1,9 @@
-"""What HiFT puts on a model: hooks that freeze all but the active group, watch the backward, and check the model.
+"""Hooks of HiFT on a model: they freeze all but the active group, watch the backward, and check the model.
 
-With one group free, a batch may not touch it at all: an unused pooler, a layer that LayerDrop left out, the tower of an
-input that this batch does not have. Then nothing that the model returns requires a gradient, and `loss.backward()`
-would raise. So tensors that the outermost call of the model returns without a gradient are led through an *anchor*, an
-identity whose backward only tells that it ran. Tensors that require a gradient stay as they are, and get a hook.
+With one group free, a batch may not reach it at all: an unused pooler, a layer that LayerDrop left out, the tower of an
+input that this batch does not have. Then no output of the model requires a gradient, and `loss.backward()` would raise.
+So tensors that the outermost call of the model returns without a gradient pass through an *anchor*, an identity whose
+backward only reports that it ran. Tensors that require a gradient stay as they are, and get a hook.
 """
 
 import sys
@@ -34,19 +34,19 @@ from slivertune.hift.piece import Weight
 
 
 class ModelHooks:
-    """The hooks, from `attach` to `release`. Nothing here holds the optimizer, which the model must not keep alive.
+    """The hooks, from `attach` to `release`. They do not hold the optimizer, which the model must not keep alive.
 
     Args:
-        model: The model.
-        layers: Its layers; modules that hold a whole one and more are called by themselves at times
-            (`get_text_features`), so they are watched too wherever theirs is the outermost call.
-        weights: What is trained; the model holds the parameters that they call `trained`.
-        listeners: Called when the backward of an outermost forward begins, before anything is recomputed. What they do
-            at the end of the backward comes before this looks for gradients.
-        on_forward: Called when an outermost forward begins, with its arguments if it records a graph, else with None.
-        on_forward_end: Called when an outermost forward has ended, with whether that was without an error.
-        on_lack_of_memory: Called when the device's memory did not suffice for a forward, and where the last backward
-            did not end.
+        model: Model to hook.
+        layers: Layers of the model. A module that holds more than a whole layer may be called alone
+            (`get_text_features`), so it is watched, too, if its call is the outermost.
+        weights: Trained weights. The model holds the parameters that they call `trained`.
+        listeners: Functions to call when the backward of an outermost forward begins, before anything is recomputed.
+            Their callbacks at the end of the backward run before the hooks look for gradients.
+        on_forward: Function to call when an outermost forward begins, with its arguments if it records a graph, else
+            with None.
+        on_forward_end: Function to call when an outermost forward has ended, with whether it had no error.
+        on_lack_of_memory: Function to call if a forward ran out of device memory, or the last backward did not end.
         checks_model: Whether each outermost forward that records a graph begins with `check`.
         may_be_scaled: Whether a GradScaler may unscale the gradients.
     """
@@ -65,14 +65,14 @@ class ModelHooks:
         may_be_scaled: bool,
     ) -> None:
         self.model = model
-        """The model."""
+        """Hooked model."""
         self.checks_model = checks_model
         """Whether forwards begin with `check`."""
         self._layers = layers
         self._listeners = listeners
         self._trained = {id(weight.trained): (weight.name, weight.trained) for weight in weights}
         self._forms = [(each.dtype, whole_shape(each)) for _, each in self._trained.values()]
-        # By identity, weakly: what the user replaces must not stay in memory for this.
+        # By identity, weakly: a parameter that the user replaces must not stay in memory for this.
         self._known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self._of_the_user = {id(each) for each in model.parameters() if each.requires_grad} - self._trained.keys()
         self._handles: list[RemovableHandle] = []
@@ -84,24 +84,24 @@ class ModelHooks:
         self._may_be_scaled = may_be_scaled
         self._ran = self._reached = self._runs_backward = False
         self._arrived: weakref.ref[torch.Tensor] | None = None
-        """The gradient that a backward brought last."""
+        """Gradient that arrived last in a backward."""
         self._task = -1
         self._witness: nn.Parameter | None = None
         self._outermost: nn.Module | None = None
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._has_warned_of_compilation = False
         self._reentrant: ReentrantBlocks
-        """There from `attach` on."""
+        """Set by `attach`."""
         self._is_stepping = False
         self._recording: RecordingCheck | None = None
         """Of the running forward, if it is watched."""
         self._reached_now: set[int] = set()
         self._not_reached = set(self._trained)
-        """Parameters, by identity, that the last backward of their turn has brought no gradient, or none has yet."""
+        """Parameters, by `id`, without a gradient in the last backward of their turn, or without any gradient yet."""
         self._truncated: list[Any] = []
 
     def attach(self) -> None:
-        """Freeze all that is trained, until its turn, and hook the model."""
+        """Freeze all trained parameters until their turn, and hook the model."""
         if compiled_call_of(self.model) is not None:
             self._warn_of_compilation()
         for _, parameter in self._trained.values():
@@ -116,7 +116,7 @@ class ModelHooks:
         watch_steps(self)
 
     def release(self) -> None:
-        """Let every parameter have gradients again, and take the hooks off the model; later calls do nothing."""
+        """Unfreeze every trained parameter, and remove the hooks from the model. Later calls do nothing."""
         if not self._handles:
             return
         forget_steps(self)
@@ -134,11 +134,11 @@ class ModelHooks:
         self._active = {}
 
     def activate(self, weights: Iterable[Weight], on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Begin the turn of a group: it alone has gradients.
+        """Begin the turn of a group, which alone has gradients.
 
         Args:
-            weights: The group's.
-            on_gradient: Called with each of its parameters when its gradient is complete.
+            weights: Weights of the group.
+            on_gradient: Function to call with each of its parameters when its gradient is complete.
         """
         self._active = {id(weight.trained): weight.trained for weight in weights}
         self.end_update()
@@ -150,7 +150,7 @@ class ModelHooks:
             self._reached_now.add(id(parameter))
             arrived = parameter.grad
             on_gradient(parameter)
-            # In its place may stand what lies on the host.
+            # An offloaded gradient may have replaced it.
             arrived = arrived if parameter.grad is None else parameter.grad
             self._arrived = weakref.ref(arrived) if arrived is not None else None
 
@@ -166,7 +166,7 @@ class ModelHooks:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, optimizers that step what is trained are HiFT's own."""
+        """Mark steps of trained parameters inside the context as HiFT's own."""
         self._is_stepping = True
         try:
             yield
@@ -174,10 +174,10 @@ class ModelHooks:
             self._is_stepping = False
 
     def refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse the step of another optimizer that holds what HiFT trains: no turn would follow it.
+        """Refuse the step of another optimizer that holds trained parameters: no turn would follow it.
 
         Args:
-            optimizer: About to step.
+            optimizer: Optimizer that is about to step.
         """
         if not self._is_stepping:
             own = next((owner_of(parameter) for _, parameter in self._trained.values()), None)
@@ -185,23 +185,23 @@ class ModelHooks:
             refuse_step_of_other(optimizer, own, names, "HiFT")
 
     def settle(self) -> None:
-        """Restore what others have frozen or unfrozen since: adapters that are switched on unfreeze all of theirs.
+        """Restore the parameters that others have frozen or unfrozen, as an adapter does with its own when switched on.
 
-        Gradients that arrived where none belong are dropped, so that no norm counts them.
+        Gradients that arrived outside of the active group are dropped, so that no norm counts them.
         """
         settle_requires_grad((parameter, key in self._active) for key, (_, parameter) in self._trained.items())
 
     def has_brought_gradient(self) -> bool:
-        """Whether a gradient of the active group came from a backward, and was not set by hand."""
+        """Return whether a gradient of the active group came from a backward, and was not set by hand."""
         arrived = self._arrived() if self._arrived is not None else None
         return arrived is not None and any(parameter.grad is arrived for parameter in self._active.values())
 
     def has_gradient(self) -> bool:
-        """Whether a parameter of the active group has a gradient, but for the zeros that a GradScaler is given."""
+        """Return whether a parameter of the active group has a gradient other than the zeros for a GradScaler."""
         return any(each.grad is not None and each is not self._witness for each in self._active.values())
 
     def end_update(self) -> bool:
-        """A step is over, or its gradients are given up; whether a backward has run, and none reached the group."""
+        """End an update, stepped or given up. Return whether a backward has run, and none reached the group."""
         missed = self._ran and not self._reached
         if self._ran:
             self._not_reached = (self._not_reached | self._active.keys()) - self._reached_now
@@ -211,11 +211,11 @@ class ModelHooks:
         return missed
 
     def check(self) -> None:
-        """Check that the model still holds what is trained; a walk over its modules, no tensor is read.
+        """Check, by a walk over its modules, that the model still holds the trained parameters. No tensor is read.
 
         Raises:
-            RuntimeError: If a trained parameter was replaced, cast, resized or offloaded, or a new one wants to be
-                trained; naming it, the usual causes, and the way out.
+            RuntimeError: If a trained parameter was replaced, cast, resized or offloaded, or a new one requires a
+                gradient; naming it, the usual causes, and the way out.
         """
         present: set[int] = set()
         others: list[nn.Parameter] = []
@@ -238,7 +238,7 @@ class ModelHooks:
             self._judge(others)
 
     def free_successors(self) -> None:
-        """Let what has replaced trained parameters have gradients: it was made like them, maybe while frozen."""
+        """Unfreeze the successors of trained parameters, which were made like them, maybe while they were frozen."""
         trained = dict(self._trained.values())
         for name, successor in self.model.named_parameters():
             if trained.get(name, successor) is not successor and successor.is_floating_point():
@@ -297,9 +297,9 @@ class ModelHooks:
             self._watch_recording()
 
     def _watch_recording(self) -> None:
-        """Have the modules watched of whose parameters no gradient is known to come."""
+        """Watch the modules whose parameters are not known to get a gradient."""
         watched = {key: self._trained[key][0] for key in self._active if key in self._not_reached}
-        # A memory plan runs one update, and plans those without hooks.
+        # A memory plan runs one update, and plans updates without these hooks.
         if watched and not is_without_data():
             held = held_parameters(self.model)
             modules = {module: watched[id(each)] for module, each in held if id(each) in watched}
@@ -342,7 +342,7 @@ class ModelHooks:
         return None if anchored is output else anchored
 
     def _lead_through_anchor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if it has a gradient, or can't have one."""
+        """Lead a tensor through the anchor, unless it has a gradient or can't have one."""
         if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         return _Anchor.apply(tensor, self._anchor, self._begin_backward)  # type: ignore[no-any-return, no-untyped-call]
@@ -359,16 +359,16 @@ class ModelHooks:
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """Note that it ran."""
+        """Note that the backward has run."""
         self._ran, self._runs_backward = True, False
         if self._may_be_scaled and not self._reached:
-            # After what else is done then: FSDP2 brings its gradients.
+            # After the other callbacks at that time, in which FSDP2 sets its gradients.
             at_end_of_backward(self._give_zeros)
 
     def _give_zeros(self) -> None:
-        """Give a GradScaler, which fails where no gradient is, zeros of the smallest parameter.
+        """Give a GradScaler, which fails without any gradient, zeros of the smallest parameter.
 
-        Nothing tells that there is one before it looks for gradients, whatever the dtype of the forward.
+        Nothing reveals a scaler before it looks for gradients, whatever the dtype of the forward.
         """
         if not self._reached and self._witness is None and not self.has_gradient():
             self._witness = min(self._active.values(), key=lambda parameter: parameter.numel())
@@ -382,8 +382,8 @@ class ModelHooks:
     def _truncate_backward(self, model: nn.Module, inputs: Any) -> None:
         """Undo `enable_input_require_grads`, which transformers 5 calls along with checkpointing.
 
-        With the embedding's output requiring a gradient, backward would run through every frozen block down to it. A
-        model that calls reentrant checkpointing by itself needs it that way, so there it stays.
+        If the embedding's output requires a gradient, the backward runs through every frozen block down to it. A model
+        that calls reentrant checkpointing by itself needs this, and keeps it.
         """
         for module in model.modules():
             if getattr(module, "_require_grads_hooks", None) and not has_other_reentrant(module):
@@ -393,7 +393,7 @@ class ModelHooks:
 
 
 def _entry_modules(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]:
-    """The model, and the modules in it that hold a whole layer and more: what a training loop may call by itself."""
+    """Return the model and its modules with more than a whole layer, which a training loop may call alone."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     first_of = {layer.parameter_names[0]: frozenset(layer.parameter_names) for layer in layers}
     found = [model]
@@ -407,7 +407,7 @@ def _entry_modules(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]
 
 
 class _Anchor(torch.autograd.Function):
-    """The identity on a tensor without a gradient, whose backward tells that it ran."""
+    """Identity on a tensor without a gradient, whose backward reports that it ran."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, tell: Callable[[], None]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Optimizer state that holds its tensors inside: taken apart into plain tensors, which can wait anywhere, and put back.
+"""Take optimizer state with nested tensors apart into plain tensors, which can be offloaded, and put it back together.
 
-Tensor subclasses (torchao's 8-bit, 4-bit and fp8 moments, DTensors), lists, tuples and dictionaries of tensors, and
-objects with tensors among their attributes (GaLore's projectors).
+Nested tensors are in tensor subclasses (torchao's 8-bit, 4-bit and fp8 moments, DTensors), in lists, tuples and
+dictionaries of tensors, and among the attributes of objects (GaLore's projectors).
 """
 
 import copy
@@ -22,12 +22,12 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 class UnsupportedStateError(ValueError):
-    """A base optimizer keeps state that can't wait anywhere but where it was made."""
+    """Error of a base optimizer whose state can't be moved from where it was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Where a tensor was."""
+    """Place of a tensor in a value."""
 
     key: str
     """Key of the plain tensor."""
@@ -35,31 +35,31 @@ class _Inner:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What is left of a value once its tensors are taken out."""
+    """A value without its tensors."""
 
     parts: dict[Any, Any]
-    """What was inside, by name: an `_Inner`, a `Structure`, or something without tensors."""
+    """Contents by name: an `_Inner`, a `Structure`, or a value without tensors."""
     build: Callable[[dict[Any, Any]], Any]
-    """Makes such a value of other parts."""
+    """Function that builds such a value from other parts."""
     of_object: Any = None
-    """The object whose attributes the parts are, if they are some's: it is given other tensors and stays the same."""
+    """Object whose attributes are the parts, if there is one. It gets other tensors and keeps its identity."""
     is_subclass: bool = False
-    """Whether the value is a tensor with an inside of its own."""
+    """Whether the value is a tensor with tensors inside."""
 
 
 def flatten_state(state: dict[str, Any], *, copy_objects: bool = False) -> dict[str, Any]:
     """Take one weight's state apart.
 
     Args:
-        state: By key.
+        state: State by key.
         copy_objects: Whether objects that hold tensors are copied, so that the given ones are never written to.
 
     Returns:
-        The same, but every value with tensors inside is a `Structure`, followed by its plain tensors under
+        State in which every value with nested tensors is a `Structure`, followed by its plain tensors under
         `key/path`. No tensor is copied.
 
     Raises:
-        UnsupportedStateError: If a tensor is sparse, or of a subclass that does not tell what it consists of.
+        UnsupportedStateError: If a tensor is sparse, or of a subclass that does not tell its parts.
     """
     flat: dict[str, Any] = {}
     for key, value in state.items():
@@ -71,11 +71,11 @@ def flatten_state(state: dict[str, Any], *, copy_objects: bool = False) -> dict[
 
 
 def unflatten_state(flat: dict[str, Any], *, copy_objects: bool = False) -> dict[str, Any]:
-    """Put together what `flatten_state` took apart, with whatever tensors stand in place of the old ones.
+    """Put state together that `flatten_state` took apart, with the tensors that are now in place of the old ones.
 
     Args:
-        flat: As returned, its tensors moved or replaced.
-        copy_objects: Whether objects are returned as copies; else their attributes are set, and they stay the same.
+        flat: State as returned, with tensors moved or replaced.
+        copy_objects: Whether objects are returned as copies. Otherwise their attributes are set, in place.
     """
     nested = {key for key, value in flat.items() if isinstance(value, Structure)}
     return {
@@ -86,7 +86,7 @@ def unflatten_state(flat: dict[str, Any], *, copy_objects: bool = False) -> dict
 
 
 def empty_objects(flat: dict[Any, Any]) -> None:
-    """Let objects drop the tensors that were taken out of them; `unflatten_state` gives them others."""
+    """Remove from objects the tensors that were taken out of them. `unflatten_state` gives them others."""
     for value in flat.values():
         if isinstance(value, Structure):
             if value.of_object is not None:
@@ -95,7 +95,7 @@ def empty_objects(flat: dict[Any, Any]) -> None:
 
 
 def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], copy_objects: bool) -> Any:
-    """An `_Inner`, a `Structure`, or the value itself if no tensor can be inside of it."""
+    """Return an `_Inner`, a `Structure`, or the value itself if no tensor can be inside of it."""
 
     def inside(parts: dict[Any, Any]) -> dict[Any, Any]:
         return {
@@ -107,7 +107,7 @@ def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], copy_ob
             tensors[path] = value
             return _Inner(path)
         return _take_tensor_apart(value, path, inside)
-    # What builds must not hold the tensors that were taken out.
+    # `build` must not hold the tensors that were taken out.
     kind = type(value)
     if isinstance(value, dict):
         return Structure(inside(value), partial(_with_items, _with_items(value, {})))
@@ -115,7 +115,7 @@ def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], copy_ob
         return Structure(inside(dict(enumerate(value))), lambda parts: kind(*parts.values()))
     if kind in _SEQUENCES:
         return Structure(inside(dict(enumerate(value))), lambda parts: kind(parts.values()))
-    # A module's and an optimizer's tensors are not the state's to move.
+    # The state must not move the tensors of a module or an optimizer.
     if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.optim.Optimizer)):
         return value
     attributes = {}
@@ -139,7 +139,7 @@ def _take_tensor_apart(value: torch.Tensor, path: str, inside: Callable[[dict[An
         names, context = value.__tensor_flatten__()
         inner = {name: getattr(value, name) for name in names}
         tensors = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
-        # What is no tensor (a DTensor's mesh) is not this state's alone.
+        # A part that is not a tensor (a DTensor's mesh) is not this state's alone.
         others = {name: part for name, part in inner.items() if name not in tensors}
         size, stride = value.size(), value.stride()
         return Structure(
@@ -168,7 +168,7 @@ def _put_together(apart: Any, flat: dict[str, Any], copy_objects: bool) -> Any:
 
 
 def _with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dictionary of the same class (and default factory) with other items."""
+    """Return a dictionary of the same class (and default factory) with other items."""
     made = copy.copy(like)
     made.clear()
     made.update(items)
@@ -181,12 +181,12 @@ def _with_attributes(value: Any, attributes: dict[str, Any]) -> Any:
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Whether a tensor can be copied into any memory of its dtype and size; fake ones stand for such tensors."""
+    """Return whether a tensor can be copied into any memory of its dtype and size, or is a fake of such a tensor."""
     return (type(value) in _PLAIN or isinstance(value, FakeTensor)) and value.layout == torch.strided
 
 
 def _has_memory(value: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie in its own storage, and not in what it wraps."""
+    """Return whether a tensor's numbers are in its own storage, and not in a tensor that it wraps."""
     try:
         return value.numel() == 0 or value.data_ptr() != 0
     except RuntimeError:  # no storage at all

@@ -1,6 +1,6 @@
-"""Where a group's masters and optimizer state wait for their turn: pinned host memory; files through `disk.FileBuffer`.
+"""Storage of a group's masters and optimizer state between turns: pinned host memory, or files by `disk.FileBuffer`.
 
-What waits is flat: a value with tensors inside is a `Structure` under its key, its tensors have keys of their own.
+Offloaded state is flat: a value with nested tensors is a `Structure` under its key, and its tensors have own keys.
 """
 
 import errno
@@ -25,20 +25,20 @@ from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, WeightState
 
 _GAPS_BYTES = 512
-"""The gaps between a weight's tensors."""
+"""Bytes of gaps between a weight's tensors."""
 
 _WHOLE = -1
-"""In place of a slice's start: the scalars restored for the whole weight."""
+"""Start of a slice that stands for the whole weight, whose scalars were restored."""
 
-# bitsandbytes' 8-bit state: one scale a block of CUT_MULTIPLE elements, and the code book.
+# bitsandbytes' 8-bit state: one scale per block of CUT_MULTIPLE elements, and the code book.
 _OF_BLOCKS = ("absmax1", "absmax2")
 _TABLES = ("qmap1", "qmap2")
 
 
 Name = tuple[str, str]
-"""Of a stored tensor: its weight's, and its key."""
+"""Name of a weight, and key of its stored tensor."""
 Copy = tuple[str, torch.Tensor, torch.Tensor]
-"""A key of a slice's state, its tensor on the device, and where that is to wait."""
+"""Key of a slice's state, its tensor on the device, and its place on the host."""
 
 
 def _small_copy(value: torch.Tensor) -> torch.Tensor:
@@ -53,11 +53,11 @@ def _small_copy(value: torch.Tensor) -> torch.Tensor:
 
 
 class OffloadBuffer:
-    """Owns one group's waiting tensors.
+    """Owner of one group's offloaded tensors.
 
     Args:
-        tier: Where its bytes count in the ledger.
-        allocate: Makes a uint8 buffer of so many bytes, or raises.
+        tier: Memory tier that its bytes count to in the ledger.
+        allocate: Function that returns a uint8 buffer of a number of bytes, or raises.
     """
 
     def __init__(self, tier: MemoryTier, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -67,9 +67,9 @@ class OffloadBuffer:
         self._used_bytes: dict[torch.dtype, int] = {}
 
     def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
-        """Allocate ahead for the tensors to come, so that a lack of memory shows now.
+        """Allocate memory for the tensors to come, so that a lack of memory shows now.
 
-        One buffer a dtype: torch.save refuses tensors of several dtypes in one storage.
+        Each dtype has its own buffer: torch.save refuses tensors of several dtypes in one storage.
         """
         with claimed_at_birth("state", self._tier):
             buffers = {dtype: self._allocate(size) for dtype, size in num_bytes.items() if size}
@@ -78,7 +78,7 @@ class OffloadBuffer:
             self._buffers[dtype], self._used_bytes[dtype] = buffer, 0
 
     def empty_like(self, model: torch.Tensor) -> torch.Tensor:
-        """A tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
+        """Return a tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
         dtype = model.dtype
         if dtype not in self._buffers or self._used_bytes[dtype] + model.nbytes > self._buffers[dtype].numel():
             self.reserve({dtype: aligned(max(1, model.numel()) * dtype.itemsize)})
@@ -87,18 +87,18 @@ class OffloadBuffer:
         return tensor_at(self._buffers[dtype], start, model)
 
     is_resident: ClassVar[bool] = True
-    """Whether the tensors always lie in host memory, so that there is nothing to load."""
+    """Whether the tensors are always in host memory, so that there is nothing to load."""
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the tensors lie in host memory now, so that `load` does not wait."""
+        """Whether the tensors are in host memory now, so that `load` does not wait."""
         return True
 
     def load(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Wait until the tensors lie in host memory.
+        """Wait until the tensors are in host memory.
 
         Returns:
-            Given a tensor where it was before, returns it where it is now; None if all are where they were.
+            Function from a tensor at its old place to the same tensor at its new place; None if none has moved.
 
         Raises:
             OSError: If they can't be read.
@@ -106,7 +106,7 @@ class OffloadBuffer:
         return None
 
     def lasting(self, tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
-        """Return tensors that can be read after other groups' were loaded, given those in host memory.
+        """Return tensors that stay readable when other groups' are loaded, given those in host memory.
 
         Raises:
             OSError: If they can't be written.
@@ -115,19 +115,19 @@ class OffloadBuffer:
 
 
 NewBuffer = Callable[[CopyStreams], OffloadBuffer]
-"""Makes the owner of a group's tensors, given the streams that copy to and from them."""
+"""Function that makes the owner of a group's tensors, given the streams that copy to and from them."""
 
 
 def host_buffer(streams: CopyStreams) -> OffloadBuffer:
-    """A buffer in host memory that these streams copy to and from."""
+    """Make a buffer in host memory that these streams copy to and from."""
     return OffloadBuffer("host", streams.host_memory)
 
 
 def mapped_buffer(directory: Path) -> OffloadBuffer:
-    """A buffer in memory-mapped files under `directory`; copies from it wait for the disk.
+    """Make a buffer in memory-mapped files under `directory`. Copies from it wait for the disk.
 
     Files are allocated whole (a full disk is an error, never a SIGBUS) and unlinked as soon as they are mapped, so
-    that nothing stays behind, however the process ends.
+    that none is left behind, however the process ends.
     """
     return OffloadBuffer("disk", lambda num_bytes: _mapped(directory, num_bytes))
 
@@ -152,14 +152,14 @@ def _mapped(directory: Path, num_bytes: int) -> torch.Tensor:
 
 
 def waiting_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torch.dtype]:
-    """Bytes of one group's masters and state that will wait between its steps, by dtype.
+    """Count the bytes of one group's masters and state that will be offloaded between its steps, by dtype.
 
-    Without `state="disk"`, whose files are allocated whole, state is left out where counting it would take an extra
-    step on a dummy weight.
+    Without `state="disk"`, whose files are allocated whole, state is left out if counting it would take an extra step
+    on a dummy weight.
 
     Args:
-        weights: What the group trains.
-        meter: Knows what its steps need, and HiFT's settings.
+        weights: Trained weights of the group.
+        meter: Meter of the memory that steps need, with HiFT's settings.
     """
     num_bytes: Counter[torch.dtype] = Counter()
     for weight in weights:
@@ -172,10 +172,10 @@ def waiting_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torch.
 
 
 class OffloadedState:
-    """What waits of one group.
+    """Offloaded state of one group.
 
     Args:
-        buffer: Where tensors with dimensions wait.
+        buffer: Storage of tensors with dimensions.
     """
 
     def __init__(self, buffer: OffloadBuffer) -> None:
@@ -183,19 +183,19 @@ class OffloadedState:
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
         self._received: dict[tuple[str, int], frozenset[str]] = {}
-        """Keys of the tensors that each slice has left here; a weight's other slices may have none yet."""
+        """Keys of the tensors that each slice has left here. A weight's other slices may have none yet."""
         self._parts: dict[tuple[str, int, int, str], tuple[torch.Tensor, torch.Tensor]] = {}
-        """By weight, slice and key: a waiting tensor, and the slice's part of it, which is asked for often."""
+        """By weight, slice and key: an offloaded tensor, and the slice's part of it, which is read often."""
 
     def tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
-        """A slice's parts of the waiting tensors, by key."""
+        """Return a slice's parts of the offloaded tensors, by key."""
         self.load()
         name = one.weight.name
         keys = self._received.get((name, one.start), self._received.get((name, _WHOLE), frozenset()))
         return {key: self._part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
 
     def scalars_of(self, one: Slice) -> dict[str, Any]:
-        """Copies of a slice's state without dimensions, each where it lies in a step."""
+        """Copy a slice's state without dimensions, each value to its device in a step."""
         name = one.weight.name
         scalars = self._scalars.get((name, one.start))
         if scalars is None:  # restored: every slice starts from the weight's
@@ -209,16 +209,16 @@ class OffloadedState:
         }
 
     def receive(self, one: Slice, state: WeightState) -> list[Copy]:
-        """Take a slice's state after its step; tensors are to be copied by the caller, behind the computing stream.
+        """Take a slice's state after its step. The caller copies the tensors, behind the computing stream.
 
-        Those without dimensions are on the host no sooner than the caller's copies are.
+        Values without dimensions are on the host no sooner than the caller's copies.
 
         Args:
-            one: The slice.
-            state: By key; its master under `MASTER`.
+            one: Stepped slice.
+            state: State by key, with the master under `MASTER`.
 
         Returns:
-            The copies to make.
+            Copies to make.
         """
         self.load()
         state = flatten_state(state)
@@ -226,13 +226,13 @@ class OffloadedState:
         tensors = self._keep_scalars(one.weight, one.start, state)
         copies = []
         for key, value in tensors.items():
-            if not (key in _TABLES and key in known):  # it never changes, and the next piece may be loading it
+            if not (key in _TABLES and key in known):  # it never changes, and the next chunk may be loading it
                 copies.append((key, value, self._place_of(one, key, value)))
         empty_objects(state)
         return copies
 
     def waiting_tensors(self) -> dict[Name, torch.Tensor]:
-        """All tensors that wait, by weight and key; not those of keys that no slice has left here any more."""
+        """Return all offloaded tensors by weight and key, without keys that no slice leaves here any more."""
         kept = {(name, key) for (name, _), keys in self._received.items() for key in keys}
         return {
             (name, key): tensor
@@ -242,7 +242,7 @@ class OffloadedState:
         }
 
     def load(self) -> None:
-        """Wait until all tensors lie in host memory; each use of them does so."""
+        """Wait until all tensors are in host memory. Each use of them does so."""
         moved = None if self.buffer.is_resident else self.buffer.load()
         if moved is not None:
             self._parts = {}
@@ -250,10 +250,10 @@ class OffloadedState:
                 tensors.update({key: moved(tensor) for key, tensor in tensors.items()})
 
     def export(self, weights: Sequence[Weight], *, lasts: bool = True) -> dict[str, WeightState]:
-        """The state of a group's weights: masters follow what others have written.
+        """Return the state of a group's weights, after masters have followed writes of others.
 
         Args:
-            weights: What the group trains.
+            weights: Trained weights of the group.
             lasts: Whether the tensors are read after other groups' were loaded.
         """
         self.load()
@@ -268,7 +268,7 @@ class OffloadedState:
         for weight in weights:
             tensors: WeightState = {key: value for (name, key), value in waiting.items() if name == weight.name}
             starts = sorted(start for name, start in self._scalars if name == weight.name)
-            # What was restored for the whole weight is out of date once its slices were stepped.
+            # Scalars restored for the whole weight are out of date once its slices were stepped.
             slices = [start for start in starts if start != _WHOLE] or starts
             scalars = dict(self._scalars[weight.name, slices[0]]) if slices else {}
             if tensors or scalars:
@@ -276,13 +276,13 @@ class OffloadedState:
         return exported
 
     def restore(self, weights: Sequence[Weight], state: Mapping[str, WeightState]) -> None:
-        """Take copies of what `export` returned."""
+        """Copy the state that `export` returned into this storage."""
         self.load()
         arriving: dict[str, WeightState] = {}
         num_bytes: Counter[torch.dtype] = Counter()
         for weight in weights:
             values = flatten_state(state.get(weight.name, {}), copy_objects=True)
-            # Nobody waits for copies that are queued here.
+            # Nobody would wait for copies that are queued here.
             values = {
                 key: value.cpu() if isinstance(value, torch.Tensor) and not value.dim() else value
                 for key, value in values.items()
@@ -296,12 +296,12 @@ class OffloadedState:
                 self._whole(weight, key, value).copy_(value)
 
     def place(self, weight: Weight, key: str, value: torch.Tensor) -> None:
-        """Let a tensor of a weight's shape wait before any step has left its state here.
+        """Store a tensor of a weight's shape before any step has left its state here.
 
         Args:
-            weight: The weight.
-            key: Of its state.
-            value: On the host; copied.
+            weight: Weight that it belongs to.
+            key: Key in the weight's state.
+            value: Values on the host; copied.
         """
         self.load()
         place = (weight.name, _WHOLE)
@@ -309,16 +309,16 @@ class OffloadedState:
         self._whole(weight, key, value).copy_(value)
 
     def has(self, weight: Weight, key: str) -> bool:
-        """Whether a tensor of a weight waits here."""
+        """Return whether a tensor of a weight is stored here."""
         return key in self._tensors.get(weight.name, {})
 
     def whole(self, weight: Weight, key: str) -> torch.Tensor:
-        """A weight's waiting tensor, the living one."""
+        """Return a weight's offloaded tensor itself, not a copy."""
         self.load()
         return self._tensors[weight.name][key]
 
     def _keep_scalars(self, weight: Weight, start: int, state: WeightState) -> dict[str, torch.Tensor]:
-        """Keep what has no dimensions of a slice's state, and the keys of the others, which are returned."""
+        """Keep the values without dimensions of a slice's state, and return the others, after noting their keys."""
         tensors = {key: value for key, value in state.items() if _has_extent(key, value)}
         self._received[weight.name, start] = frozenset(tensors)
         self._scalars[weight.name, start] = {
@@ -329,7 +329,7 @@ class OffloadedState:
         return tensors
 
     def _place_of(self, one: Slice, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Where a slice's part of the state under `key` waits: where it did before, if it is of that form."""
+        """Return the place of a slice's part of the state under `key`: the old one if it has the same form."""
         whole = self._tensors.get(one.weight.name, {}).get(key)
         if whole is not None:
             part = self._part(whole, one, key)
@@ -338,7 +338,7 @@ class OffloadedState:
         return self._part(self._whole(one.weight, key, _like_whole(value, one, key)), one, key)
 
     def _part(self, whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
-        """A slice's part of a waiting tensor."""
+        """Return a slice's part of an offloaded tensor."""
         place = (one.weight.name, one.start, one.stop, key)
         known = self._parts.get(place)
         if known is None or known[0] is not whole:
@@ -346,7 +346,7 @@ class OffloadedState:
         return known[1]
 
     def _whole(self, weight: Weight, key: str, model: torch.Tensor) -> torch.Tensor:
-        """Where all of a weight's state under `key` waits; made like `model` if it is new or has changed."""
+        """Return the place of a weight's state under `key`, made like `model` if it is new or has changed."""
         tensors = self._tensors.setdefault(weight.name, {})
         known = tensors.get(key)
         if known is None or known.shape != model.shape or known.dtype != model.dtype:
@@ -355,7 +355,7 @@ class OffloadedState:
 
 
 def _has_extent(key: str, value: Any) -> bool:
-    # A master counts even of a weight without dimensions.
+    # A master counts even if its weight has no dimensions.
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or key == MASTER)
 
 
@@ -366,7 +366,7 @@ def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
 
 
 def _like_whole(value: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
-    """A tensor without memory in the form of a weight's state, given that of one slice."""
+    """Return a tensor without memory in the form of a weight's state, given that of one slice."""
     if one.is_whole or key in _TABLES:
         return value
     if key in _OF_BLOCKS:

@@ -1,8 +1,8 @@
-"""A gradient that lies in host memory, and stands in `.grad` as any other.
+"""A gradient in host memory that stands in `.grad` as any other.
 
-It has the gradient's shape, dtype and device, and computes on the device. So whatever a script does to it is done: a
-backward adds to it, `clip_grad_norm_` finds the true norm and scales it, zeroing zeroes it. Views of it, and operators
-on many at once, are refused.
+It has the gradient's shape, dtype and device, and computes on the device. Scripts can use it as usual: a backward adds
+to it, `clip_grad_norm_` finds the true norm and scales it, zeroing zeroes it. Views of it, and operators on many
+tensors at once, are refused.
 """
 
 from collections.abc import Sequence
@@ -19,57 +19,57 @@ _Factor = torch.Tensor | float
 
 
 class GradientOwner(Protocol):
-    """What copies gradients to the host; see `HostGradients`."""
+    """Owner that copies gradients to the host, see `HostGradients`."""
 
     streams: CopyStreams
     adds_in_step: bool
 
     def offload(self, offloaded: "OffloadedGradient", values: torch.Tensor) -> None:
-        """Let values on the device take the place of those on the host."""
+        """Replace the values on the host with values on the device."""
 
     def accumulate(self, offloaded: "OffloadedGradient", gradient: torch.Tensor) -> None:
         """Add a gradient on the device to one on the host."""
 
     def store(self, host: torch.Tensor, values: torch.Tensor) -> Event:
-        """Copy values of the device to a part of a place; when they have arrived."""
+        """Copy values from the device to a part of the host memory, and return the event of their arrival."""
 
 
 class OffloadedGradient(GradientPlaceholder):
-    """A gradient that lies in host memory, in place of the one that autograd has made on the device.
+    """A gradient in host memory, in place of the one that autograd has made on the device.
 
     Args:
-        gradient: What it stands for.
-        host: Of the same shape and dtype; where it is to lie.
-        owner: Copies it.
+        gradient: Gradient that it stands for.
+        host: Tensor of the same shape and dtype that is to store it.
+        owner: Owner that copies it.
     """
 
     def __init__(self, gradient: torch.Tensor, host: torch.Tensor, owner: "GradientOwner") -> None:
         self._host: torch.Tensor | None = host
         self._owner = owner
         self.stored: Event = None
-        """When it has arrived on the host."""
+        """Event after which it is on the host."""
         self._factors: list[_Factor] = []
-        """What it is to be multiplied by when it is used: clipping's coefficient."""
+        """Factors to multiply it by when it is used: clipping's coefficients."""
         self.norm_on_device: torch.Tensor | None = None
-        """Its 2-norm, computed on the device before it left."""
+        """2-norm, computed on the device before the copy to the host."""
         self.part_norms: list[torch.Tensor] = []
-        """The 2-norms of the parts that were stepped."""
+        """2-norms of the parts that were stepped."""
         self._arriving: torch.Tensor | None = None
-        """What the last backward has added, which is still on the device: the step adds it, piece by piece."""
+        """Addition of the last backward, which is still on the device. The step adds it, chunk by chunk."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """An ordinary tensor on the device."""
+        """Return an ordinary tensor on the device."""
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as an ordinary tensor."""
+        """Pickle it as an ordinary tensor."""
         return self.clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator on the device, on copies that go back to the host where it writes."""
+        """Run an operator on copies on the device, and copy those that it writes back to the host."""
         kwargs = kwargs or {}
         own = args[0] if args and isinstance(args[0], OffloadedGradient) else None
         if own is not None and not kwargs and own._handle(func, args):
@@ -97,23 +97,23 @@ class OffloadedGradient(GradientPlaceholder):
             value = args[position] if position < len(args) else kwargs.get(name)
             if is_written and isinstance(value, OffloadedGradient):
                 value._replace(copies[id(value)])
-        # Where an operator writes, torch returns the tensor that it was given, and not this copy of it.
+        # If an operator writes, torch returns the tensor that it was given, and not this copy of it.
         return out
 
     def copy_on_device(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of it flattened, or, by default, all of it in its shape; a copy on the device."""
+        """Copy elements [start, stop), flattened, or by default all of it in its shape, to the device."""
         self._owner.streams.compute_after(self.stored)
         source = self.part_on_host(start, stop)
         copy = torch.empty_like(source, device=self.device).copy_(source, non_blocking=True)
         return self.complete(copy, start, stop)
 
     def complete(self, part: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
-        """Do to a part that was copied to the device what was not done to the whole, in place.
+        """Apply to a part on the device, in place, the changes that its values on the host lack.
 
         Args:
-            part: Elements [start, stop), flattened; or all of it in its shape.
+            part: Elements [start, stop), flattened, or all of it in its shape.
             start: First element.
-            stop: One past the last; None for all.
+            stop: One past the last element; None for all.
         """
         for factor in self._factors:
             part.mul_(factor)
@@ -122,18 +122,18 @@ class OffloadedGradient(GradientPlaceholder):
         return part
 
     def complete_for_step(self, part: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
-        """As `complete`, for a part that is stepped; keeps its norm, since the whole will never be on the device."""
+        """Complete a part that is stepped, and keep its norm, since the whole will never be on the device."""
         part = self.complete(part, start, stop)
         self.part_norms.append(norm_of(part))
         return part
 
     def write(self, start: int, stop: int, values: torch.Tensor) -> None:
-        """Replace elements [start, stop) of it, flattened.
+        """Replace elements [start, stop), flattened.
 
         Args:
             start: First element.
-            stop: One past the last.
-            values: On the device, shape (stop - start,); factors are no longer applied to any.
+            stop: One past the last element.
+            values: Values on the device, shape (stop - start,). No factors may be pending.
         """
         host = self._lying()
         assert not self._factors, "a gradient is not clipped before the ranks have exchanged it"
@@ -141,11 +141,11 @@ class OffloadedGradient(GradientPlaceholder):
         self.stored = self._owner.store(host.view(-1)[start:stop], values)
 
     def part_on_host(self, start: int, stop: int | None) -> torch.Tensor:
-        """Elements [start, stop) of what lies on the host, flattened; with None for `stop` all of it in its shape."""
+        """Return elements [start, stop) of the host's values, flattened, or all in their shape if `stop` is None."""
         return self._lying() if stop is None else self._lying().view(-1)[start:stop]
 
     def norm_of_two(self) -> torch.Tensor:
-        """Its 2-norm, as `clip_grad_norm_` asks for it; a tensor without dimensions, on its device."""
+        """Return the 2-norm for `clip_grad_norm_`, as a tensor without dimensions on the gradient's device."""
         self._lying()
         if self.norm_on_device is None or self._factors or self._arriving is not None:
             return norm_of(self.copy_on_device())
@@ -153,11 +153,11 @@ class OffloadedGradient(GradientPlaceholder):
         return self.norm_on_device.clone()
 
     def close(self) -> None:
-        """Let go of its place; later uses are errors."""
+        """Release its host memory. Later uses are errors."""
         self._host = self._arriving = None
 
     def _handle(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """What is done to gradients in every update, without bringing them back; whether this was such."""
+        """Run an operator that every update uses without loading the gradient. Return whether it was one."""
         if func is _aten.add_.Tensor and len(args) == 2 and not isinstance(args[1], OffloadedGradient):
             if (
                 args[1].shape != self.shape
@@ -200,7 +200,7 @@ def _any_offloaded(values: Sequence[Any]) -> bool:
 
 
 def norm_of(gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The 2-norm, by the kernel that `clip_grad_norm_` takes on the gradient's device."""
+    """Compute the 2-norm, by the kernel that `clip_grad_norm_` uses on the gradient's device."""
     if gradient.device.type != "cuda":
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, 2.0, out=out)
         return norm

@@ -1,7 +1,7 @@
-"""HiFT around any optimizer class: one group of layers a step (HiFT, Algorithm 1).
+"""HiFT around any optimizer class: one group of layers per step (HiFT, Algorithm 1).
 
-The length of this file is that of the documented interface: a `Rotation` knows whose turn it is, a `ResidentGroup` or
-a `StreamedGroup` steps each group, `ModelHooks` sees to the model, `checkpoint` makes and checks saved states, and
+This file is as long as its documented interface. A `Rotation` knows the active group, a `ResidentGroup` or a
+`StreamedGroup` steps each group, `ModelHooks` hooks the model, `checkpoint` builds and checks saved states, and
 `CheckpointedSliver` hands them out.
 """
 
@@ -46,23 +46,23 @@ from slivertune.hift.waiting_weight import WaitingWeight
 
 
 class HiFT(CheckpointedSliver):
-    """Full-parameter fine-tuning, one group of layers in each step (HiFT, arXiv 2401.15207).
+    """Full-parameter fine-tuning, one group of layers per step (HiFT, arXiv 2401.15207).
 
-    The constructor freezes all but the first group; `step` applies the base optimizer to the active group, drops its
-    gradients and hands the turn to the next. Masters and optimizer state wait in host memory until their turn, so the
-    device holds the weights, one group's gradients, and two pieces of `config.stream_bytes` at the peak. With one
-    group and one step a turn this is the base optimizer, to the bit.
+    The constructor freezes all groups but the first. `step` applies the base optimizer to the active group, drops its
+    gradients and passes the turn on. Masters and optimizer state are offloaded to host memory between turns. Peak
+    memory of the device is the weights, one group's gradients, and two chunks of `config.stream_bytes`. With one
+    group and one step per turn, this is the base optimizer, to the bit.
 
-    `param_groups` always shows the scheduler's learning rate; what is applied is read in the first step of a cycle
-    and held to its end (`held_lr`; the paper's delayed update, section 3.1); a rate of 0, with which a warm-up begins,
-    is not held but read again at the next step. Start the search at the rate of ordinary fine-tuning, and try half and
-    twice of it: groups of layers bear no more, though each parameter moves once a cycle (benchmarks/results/dial.json).
+    `param_groups` always shows the scheduler's learning rate. The applied rate is read in the first step of a cycle
+    and held to its end (`held_lr`; the paper's delayed update, section 3.1). A rate of 0, with which a warm-up
+    begins, is not held: the next step reads it again. Start the search at the rate of ordinary fine-tuning, and try
+    half and twice it: groups bear no more, though each parameter moves once per cycle (benchmarks/results/dial.json).
 
     Args:
-        model: The model, in fp32 or bf16; on its device before the first step.
-        optimizer_class: Any class of `torch.optim.Optimizer`; `HiFT.wrap` takes an instance with its param groups.
+        model: Model in fp32 or bf16, on its device before the first step.
+        optimizer_class: Any class of `torch.optim.Optimizer`. `HiFT.wrap` takes an instance with its param groups.
         config: Settings; the defaults are the paper's.
-        **optimizer_kwargs: Arguments of the class: lr, weight_decay and so on.
+        **optimizer_kwargs: Arguments of the class, such as lr and weight_decay.
 
     Raises:
         ValueError: If the model's weights are fp16, no layers are found, a setting does not fit the model, or the
@@ -98,17 +98,17 @@ class HiFT(CheckpointedSliver):
 
     @classmethod
     def wrap(cls, optimizer: torch.optim.Optimizer, model: nn.Module, *, config: HiFTConfig | None = None) -> HiFT:
-        """HiFT around an optimizer that was built over the model's parameters and has not stepped yet.
+        """Build HiFT around an optimizer over the model's parameters that has not stepped yet.
 
         Its param groups are kept: weight-decay splits, learning rates by group. The instance itself is not used.
 
         Args:
-            optimizer: The optimizer, or what `accelerator.prepare` made of one.
-            model: The model.
-            config: Settings.
+            optimizer: The optimizer, or the wrapper that `accelerator.prepare` returned for it.
+            model: Model whose parameters it was built over.
+            config: Settings; the defaults are the paper's.
 
         Raises:
-            ValueError: As the constructor; or if the optimizer was built over other parameters or has stepped.
+            ValueError: As in the constructor, or if the optimizer was built over other parameters or has stepped.
         """
         config = config or HiFTConfig()
         inner: Any = optimizer
@@ -133,17 +133,17 @@ class HiFT(CheckpointedSliver):
         check_free(model.named_parameters(), "HiFT")
         self._config = config
         self.base = base
-        """Makes instances of the base optimizer."""
+        """Base optimizer, which builds further instances."""
         weights = trainable_weights(model, param_groups)
         self.groups = cut_groups(find_layers(model, config.layers), config.layers_per_group, frozenset(weights))
-        """The groups, bottom of the model first."""
+        """Groups, bottom of the model first."""
         try_step(base, param_groups, list(weights.values()))
         super().__init__(param_groups, dict(base.defaults))
         say_what_is_not_trained(model, weights)
         self._meter = StepMeter(base, self.param_groups, config)
         order = turn_order(len(self.groups), config.order, config.seed)
         self.rotation = Rotation(order=order, steps_per_group=config.steps_per_group)
-        """Whose turn it is; a layout that steps in HiFT's place advances it."""
+        """Rotation of the groups' turns. A layout that steps in HiFT's place advances it."""
         self._num_parameters = [
             sum(num_elements(weights[name].parameter) for name in group.parameter_names) for group in self.groups
         ]
@@ -154,7 +154,7 @@ class HiFT(CheckpointedSliver):
         self._backward_listeners: list[Callable[[], None]] = []
         self._has_host_memory = False
         self.grad_norm: torch.Tensor | None = None
-        """With `config.max_grad_norm`, the 2-norm of the gradients of the last update, before they were clipped."""
+        """2-norm of the last update's gradients before clipping, with `config.max_grad_norm`, else None."""
         self._host_gradients: HostGradients | None = None
         self._num_accumulating = 0
         self._in_backward: BackwardSteps | None = None
@@ -172,7 +172,7 @@ class HiFT(CheckpointedSliver):
             self._backward_listeners.append(self._in_backward.watch_backward)
         self._streamed: StreamedModel | None = None
         self._room_in_backward = 0
-        """With weights on the host, bytes that pieces may hold from the end of the forward on."""
+        """Bytes that chunks may hold from the end of the forward on, with weights on the host."""
         if config.weights == "host":
             self._streamed = StreamedModel(model, self.groups, config.resident_bytes)
             weights = {name: replace(each, home=self._streamed.device) for name, each in weights.items()}
@@ -220,14 +220,14 @@ class HiFT(CheckpointedSliver):
                 self._streamed.attach(self._hooks.model, self._waiting)
                 attached.callback(self._streamed.blocks.release)
             take(self._parameters_of_state(), self)
-            # When the optimizer is dropped, too.
+            # Also called when the optimizer is dropped.
             self._take_off = weakref.finalize(self, attached.pop_all().close)
         self._take_off.atexit = False
         self.is_detached = False
         self._activate()
 
     def _activate(self) -> None:
-        """Let the active group have gradients, and no other."""
+        """Begin the turn of the active group, which alone has gradients."""
         residency = self._residencies[self.active_group]
         if self._disk is not None:
             self._disk.begin_turn(self.rotation.coming_groups)
@@ -248,7 +248,7 @@ class HiFT(CheckpointedSliver):
         self._residencies[self.active_group].prefetch(in_backward=True)
 
     def _gradients_on_host(self) -> HostGradients:
-        """What keeps the active group's gradients on the host."""
+        """Return the owner of the active group's gradients on the host."""
         weights = self._residencies[self.active_group].weights
         streams = self._prefetcher.slots_of(weights[0].device).streams
         if self._host_gradients is None or self._host_gradients.streams is not streams:
@@ -262,17 +262,17 @@ class HiFT(CheckpointedSliver):
         return self._host_gradients
 
     def _begin_last_backward(self) -> None:
-        """The backward that begins steps the weights: what earlier ones have brought comes back with their pieces."""
+        """Begin an update's last backward, which steps: load offloaded gradients of earlier ones with their chunks."""
         if self._host_gradients is not None:
             self._host_gradients.adds_in_step = True
             self._residencies[self.active_group].load_gradients()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Say that the backward passes inside are not their update's last; for `gradients="stepped"` in a plain loop.
+        """Mark backward passes as not the last of their update, for `gradients="stepped"` in a plain loop.
 
-        Accelerate's `accumulate` and the Trainer's gradient accumulation say so by themselves. Other settings need it
-        not, and nothing changes for them.
+        Accelerate's `accumulate` and the Trainer's gradient accumulation do so by themselves. With other settings this
+        is not needed, and changes nothing.
 
         Example:
             >>> for index, batch in enumerate(batches):
@@ -308,7 +308,7 @@ class HiFT(CheckpointedSliver):
             return
         self._streamed.blocks.end_forward()
         if has_succeeded and self._room_in_backward and not self.is_detached:
-            # In the forward the bus is the weights'; the backward takes longer, and needs fewer of them.
+            # In the forward the bus is busy with weights. The backward takes longer, and needs fewer of them.
             self._prefetcher.load_ahead(self._residencies[self.active_group], self._room_in_backward)
 
     def _note_lack_of_memory(self) -> None:
@@ -318,43 +318,43 @@ class HiFT(CheckpointedSliver):
 
     @property
     def config(self) -> HiFTConfig:
-        """The settings."""
+        """Settings of this HiFT."""
         return self._config
 
     @property
     def num_groups(self) -> int:
-        """k, the number of groups."""
+        """Number of groups (k)."""
         return len(self.groups)
 
     def weights_of(self, group: int) -> tuple[Weight, ...]:
-        """What a group trains.
+        """Return the trained weights of a group.
 
         Args:
-            group: Its index, bottom of the model first.
+            group: Index of the group, bottom of the model first.
         """
         return self._residencies[group].weights
 
     @property
     def trained_weights(self) -> tuple[Weight, ...]:
-        """What all groups train, bottom of the model first."""
+        """Trained weights of all groups, bottom of the model first."""
         return tuple(weight for residency in self._residencies for weight in residency.weights)
 
     def waiting_weight(self, parameter: torch.Tensor) -> WaitingWeight | None:
-        """What holds a parameter in fewer bits between its turns (`config.waiting`); None of one that stays exact.
+        """Return the holder of a parameter that is quantised between its turns (`config.waiting`), or None.
 
         Args:
-            parameter: Of the model.
+            parameter: Parameter of the model.
         """
         return None if self._waiting is None else self._waiting.weight_of(parameter)
 
     def make_codes(self) -> None:
-        """With `config.waiting`, quantise now what the next forward would; where all have codes, nothing."""
+        """Quantise now what the next forward would, with `config.waiting`. Do nothing if all weights have codes."""
         if self._waiting is not None:
             self._waiting.make_codes()
 
     @property
     def waiting_weight_bytes(self) -> int:
-        """Bytes of weights that wait on the host; 0 with `weights="device"`."""
+        """Bytes of weights that are offloaded to the host, 0 with `weights="device"`."""
         return 0 if self._streamed is None else self._streamed.blocks.weights.waiting_bytes
 
     @property
@@ -364,32 +364,32 @@ class HiFT(CheckpointedSliver):
 
     @property
     def updates(self) -> int:
-        """Updates applied so far; skipped steps do not count."""
+        """Updates applied so far, without skipped steps."""
         return self.rotation.updates
 
     @property
     def skipped_turns(self) -> dict[int, int]:
-        """By group: how many of its steps have passed without an update, because no gradient reached it."""
+        """Steps by group that passed without an update, because no gradient reached the group."""
         return dict(self.rotation.skipped)
 
     @property
     def cycle_length(self) -> int:
-        """Steps in which every group has one turn."""
+        """Steps per cycle, in which every group has one turn."""
         return self.rotation.cycle_length
 
     @property
     def held_lr(self) -> list[LearningRate]:
-        """The learning rate applied in the running cycle, one a param group; the schedule's before the first step."""
+        """Learning rates of the current cycle, one per param group. Before the first step, the schedule's."""
         return list(self.rotation.held_lr) or scheduled_lr(self.param_groups)
 
     @property
     def applied_lr(self) -> float | None:
-        """The first param group's learning rate in the last update; None where the base optimizer chooses by itself."""
+        """Learning rate of the first param group in the last update, None if the base optimizer chooses by itself."""
         lr = self.held_lr[0]
         return None if lr is None else float(lr)
 
     def metrics(self) -> dict[str, float]:
-        """The group and the layers of the last step, counted from the bottom, what it trained, and all steps so far."""
+        """Return the last step's group, layers (from the bottom) and trained parameters, and all steps so far."""
         index = self.rotation.last_group
         first_layer = sum(len(group.layers) for group in self.groups[:index])
         return {
@@ -403,26 +403,26 @@ class HiFT(CheckpointedSliver):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the active group from its gradients, drop them, and hand the turn on.
+        """Update the active group from its gradients, drop them, and pass the turn on.
 
-        Where a backward ran since the last step and no gradient reached the group, its step passes without an update:
-        no weight and no state changes, and it counts in `skipped_turns`. A step without a backward, or whose gradients
-        were dropped, is none: nothing changes, the turn stays. With stepped gradients the weights are updated
-        already, and this hands the turn on. Gradients of zeros that no backward has brought, at rate 0, are
-        `torch.distributed.checkpoint`'s: nothing changes.
+        If a backward ran since the last step and no gradient reached the group, its step passes without an update: no
+        weight and no state changes, and `skipped_turns` counts it. A step without a backward, or with dropped
+        gradients, does not count: nothing changes, the turn stays. With stepped gradients the weights are updated
+        already, and this passes the turn on. Zero gradients at rate 0 that no backward has brought come from
+        `torch.distributed.checkpoint`: nothing changes.
 
         Args:
-            closure: Evaluates the model again and returns the loss; called once, before the update.
+            closure: Function that evaluates the model again and returns the loss; called once, before the update.
 
         Returns:
-            What the closure returned, or None.
+            Value that the closure returned, or None.
 
         Raises:
             OSError: If `state="disk"` finds no space, a file can't be written or read, or holds other bytes than were
-                written. Nothing was updated then; after a failed write nothing is lost, and the next call tries again.
+                written. Nothing was updated then. After a failed write nothing is lost, and the next call tries again.
             RuntimeError: If there are several ranks and HiFT was not prepared for them, an engine steps in its place,
                 or only the placeholder of its state was loaded (see `use_sidecar`).
-            RuntimeError: With stepped gradients, if there is a closure, or the update is only half done.
+            RuntimeError: If, with stepped gradients, there is a closure or the update is only half done.
         """
         self._check_step()
         may_initialise = closure is None and not self._hooks.has_brought_gradient() and self._hooks.has_gradient()
@@ -443,7 +443,7 @@ class HiFT(CheckpointedSliver):
         return loss
 
     def _update(self) -> None:
-        """Step the active group if gradients have reached it, and hand the turn on."""
+        """Step the active group if gradients have reached it, and pass the turn on."""
         rotation, residency = self.rotation, self._residencies[self.active_group]
         is_stepped = self._in_backward is not None and self._in_backward.close()
         missed = self._hooks.end_update()
@@ -470,8 +470,8 @@ class HiFT(CheckpointedSliver):
             self._activate()
         ends_cycle = rotation.starts_cycle
         if ends_cycle and self._streamed is not None and self._streamed.end_cycle(self._largest_state_bytes):
-            ends_cycle = False  # what stays now is not in what was measured
-        # Beside weights that come, state waits for the end of the forward.
+            ends_cycle = False  # the measurement did not include the blocks that are resident now
+        # With streamed weights, state is prefetched after the forward, not beside it.
         self._prefetcher.end_update(
             self._residencies[self.active_group] if self._streamed is None else None, ends_cycle=ends_cycle
         )
@@ -481,11 +481,11 @@ class HiFT(CheckpointedSliver):
         return max(self.state_sizes())
 
     def state_sizes(self) -> list[int]:
-        """Bytes of each group's masters and state."""
+        """Return the bytes of each group's masters and state."""
         return [waiting_bytes(each.weights, self._meter).total() for each in self._residencies]
 
     def has_gradient(self) -> bool:
-        """Whether the active group has a gradient, but for the zeros that a GradScaler is given where none arrived."""
+        """Return whether the active group has a gradient other than the zeros that a GradScaler is given."""
         return self._hooks.has_gradient()
 
     def _step_from_gradients(self) -> bool:
@@ -505,7 +505,7 @@ class HiFT(CheckpointedSliver):
         return True
 
     def _check_step(self) -> None:
-        """Refuse a step of which the other ranks would know nothing, or that is not HiFT's."""
+        """Refuse a step that the other ranks would not know of, or that is not HiFT's."""
         self._check_not_delegated()
         self._check_param_groups()
         if self._layout is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -527,7 +527,7 @@ class HiFT(CheckpointedSliver):
             )
 
     def _begin_update(self) -> None:
-        self._check_step()  # here already where the weights move in the backward
+        self._check_step()  # stepped gradients change weights in the backward, before `step` checks
         self._check_host_memory()
         if self._waiting is not None:
             self._waiting.arrive(self.active_group)
@@ -543,7 +543,7 @@ class HiFT(CheckpointedSliver):
         self._open_disk()
 
     def _open_disk(self) -> None:
-        """With `state="disk"`, reserve its space, if that was not done before."""
+        """Reserve the space of `state="disk"`, unless this was done before."""
         if self._disk is not None and self._disk.files is None:
             self._disk.open(self.state_sizes())
             self._disk.begin_turn(self.rotation.coming_groups)
@@ -555,10 +555,10 @@ class HiFT(CheckpointedSliver):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `GradScaler.step` asks first: it must find gradients to unscale, which are gone by then.
+        """False, since `GradScaler.step`, which asks first, must find the gradients and unscale them itself.
 
         Raises:
-            RuntimeError: Where `config.gradients` is not `device`.
+            RuntimeError: If `config.gradients` is not `device`, so that the gradients are gone by then.
         """
         if self.config.steps_in_backward:
             raise RuntimeError(
@@ -573,9 +573,9 @@ class HiFT(CheckpointedSliver):
         return False
 
     def detach(self) -> None:
-        """End the rotation: every parameter may have gradients as before HiFT was built, and the hooks are gone.
+        """End the rotation: let every parameter have gradients as before HiFT was built, and remove the hooks.
 
-        Weights keep what was trained. `step` raises from now on; `reattach` goes on. A second call does nothing.
+        Weights keep their trained values. `step` raises from now on; `reattach` continues. A second call does nothing.
         """
         if self._engine is not None or self.is_detached:
             return
@@ -587,7 +587,7 @@ class HiFT(CheckpointedSliver):
         self.is_detached = True
 
     def reattach(self) -> None:
-        """Go on after `detach`, with the same groups, masters and state.
+        """Continue after `detach`, with the same groups, masters and state.
 
         Raises:
             ValueError: If another optimizer trains a parameter of the model now.
@@ -601,10 +601,10 @@ class HiFT(CheckpointedSliver):
         self._attach()
 
     def check_built_over(self, model: nn.Module) -> None:
-        """Check that every weight that is trained is one of a model's.
+        """Check that every trained weight is one of a model's.
 
         Raises:
-            ValueError: Naming a weight that is not.
+            ValueError: If one is not, with its name.
         """
         parameters = set(model.parameters())
         for weight in self.trained_weights:
@@ -615,37 +615,37 @@ class HiFT(CheckpointedSliver):
                 )
 
     def check_model(self) -> None:
-        """Check that the model still holds what is trained, as each forward does unless a layout replaced parameters.
+        """Check that the model holds the trained parameters, as each forward does unless a layout has replaced them.
 
         Raises:
-            RuntimeError: Naming the parameter that was replaced, cast or added, and the way out.
+            RuntimeError: If a parameter was replaced, cast or added, with its name and the way out.
         """
         self._hooks.check()
 
     def listen_to_backward(self, listener: Callable[[], None]) -> None:
-        """Be told when a backward of the model begins, whether or not it will reach the group.
+        """Register a function to call when a backward of the model begins, whether or not it will reach the group.
 
         Args:
-            listener: Called inside of the backward, once.
+            listener: Function to call once inside of each backward.
         """
         self._backward_listeners.append(listener)
 
     def delegate_to(self, engine: str) -> None:
         """Let an engine step the groups in HiFT's place.
 
-        Nothing is frozen or hooked any more; `step`, `state_dict` and `load_state_dict` raise from now on.
+        Nothing is frozen or hooked any more. `step`, `state_dict` and `load_state_dict` raise from now on.
 
         Args:
-            engine: Its name, for the messages.
+            engine: Name of the engine, for messages.
         """
         self._take_off()
         self._engine = engine
 
     def release_parameters(self) -> None:
-        """Forget the model and its parameters, so that they can be replaced; `rebind_parameters` gives new ones.
+        """Forget the model and its parameters, so that they can be replaced. `rebind_parameters` sets new ones.
 
         Raises:
-            RuntimeError: After the first update.
+            RuntimeError: If a step was made already.
         """
         if self.rotation.steps:
             raise RuntimeError(
@@ -654,25 +654,25 @@ class HiFT(CheckpointedSliver):
         self._take_off()
         release(self._parameters_of_state(), self)
         self._residencies = []
-        del self._hooks  # which holds them, too
+        del self._hooks  # they hold the parameters, too
         self._fill_placeholder()
 
     def rebind_parameters(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
-        """Train these in place of what `release_parameters` forgot.
+        """Train these parameters in place of those that `release_parameters` forgot.
 
         Args:
-            model: The model that holds them.
-            weights: By the names of `groups`; their `trained` parameters stand in `param_groups` already.
+            model: Model that holds them.
+            weights: Weights by the names in `groups`. Their `trained` parameters are in `param_groups` already.
         """
         self._bind(model, weights, checks_model=False)
         self._note_param_groups()
         self._fill_placeholder()
 
     def whole_state(self) -> dict[str, Any]:
-        """What `state_dict` returns on one process; where weights are sharded, the tensors are this rank's shards.
+        """Return the state that `state_dict` returns on one process. If weights are sharded, tensors are local shards.
 
         Raises:
-            RuntimeError: With stepped gradients, between a backward and its `step`.
+            RuntimeError: If an update is open: with stepped gradients, between a backward and its `step`.
         """
         self._check_no_update_is_open()
         state = {name: values for each in self._residencies for name, values in each.export().items()}
@@ -681,7 +681,7 @@ class HiFT(CheckpointedSliver):
     def state_by_group(self) -> Iterator[dict[str, WeightState]]:
         """Yield the state of each group as `whole_state` has it, bottom of the model first.
 
-        With `state="disk"` its tensors lie in host memory until the next group is asked for, so that each file is read
+        With `state="disk"` its tensors are in host memory until the next group is requested, so that each file is read
         once and its checksum compared.
 
         Raises:
@@ -695,10 +695,10 @@ class HiFT(CheckpointedSliver):
             self._disk.begin_turn(self.rotation.coming_groups)
 
     def state_header(self, names: Iterable[str]) -> dict[str, Any]:
-        """What `whole_state` has beside the state of the weights.
+        """Return everything in `whole_state` but the state of the weights.
 
         Args:
-            names: Of the weights that have state.
+            names: Names of the weights that have state.
         """
         header = self._header()
         header["hift"]["weights"] = list(names)
@@ -715,13 +715,13 @@ class HiFT(CheckpointedSliver):
         return self._disk is not None
 
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `whole_state` returned; all tensors are copied to where `config.state` keeps them.
+        """Continue from a state of `whole_state`. All tensors are copied to the storage that `config.state` names.
 
-        Weights that have an fp32 master in the state are set to it, rounded. Place (`state`) and piece size may
-        differ from the saving run; model, groups, turns and base optimizer may not.
+        Weights with an fp32 master in the state are set to it, rounded. Storage (`state`) and chunk size may differ
+        from the saved run; model, groups, turns and base optimizer may not.
 
         Raises:
-            ValueError: If the state is of another model, grouping or optimizer, or is damaged; nothing is changed.
+            ValueError: If the state is of another model, grouping or optimizer, or is damaged. Nothing is changed then.
         """
         self._check_not_delegated()
         check_header(state_dict, self._header())
@@ -749,7 +749,7 @@ class HiFT(CheckpointedSliver):
         return make_header(self.identity(), self.rotation, self.param_groups, self.trained_weights)
 
     def unsupported(self, layout: Layout) -> str | None:
-        """Why this HiFT can't be trained under a layout, and the way out; None if it can."""
+        """Return why this HiFT can't be trained under a layout, with the way out, or None if it can."""
         config = self.config
         return clash_with_layout(
             layout,
@@ -763,7 +763,7 @@ class HiFT(CheckpointedSliver):
         )
 
     def facts(self) -> dict[str, object]:
-        """What every rank must have been given alike: settings, hyperparameters, groups, and what they train."""
+        """Return the facts that every rank must share: settings, hyperparameters, groups, and their parameters."""
         facts = {"base optimizer": self.base.name, **super().facts(), "order of the groups": self.rotation.order}
         for group in self.groups:
             facts[f"group {group.index}"] = group.parameter_names
@@ -772,7 +772,7 @@ class HiFT(CheckpointedSliver):
         return facts
 
     def identity(self) -> dict[str, object]:
-        """What a saved state has in common with every optimizer that it fits; plain containers."""
+        """Return the entries that a saved state shares with every optimizer that it fits, in plain containers."""
         return {
             "optimizer": self.base.name,
             "groups": [list(group.parameter_names) for group in self.groups],

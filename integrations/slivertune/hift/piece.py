@@ -14,14 +14,14 @@ from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.rotation import LearningRate
 
 ParamGroups = Sequence[dict[str, Any]]
-"""The param groups of the optimizer that the user holds."""
+"""Param groups of the user's optimizer."""
 
 OwnHyperparameters = Mapping[int, dict[str, Any]]
-"""What the base optimizer's instances changed in their param groups by themselves, by index of the param group."""
+"""Hyperparameters that the base optimizer's instances changed by themselves, by index of the param group."""
 
 
 RECOMPILE_LIMIT = 8
-"""Compilations of a step, beside two for each instance of the base optimizer."""
+"""Compilations of a step, in addition to two per instance of the base optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,30 +30,30 @@ class Weight:
 
     name: str
     parameter: torch.nn.Parameter
-    """What is stepped."""
+    """Parameter that is stepped."""
     trained: torch.nn.Parameter
-    """The model's own parameter, which is frozen and unfrozen; `parameter` where that is not sharded."""
+    """Parameter of the model, which is frozen and unfrozen. It is `parameter` unless that is sharded."""
     param_group: int
     """Index of the param group that holds its hyperparameters."""
     home: torch.device | None = None
-    """Where it is stepped, if it waits elsewhere between its turns."""
+    """Device on which it is stepped, if it is offloaded between its turns."""
 
     @property
     def device(self) -> torch.device:
-        """Where it is stepped."""
+        """Device on which it is stepped."""
         return self.parameter.device if self.home is None else self.home
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `parameter` holds one NaN in the weight's form, since the weight waits in fewer bits."""
+        """Whether `parameter` holds one NaN in the weight's form, because the weight is quantised."""
         return self.parameter.dim() > 0 and not any(self.parameter.stride())
 
     def take_gradient(self) -> None:
-        """Let `parameter` hold what `trained` does, its gradient included; asked for where it is another tensor."""
+        """Give `parameter` the content and the gradient of `trained`, if these are two tensors."""
 
 
 def drop_gradient(weight: Weight) -> None:
-    """Drop a weight's gradient that was stepped, also what is known of it elsewhere."""
+    """Drop the gradient of a stepped weight, and release its host memory."""
     if isinstance(weight.parameter.grad, OffloadedGradient):
         weight.parameter.grad.close()
     weight.parameter.grad = None
@@ -62,14 +62,14 @@ def drop_gradient(weight: Weight) -> None:
 class Slice:
     """Elements [start, stop) of a weight, and the leaf tensor that the base optimizer steps in their place.
 
-    The leaf is the weight itself where it is whole and has no master; else a placeholder, placed again in every step.
+    The leaf is the weight itself if the slice is whole and has no master. Else it is a placeholder, set in every step.
 
     Args:
-        weight: The weight.
-        start: First element, of the flattened weight.
-        stop: One past the last.
+        weight: Weight of the slice.
+        start: First element of the flattened weight.
+        stop: One past the last element.
         on_master: Whether the base optimizer steps an fp32 master.
-        scalars_on_device: Keys of state without dimensions that lies beside the weight in a step, and not on the host.
+        scalars_on_device: Keys of state without dimensions that is on the weight's device in a step, not on the host.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Slice:
         self.leaf = weight.parameter if self.is_weight else torch.nn.Parameter(empty)
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This slice's part of a tensor of the weight's shape: in that shape if whole, else in one dimension."""
+        """Return this slice's part of a tensor of the weight's shape: in that shape if whole, else in one dimension."""
         return tensor if self.is_whole else tensor.view(-1)[self.start : self.stop]
 
     def part_of_weight(self) -> torch.Tensor:
-        """This slice's part of the weight's data."""
+        """Return this slice's part of the weight's data."""
         return self.part_of(self.weight.parameter.data)
 
     def place_leaf(self, data: torch.Tensor) -> None:
-        """Put the leaf on `data`: the part of the weight, or its master; or on nothing, to let go of what it lay on."""
+        """Point the leaf to `data`: the part of the weight, its master, or an empty tensor to release the old data."""
         if not self.is_weight:
             self.leaf.grad = None
             self.leaf.data = data
@@ -103,7 +103,7 @@ class Slice:
         """Give the leaf its part of the weight's gradient, in the leaf's dtype.
 
         Args:
-            part: The part, where the weight's gradient lies on the host and this was loaded; of the slice's shape.
+            part: Loaded part, in the slice's shape, if the weight's gradient is on the host.
         """
         gradient = self.weight.parameter.grad
         if part is None and isinstance(gradient, OffloadedGradient):
@@ -111,7 +111,7 @@ class Slice:
             gradient.part_norms.append(norm_of(part))
         if part is not None:
             if self.is_weight:
-                drop_gradient(self.weight)  # in whose place it comes
+                drop_gradient(self.weight)  # replaced by the part
             self.leaf.grad = part.to(self.leaf.dtype)
             return
         if self.is_weight or gradient is None:
@@ -132,18 +132,18 @@ class Slice:
 
 
 PARAM_GROUP = "slivertune_param_group"
-"""Key in an instance's param group: the index of HiFT's param group that holds its hyperparameters."""
+"""Key, in an instance's param group, of the index of HiFT's param group that holds its hyperparameters."""
 
 
 class Instance:
-    """An instance of the base optimizer, which follows the user's param groups but for what it adapts by itself.
+    """An instance of the base optimizer that follows the user's param groups, except for its own adaptations.
 
-    What the schedule did not touch stays in the instance: some optimizers adapt their own hyperparameters.
+    A hyperparameter that the schedule did not change keeps the instance's value: some optimizers adapt their own.
 
     Args:
         optimizer: The instance.
-        indices: For each of its param groups, the index of the user's that holds the hyperparameters; None where each
-            tells it under `PARAM_GROUP`, since an engine may step them one by one.
+        indices: For each of its param groups, the index of the user's group that holds the hyperparameters. With None,
+            each group has its index under `PARAM_GROUP`, since an engine may step the groups one by one.
     """
 
     _num_made: ClassVar[int] = 0
@@ -151,17 +151,17 @@ class Instance:
     def __init__(self, optimizer: torch.optim.Optimizer, indices: Sequence[int] | None = None) -> None:
         Instance._num_made += 1
         self.optimizer = optimizer
-        """The instance itself."""
+        """Instance of the base optimizer's class."""
         self._indices = indices
         self._pushed: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        """What was given last, by index of the user's, so that what the instance changes by itself can be told."""
+        """Values given last, by index of the user's group, which reveal the instance's own changes."""
 
     def push(self, param_groups: ParamGroups, learning_rates: Sequence[LearningRate]) -> None:
-        """Give the instance what has changed since the last time.
+        """Give the instance the hyperparameters that have changed since the last call.
 
         Args:
-            param_groups: The user's.
-            learning_rates: What is applied in place of theirs.
+            param_groups: Param groups of the user.
+            learning_rates: Learning rates to apply in place of theirs.
         """
         for inner, index in self._param_groups():
             pushed = self._pushed[index]
@@ -171,15 +171,15 @@ class Instance:
                     pushed[key] = own_copy(value)
 
     def step(self) -> None:
-        """Step; a class whose step is compiled compiles it for each instance, and each size of a piece.
+        """Step. A class with a compiled step compiles it for each instance and each size of a chunk.
 
-        Where each step is compiled anew, as torch does for its own optimizers whose state moves, torch gives up.
+        If each step needs a new compilation, as in torch's own optimizers whose state moves, torch stops at its limit.
         """
         with with_recompile_limit(RECOMPILE_LIMIT + 2 * Instance._num_made):
             self.optimizer.step()
 
     def adapted(self) -> dict[int, dict[str, Any]]:
-        """What the instance itself changed (adaptive step sizes and the like), by index of the user's param group."""
+        """Return hyperparameters that the instance changed itself (as adaptive step sizes), by index of the group."""
         adapted = {}
         for inner, index in self._param_groups():
             pushed = self._pushed[index]
@@ -189,11 +189,11 @@ class Instance:
         return adapted
 
     def restore(self, param_groups: ParamGroups, own: OwnHyperparameters) -> None:
-        """Put back what `adapted` returned.
+        """Restore the hyperparameters that `adapted` returned.
 
         Args:
-            param_groups: The user's.
-            own: What the instance had changed.
+            param_groups: Param groups of the user.
+            own: Hyperparameters that the instance had changed.
         """
         for inner, index in self._param_groups():
             inner.update(own.get(index, {}))
@@ -206,24 +206,24 @@ class Instance:
 
 
 class Piece:
-    """Slices and the instance of the base optimizer that steps them; the instance lives as long as the piece.
+    """A chunk: slices, and the instance of the base optimizer that steps them and lives as long as the chunk.
 
     Args:
-        slices: What it steps, in the order of the model's parameters.
+        slices: Slices to step, in the order of the model's parameters.
     """
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self.slices = slices
         self.instance: Instance | None = None
-        """Made when the leaves first lie on their data: some constructors make their state at once."""
+        """Instance, built when the leaves first have their data: some constructors create their state at once."""
 
     def build(self, base: BaseOptimizer, param_groups: ParamGroups, own: OwnHyperparameters) -> Instance:
-        """Make the instance.
+        """Build the instance.
 
         Args:
             base: The base optimizer.
-            param_groups: The user's.
-            own: What another instance in its place had changed; empty for none.
+            param_groups: Param groups of the user.
+            own: Hyperparameters that an earlier instance in its place had changed; empty for none.
         """
         indices = sorted({one.weight.param_group for one in self.slices})
         groups = [

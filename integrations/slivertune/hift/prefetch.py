@@ -1,4 +1,4 @@
-"""How many bytes of the device may hold pieces of a group's state ahead of their step, and when they are loaded."""
+"""Prefetch chunks of a group's state: the bytes of the device that they may hold, and when they are loaded."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,16 +13,16 @@ from slivertune.hift.residency import ResidentGroup
 PrefetchBytes = int | Literal["auto"]
 
 MARGIN_SHARE = 16
-"""The sixteenth part of what may be used stays free: batches of one size do not take the same bytes every time."""
+"""Inverse of the share of usable memory that stays free: batches of one size do not always take the same bytes."""
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether what is left on a device is worth a measurement."""
+    """Return whether the free memory of a device is worth a measurement."""
     return device.type == "cuda"
 
 
 def unused_bytes(device: torch.device) -> int:
-    """Return the bytes of a CUDA device that were free even at the peak so far; 0 of another device."""
+    """Return the bytes of a CUDA device that were free even at the peak so far, less a margin, or 0 without CUDA."""
     if device.type != "cuda":
         return 0
     usable = usable_bytes(device)
@@ -30,14 +30,14 @@ def unused_bytes(device: torch.device) -> int:
 
 
 class PrefetchBudget:
-    """Decides it before each forward.
+    """Budget of bytes that may be prefetched, set before each forward.
 
-    A number holds for every forward that is no larger than its group has seen before; a larger one, whose activations
-    may need the memory, gets nothing ahead of its first gradient. `auto` does the same with what nobody has used in
-    the cycles so far, so nothing in the first.
+    A number holds for every forward that is no larger than its group has seen before. A larger one, whose activations
+    may need the memory, gets no chunks before its first gradient. `auto` does the same with the bytes that were unused
+    in all cycles so far, and so prefetches nothing in the first.
 
     Args:
-        setting: As in `HiFTConfig`.
+        setting: Setting `prefetch_bytes` of `HiFTConfig`.
     """
 
     def __init__(self, setting: PrefetchBytes) -> None:
@@ -47,36 +47,36 @@ class PrefetchBudget:
 
     @property
     def num_bytes(self) -> int:
-        """What a forward of a known size may find held."""
+        """Bytes that may be prefetched for a forward of a known size."""
         return self._num_bytes
 
     def begin_forward(self, group: int, inputs: Any) -> int:
         """Note a forward that trains.
 
         Args:
-            group: The group whose turn it is.
-            inputs: Of the forward, in any nest.
+            group: Index of the active group.
+            inputs: Inputs of the forward, in any nest.
 
         Returns:
-            Bytes that may be held ahead of the group's first gradient.
+            Bytes that may be prefetched before the group's first gradient.
         """
         shapes = [tensor.shape for tensor in tensors_of(inputs)]
-        # Attention grows with the longest dimension, all else with the number of elements.
+        # Attention grows with the longest dimension, everything else with the number of elements.
         size = (sum(shape.numel() for shape in shapes), max((max(shape, default=1) for shape in shapes), default=0))
         seen = self._seen.get(group, (0, 0))
         self._seen[group] = (max(seen[0], size[0]), max(seen[1], size[1]))
         return self._num_bytes if self._seen[group] == seen else 0
 
     def fail(self) -> None:
-        """A forward or backward has failed for lack of memory: `auto` holds nothing until the end of the next cycle."""
+        """Note that a forward or backward ran out of memory: `auto` is 0 until the end of the next cycle."""
         self._seen.clear()
         self._num_bytes = 0 if self._setting == "auto" else self._setting
 
     def end_cycle(self, held_bytes: Mapping[torch.device, int]) -> None:
-        """Measure what was left, if it is to be measured: the least of all devices, since the number holds for each.
+        """Measure the unused bytes for `auto`: the least of all devices, since the number holds for each.
 
         Args:
-            held_bytes: By device, the bytes that are allocated there for pieces.
+            held_bytes: Bytes allocated for chunks, by device.
         """
         if self._setting == "auto":
             unused = {device: unused_bytes(device) for device in held_bytes}
@@ -85,20 +85,20 @@ class PrefetchBudget:
 
 
 class Prefetcher:
-    """Loads the active group's pieces as early as there is room, and lets them give way.
+    """Loads the active group's chunks as early as there is room, and evicts them when there is none.
 
     Args:
-        setting: As in `HiFTConfig`.
+        setting: Setting `prefetch_bytes` of `HiFTConfig`.
     """
 
     def __init__(self, setting: PrefetchBytes) -> None:
         self._setting = setting
         self.slots: dict[torch.device, DeviceSlots] = {}
-        """By device; made when its first group's state is."""
+        """Slots by device, made with the state of the device's first group."""
         self._budget: PrefetchBudget | None = None
 
     def slots_of(self, device: torch.device) -> DeviceSlots:
-        """The slots of a device, which all groups on it share."""
+        """Return the slots of a device, which all groups on it share."""
         if device not in self.slots:
             self.slots[device] = DeviceSlots(device)
             has_room = has_own_memory(device) if self._setting == "auto" else self._setting > 0
@@ -107,46 +107,46 @@ class Prefetcher:
         return self.slots[device]
 
     def begin_forward(self, residency: ResidentGroup, group: int, inputs: Any) -> None:
-        """Load as much ahead as a forward leaves room for.
+        """Prefetch as much as a forward leaves room for.
 
         Args:
-            residency: The active group's owner of state.
-            group: Its index.
-            inputs: Of the forward; None of one that does not train, to which all room is left.
+            residency: Owner of the active group's state.
+            group: Index of the active group.
+            inputs: Inputs of the forward; None for one that does not train, which gets all the room.
         """
         if self._budget is not None:
             self.load_ahead(residency, self.room_in(group, inputs))
 
     def room_in(self, group: int, inputs: Any) -> int:
-        """Bytes that a forward leaves for pieces; it is noted.
+        """Note a forward, and return the bytes that it leaves for chunks.
 
         Args:
-            group: Index of the group whose turn it is.
-            inputs: Of the forward; None of one that does not train.
+            group: Index of the active group.
+            inputs: Inputs of the forward; None for one that does not train.
         """
         return 0 if self._budget is None or inputs is None else self._budget.begin_forward(group, inputs)
 
     def load_ahead(self, residency: ResidentGroup, num_bytes: int) -> None:
-        """Let pieces of the active group hold so many bytes, and begin to load them."""
+        """Set the bytes that chunks of the active group may hold, and begin to load them."""
         if any(num_bytes < slots.prefetch_bytes for slots in self.slots.values()):
-            residency.release(num_bytes)  # which may add the slots of a group that has no state yet
+            residency.release(num_bytes)  # may add the slots of a group that has no state yet
         for slots in self.slots.values():
             slots.prefetch_bytes = num_bytes
         if num_bytes:
             residency.prefetch()
 
     def note_lack_of_memory(self, residency: ResidentGroup) -> None:
-        """Give up all that is held, and measure anew."""
+        """Evict all prefetched chunks, and measure again."""
         if self._budget is not None:
             self._budget.fail()
             self.load_ahead(residency, 0)
 
     def end_update(self, residency: ResidentGroup | None, *, ends_cycle: bool) -> None:
-        """Begin to load what the next update steps.
+        """Begin to load the chunks of the next update.
 
         Args:
-            residency: The owner of state of the group whose turn it is now; None where another is still to be stepped.
-            ends_cycle: Whether every group has had its turn: then what is left is measured.
+            residency: Owner of the active group's state; None if another group is still to be stepped.
+            ends_cycle: Whether every group has had its turn, so that the unused bytes are measured.
         """
         if self._budget is None:
             return

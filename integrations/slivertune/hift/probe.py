@@ -1,4 +1,4 @@
-"""Steps a base optimizer on dummy weights: what form its state has, and how many bytes a step needs."""
+"""Step a base optimizer on dummy weights, to find the form of its state and the bytes that a step needs."""
 
 import warnings
 from collections import Counter
@@ -23,10 +23,10 @@ _PROBE_ELEMENTS = 64 * CUT_MULTIPLE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorForm:
-    """What is known of a tensor of state, whatever the size of its weight."""
+    """Form of a state tensor, whatever the size of its weight."""
 
     dtype: torch.dtype
-    """Of its elements."""
+    """Dtype of its elements."""
     has_extent: bool
     """Whether it has dimensions."""
     is_finite: bool
@@ -34,14 +34,14 @@ class TensorForm:
 
 
 def form_of(value: Any) -> TensorForm | type:
-    """The form of a tensor of state; of any other value, its type."""
+    """Return the form of a state tensor, or the type of any other value."""
     if not isinstance(value, torch.Tensor):
         return type(value)
     return TensorForm(dtype=value.dtype, has_extent=value.dim() > 0, is_finite=is_finite(value))
 
 
 def describe_form(form: TensorForm | type) -> str:
-    """A form in the words of an error."""
+    """Describe a form in the words of an error."""
     if isinstance(form, type):
         return f"a {form.__name__}"
     kind = "tensor" if form.has_extent else "tensor without dimensions"
@@ -50,22 +50,22 @@ def describe_form(form: TensorForm | type) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepNeeds:
-    """What a step of one weight needs beside the weight and its gradient."""
+    """Needs of a step of one weight, beside the weight and its gradient."""
 
     state_bytes: Mapping[torch.dtype, float]
     """Bytes of state tensors that have dimensions, by dtype."""
     temporary_bytes: float
-    """Bytes: the largest total of what the step allocates and drops."""
+    """Bytes, at their peak, of tensors that the step allocates and frees."""
     keys: frozenset[str]
     """Keys of all state."""
     forms: Mapping[str, TensorForm | type]
-    """Of the state taken apart (`flatten_state`), by key."""
+    """Forms of the state that `flatten_state` returns, by key."""
     scalars_on_device: frozenset[str]
-    """Keys of state without dimensions that is on the weight's device rather than on the host."""
+    """Keys of state without dimensions that is on the weight's device, not on the host."""
 
 
 class StepMeter:
-    """Measures what the steps of a base optimizer need under HiFT's settings; remembers what it measured.
+    """Measures and remembers the needs of a base optimizer's steps under HiFT's settings.
 
     Args:
         base: The base optimizer.
@@ -81,15 +81,15 @@ class StepMeter:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether a large weight needs in proportion what a small one does."""
+        """Whether a large weight needs the same bytes per element as a small one."""
         return self.base.slicing.unit == "elements"
 
     def steps_master(self, weight: Weight) -> bool:
-        """Whether a weight is stored in 16 bits, and an fp32 master stands behind it, which is stepped."""
+        """Return whether a weight is stored in 16 bits and its fp32 master is stepped."""
         return self.config.master != "none" and weight.parameter.dtype == torch.bfloat16
 
     def needs(self, weight: Weight) -> StepNeeds:
-        """The needs of a weight, or of its master, on its device."""
+        """Return the needs of a weight, or of its master, on its device."""
         parameter = weight.parameter
         is_sampled = self.is_elementwise and parameter.numel() >= _PROBE_ELEMENTS
         shape = (_PROBE_ELEMENTS,) if is_sampled else tuple(parameter.shape)
@@ -108,7 +108,7 @@ class StepMeter:
         )
 
     def scalars_on_device(self, weight: Weight) -> frozenset[str]:
-        """Keys of state without dimensions that must return to the device; on a CPU there is nowhere to go."""
+        """Return the keys of state without dimensions that must return to the device (none on a CPU)."""
         return frozenset() if weight.device.type == "cpu" else self.needs(weight).scalars_on_device
 
     def _measure(self, stands_for: Weight, zeros: torch.Tensor) -> StepNeeds:
@@ -141,15 +141,15 @@ class StepMeter:
 
 
 def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weights: Sequence[Weight]) -> None:
-    """Step a class that is on no list once, on a dummy weight, to see that HiFT can move its state.
+    """Step a class that is not listed once, on a dummy weight, to see that HiFT can move its state.
 
-    A step that fails by itself is no reason to refuse: what the model has (a GPU, say) the dummy may lack. The first
-    step then fails with the same error.
+    A failing step is no reason to refuse the class: the dummy may lack something that the model has, such as a GPU. If
+    the model lacks it, too, its first step fails with the same error.
 
     Args:
         base: The base optimizer.
         param_groups: Hyperparameters by param group.
-        weights: What is to be trained.
+        weights: Weights to train.
 
     Raises:
         ValueError: If the class needs a closure, keeps tensors that can't be moved, or is declared element-wise with
@@ -192,11 +192,11 @@ def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weight
 
 
 _TRIAL_SHAPE = (64, 64)
-"""4,096 elements, from which on most optimizers quantise."""
+"""Shape of the dummy. Most optimizers quantise from 4,096 elements on."""
 
 
 def _steps_with_closure(base: BaseOptimizer, group: dict[str, Any], dummy: torch.nn.Parameter) -> bool:
-    """Whether a step that failed works with a closure."""
+    """Return whether a failed step works with a closure."""
 
     def closure() -> Any:
         dummy.grad = torch.zeros_like(dummy)
@@ -211,7 +211,7 @@ def _steps_with_closure(base: BaseOptimizer, group: dict[str, Any], dummy: torch
 
 @contextmanager
 def _same_random_numbers(parameter: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """Leave the random generators as they were: stochastic rounding draws from them; fake numbers are not drawn."""
+    """Restore the random generators, from which stochastic rounding draws. Fake numbers are not drawn."""
     with torch.random.fork_rng(
         [device] if device.type == "cuda" else [], enabled=not isinstance(parameter, FakeTensor)
     ):
@@ -219,5 +219,5 @@ def _same_random_numbers(parameter: torch.Tensor, device: torch.device) -> Itera
 
 
 def _uncompiled() -> AbstractContextManager[None]:
-    """Run compiled functions eagerly: torch compiles nothing where a ledger watches, and a dummy is not worth it."""
+    """Run compiled functions eagerly: torch compiles nothing under a ledger, and a dummy is not worth it."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

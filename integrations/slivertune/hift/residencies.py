@@ -1,4 +1,4 @@
-"""Which owner each group's state gets."""
+"""Choose the owner of each group's state."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,17 +18,17 @@ from slivertune.hift.streamed import StreamedGroup
 def residencies_of(
     groups: Sequence[Sequence[Weight]], meter: StepMeter, slots_of: Callable[[torch.device], DeviceSlots]
 ) -> tuple[Sequence[ResidentGroup], Disk | None]:
-    """Make the owners of all groups' masters and state, by HiFT's settings.
+    """Build the owners of all groups' masters and state, by HiFT's settings.
 
-    Where weights are sharded, files are memory-mapped, and each rank's copies wait for the disk.
+    If weights are sharded, files are memory-mapped, and each rank's copies wait for the disk.
 
     Args:
-        groups: What each trains, by index.
-        meter: Knows the settings.
-        slots_of: Gives the slots of a device, which all groups on it share.
+        groups: Trained weights of each group, by index.
+        meter: Meter that knows HiFT's settings.
+        slots_of: Function that returns the slots of a device, which all groups on it share.
 
     Returns:
-        The owners by index; and what they have in common if their state is stored in files of their own.
+        Owners by index, and the `Disk` that they share if their state is stored in files of their own, else None.
     """
     config = meter.config
     if config.state == "device":

@@ -1,4 +1,4 @@
-"""Where a group's masters and optimizer state live between its turns: here on the device, and as `streamed` off it."""
+"""Storage of a group's masters and optimizer state between its turns: here on the device, and as `streamed` off it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,19 +15,19 @@ from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import LearningRate
 
 WeightState = dict[str, Any]
-"""One weight's state by key, tensors in the weight's own extent; `MASTER` is its fp32 master, if it has one."""
+"""State of one weight by key, tensors in the weight's own extent. `MASTER` is its fp32 master, if it has one."""
 
 MASTER = "master"
 
 
 class ResidentGroup:
-    """Owns the masters and the optimizer state of one group, which never leave the device (`state="device"`).
+    """Owner of one group's masters and optimizer state, which never leave the device (`state="device"`).
 
-    One instance of the base optimizer steps the whole group, or, with stepped gradients, one each weight.
+    One instance of the base optimizer steps the whole group. With stepped gradients, each weight has its own.
 
     Args:
-        weights: What the group trains.
-        meter: Measures the base optimizer's steps, and knows HiFT's settings.
+        weights: Trained weights of the group.
+        meter: Meter of the base optimizer's steps, with HiFT's settings.
     """
 
     def __init__(self, weights: Sequence[Weight], meter: StepMeter) -> None:
@@ -39,34 +39,34 @@ class ResidentGroup:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether there is state, and it has its place off the device."""
+        """Whether there is state, and it is stored off the device."""
         return False
 
     def prefetch(self, *, in_backward: bool = False) -> None:
-        """Start to bring the first pieces to the device; called from the beginning of the turn, as often as one likes.
+        """Begin to load the first chunks to the device. May be called repeatedly from the beginning of the turn on.
 
         Args:
-            in_backward: Whether a gradient of the group has arrived: then the working pieces come, whatever the room.
+            in_backward: Whether a gradient of the group has arrived. The working chunks are then loaded in any case.
         """
 
     def load_gradients(self) -> None:
-        """Start to bring back gradients that wait on the host: only a backward that runs may still add to them."""
+        """Begin to load offloaded gradients: only a running backward may still add to them."""
 
     def release(self, to_bytes: int | None = None) -> None:
-        """Drop what was brought to the device, so that at most so many bytes stay allocated there for pieces to come.
+        """Evict loaded chunks, so that at most `to_bytes` bytes stay allocated on the device for chunks to come.
 
         Args:
-            to_bytes: How many; None for what the setting allows.
+            to_bytes: Bytes that stay allocated; None for those that the setting allows.
         """
 
     def begin(self, *, stays: bool) -> None:
-        """Make ready for `step`, whose first call in an update this precedes.
+        """Prepare an update, before its first call of `step`.
 
         Args:
             stays: Whether the next update is this group's, too.
 
         Raises:
-            OSError: If the state has no room; nothing was stepped then.
+            OSError: If the state has no room. Nothing was stepped then.
         """
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
 
@@ -74,9 +74,9 @@ class ResidentGroup:
         """Step weights from their gradients, and drop the gradients.
 
         Args:
-            weights: The whole group, or one of its weights where stepped gradients step each alone.
-            param_groups: The optimizer's.
-            held_lr: What is applied, one a param group.
+            weights: The whole group, or one of its weights if stepped gradients step each alone.
+            param_groups: Param groups of the optimizer.
+            held_lr: Learning rates to apply, one per param group.
         """
         piece = next(each for each in self._pieces if each.slices[0].weight is weights[0])
         instance = piece.instance or self._build(piece, param_groups)
@@ -95,13 +95,13 @@ class ResidentGroup:
                     claim(value, "state")
 
     def end(self) -> None:
-        """Let go of what is kept on the device from one `step` of an update to the next."""
+        """Release everything that is kept on the device from one `step` of an update to the next."""
 
     def export(self, *, lasts: bool = True) -> dict[str, WeightState]:
-        """The state of every weight that has some, by name. Tensors are the living ones where they can be.
+        """Return the state of every weight that has some, by name. Tensors are not copied if they need not be.
 
         Args:
-            lasts: Whether they are read after another group's were asked for; else `state="disk"` spares a read.
+            lasts: Whether they are read after another group's were requested. If not, `state="disk"` saves a read.
         """
         exported = {name: dict(state) for name, state in self._restored.items()}
         for weight in self.weights:
@@ -119,7 +119,7 @@ class ResidentGroup:
         return {weight.name: exported[weight.name] for weight in self.weights if exported.get(weight.name)}
 
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
-        """Replace all state by a copy of what `export` and `own_hyperparameters` returned."""
+        """Replace all state by a copy of the results of `export` and `own_hyperparameters`."""
         self.discard()
         self._restored, self._restored_own = {name: dict(values) for name, values in state.items()}, own
 
@@ -129,10 +129,10 @@ class ResidentGroup:
         self._restored, self._restored_own = {}, {}
 
     def own_hyperparameters(self) -> OwnHyperparameters:
-        """What the base optimizer's instances adapted by themselves; empty where they adapt nothing.
+        """Return the hyperparameters that the base optimizer's instances adapted by themselves, if there are any.
 
         Raises:
-            RuntimeError: If the pieces of one group adapted differently, which no element-wise optimizer does.
+            RuntimeError: If the chunks of one group adapted differently, which no element-wise optimizer does.
         """
         common: dict[int, dict[str, Any]] = {}
         instances = [piece.instance for piece in self._pieces if piece.instance is not None]
@@ -144,7 +144,7 @@ class ResidentGroup:
                         f"the pieces of one group adapted {sorted(known | values)} differently, so "
                         f"{self._meter.base.name} is not element-wise; set elementwise=False"
                     )
-        # What was restored counts until all pieces have got it.
+        # Restored hyperparameters count until all chunks have got them.
         return common or (self._restored_own if len(instances) < max(1, len(self._pieces)) else {})
 
     def _build(self, piece: Piece, param_groups: ParamGroups) -> Instance:
@@ -163,7 +163,7 @@ class ResidentGroup:
         return instance
 
     def _on_device(self, one: Slice) -> WeightState:
-        """Copies of the state that was restored for a slice: tensors with dimensions are on its weight's device."""
+        """Copy the state that was restored for a slice, tensors with dimensions to its weight's device."""
         state: WeightState = {}
         for key, value in flatten_state(self._restored.get(one.weight.name, {}), copy_objects=True).items():
             if isinstance(value, torch.Tensor):
@@ -175,10 +175,10 @@ class ResidentGroup:
 
 
 def adapted_hyperparameters(groups: Sequence[ResidentGroup]) -> dict[int, OwnHyperparameters]:
-    """Return what the base optimizer's instances adapted by themselves, by index of the group.
+    """Return hyperparameters that the base optimizer's instances adapted by themselves, by index of the group.
 
     Args:
-        groups: All groups' owners of state, by index.
+        groups: Owners of all groups' state, by index.
     """
     adapted = {index: each.own_hyperparameters() for index, each in enumerate(groups)}
     return {index: dict(own) for index, own in adapted.items() if own}
@@ -188,15 +188,15 @@ def adapted_hyperparameters(groups: Sequence[ResidentGroup]) -> dict[int, OwnHyp
 def restore_state(
     groups: Sequence[ResidentGroup], state: Mapping[str, WeightState], own: Mapping[int, OwnHyperparameters]
 ) -> None:
-    """Replace all state by a copy of what `export` returned, and set weights to their masters, rounded.
+    """Replace all state by a copy of the exported state, and set weights to their masters, rounded.
 
     Args:
-        groups: All groups' owners of state, by index.
-        state: By name of the weight.
-        own: As `adapted_hyperparameters` returned.
+        groups: Owners of all groups' state, by index.
+        state: State by name of the weight.
+        own: Result of `adapted_hyperparameters`.
     """
     for index, group in enumerate(groups):
-        # First: the state may be a view of the files that are written next.
+        # Weights first: the state may be a view of the files that are written next.
         for weight in group.weights:
             if MASTER in state.get(weight.name, {}) and not weight.is_waiting:
                 weight.parameter.copy_(state[weight.name][MASTER])

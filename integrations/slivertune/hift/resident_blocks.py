@@ -1,4 +1,4 @@
-"""Which blocks stay on the device where weights wait on the host, and how that is put on a model."""
+"""Choose the blocks that stay on the device with `weights="host"`, and offload the others of a model."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,17 @@ from slivertune.hift.waiting_layers import WaitingLayers
 
 
 def choose_resident(num_bytes: Sequence[int], resident_bytes: int) -> frozenset[int]:
-    """Choose the blocks that stay: as many as fit, those between spread over the depth of the model.
+    """Choose the blocks that stay resident: as many as fit, with the others spread over the depth of the model.
 
-    Each streamed block has the computation of those around it to arrive under. Were they neighbours, the bus would
-    stand still beside all others, and be waited for here.
+    The load of each streamed block overlaps with the computation of the blocks around it. If streamed blocks were
+    neighbours, the computation would wait for their loads, and the bus would stand still beside all other blocks.
 
     Args:
-        num_bytes: Of each block, from the bottom up.
-        resident_bytes: That may stay.
+        num_bytes: Bytes of each block, from the bottom up.
+        resident_bytes: Bytes of blocks that may stay.
 
     Returns:
-        Indices of those that stay.
+        Indices of the resident blocks.
     """
     count = len(num_bytes)
     for num_streamed in range(count):
@@ -41,38 +41,38 @@ def choose_resident(num_bytes: Sequence[int], resident_bytes: int) -> frozenset[
 
 
 class StreamedModel:
-    """A model whose blocks wait on the host, but for those that stay, and all else of which is on the device.
+    """A model whose blocks are offloaded to the host, except for resident ones, with all else on the device.
 
     Args:
-        model: The model, wherever it lies; moved by `attach`.
-        groups: What trains together.
-        resident_bytes: As in `HiFTConfig`.
+        model: Model on any device; moved by `attach`.
+        groups: Groups of layers that train together.
+        resident_bytes: Setting `resident_bytes` of `HiFTConfig`.
 
     Raises:
-        ValueError: If there are no blocks, they share weights with each other or with what is around them, or hold
-            other than floating-point weights.
+        ValueError: If there are no blocks, they share weights with each other or with modules around them, or hold
+            weights that are not floating-point.
         RuntimeError: If the model or a block is compiled.
     """
 
     blocks: StreamedBlocks
-    """Their hooks; there from `attach` on."""
+    """Hooks of the blocks, set by `attach`."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
         self._found = find_blocks(model)
         refuse_at(model, "weights='host'", [each for _, block in self._found for each in block.modules()])
         _check(model, self._found)
         self.device = compute_device(model)
-        """Where the model computes."""
+        """Device on which the model computes."""
         self._trained = [blocks_of(group, self._found) for group in groups]
         self._active: Sequence[int] = ()
         self._budget = ResidentBudget(resident_bytes)
 
     def attach(self, model: nn.Module, waiting: WaitingLayers | None) -> None:
-        """Move the model's weights to where they are to lie, and hook the blocks.
+        """Move the model's weights to their places, and hook the blocks.
 
         Args:
-            model: The model.
-            waiting: Holds some of the weights as codes, which are moved in their place.
+            model: Model to move.
+            waiting: Holder of the weights that are codes, which are moved in their place.
 
         Raises:
             RuntimeError: If host memory can't be pinned.
@@ -94,7 +94,7 @@ class StreamedModel:
             blocks = [WaitingBlock(name, tuple(dict.fromkeys(block.parameters()))) for name, block in self._found]
             resident = choose_resident([block.num_bytes for block in blocks], self._budget.num_bytes)
             return HostWeights(blocks, self.device, num_trained=num_trained, resident=resident)
-        # How many bytes there are of codes is known when they are made, one block after the other.
+        # The bytes of codes are known when they are made, one block after the other.
         weights = HostWeights(self._blocks_of_codes(waiting), self.device, num_trained=num_trained)
         weights.stay(choose_resident(weights.block_bytes, self._budget.num_bytes))
         return weights
@@ -112,29 +112,29 @@ class StreamedModel:
             yield WaitingBlock(name, (*exact, *codes))
 
     def begin_turn(self, group: int) -> None:
-        """It is a group's turn.
+        """Begin the turn of a group.
 
         Args:
-            group: Its index.
+            group: Index of the group.
         """
         self._active = self._trained[group]
         self.blocks.weights.keep(self._active)
 
     def begin_step(self) -> None:
-        """Bring what is stepped, where no forward has."""
+        """Load the blocks to step, if no forward has done so."""
         for index in self._active:
             self.blocks.weights.bring(index)
 
     def end_cycle(self, state_bytes: Callable[[], int]) -> bool:
-        """All groups have had a turn: let more blocks stay, if that is to be measured; whether others stay now.
+        """End a cycle. With `auto`, measure and let more blocks stay. Return whether other blocks are resident now.
 
         Args:
-            state_bytes: Tells what is to be left for a group's state.
+            state_bytes: Function that returns the bytes to leave for a group's state.
         """
         return self._budget.end_cycle(self.device, state_bytes) and self._stay()
 
     def note_lack_of_memory(self) -> None:
-        """A forward or a backward has failed for lack of memory; called before the next begins."""
+        """Note that a forward or backward ran out of memory, before the next begins: `auto` evicts all blocks."""
         if self._budget.fail():
             self._stay()
 
@@ -146,10 +146,10 @@ class StreamedModel:
 
 
 def blocks_of(group: Group, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
-    """Indices of the blocks of which a group trains something.
+    """Return the indices of the blocks in which a group trains parameters.
 
     Args:
-        group: The group.
+        group: Group of layers.
         blocks: All blocks, with their paths.
     """
     return [
@@ -160,7 +160,7 @@ def blocks_of(group: Group, blocks: Sequence[tuple[str, nn.Module]]) -> list[int
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where a model computes whose weights may wait on the host: where some of it lies, or else the CUDA device."""
+    """Return the device on which a model computes: that of its weights off the CPU, else CUDA's, else the CPU."""
     lies = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
     if len(lies) > 1:
         raise ValueError(
@@ -198,20 +198,20 @@ def _check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 class ResidentBudget:
-    """Decides how many bytes of blocks stay on the device: a number, or what the first cycle has left free.
+    """Budget of the bytes of blocks that stay on the device: a number, or the bytes that the first cycle left free.
 
     Args:
-        setting: As in `HiFTConfig.resident_bytes`.
+        setting: Setting `resident_bytes` of `HiFTConfig`.
     """
 
     def __init__(self, setting: int | Literal["auto"]) -> None:
         self._is_to_measure = setting == "auto"
         self._is_auto = setting == "auto"
         self.num_bytes = 0 if setting == "auto" else setting
-        """That stay."""
+        """Bytes of blocks that stay."""
 
     def end_cycle(self, device: torch.device, state_bytes: Callable[[], int]) -> bool:
-        """Measure what was left, if it is to be measured; whether there are other bytes now."""
+        """Measure the free bytes once for `auto`. Return whether the number is another one now."""
         if not self._is_to_measure:
             return False
         self._is_to_measure = False
@@ -219,7 +219,7 @@ class ResidentBudget:
         return self.num_bytes > 0
 
     def fail(self) -> bool:
-        """There was no memory for a forward or a backward: `auto` begins anew; whether there are other bytes now."""
+        """Begin again with `auto`, after a lack of memory. Return whether the number is another one now."""
         if not self._is_auto:
             return False
         had, self.num_bytes = self.num_bytes, 0

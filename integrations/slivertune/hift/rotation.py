@@ -1,4 +1,4 @@
-"""Groups of layers, whose turn it is, and the learning rate held for a cycle (HiFT, Algorithm 1 and section 3.1)."""
+"""Groups of layers, their turns, and the learning rate held for a cycle (HiFT, Algorithm 1 and section 3.1)."""
 
 import random
 import warnings
@@ -25,21 +25,21 @@ class Group:
     index: int
     """Position from the bottom of the model, in [0, k)."""
     layers: tuple[Layer, ...]
-    """The layers, bottom first."""
+    """Layers of the group, bottom first."""
     parameter_names: tuple[str, ...]
-    """Names of the parameters that train, as in `model.named_parameters()`."""
+    """Names of the trained parameters, as in `model.named_parameters()`."""
 
 
 def cut_groups(layers: Sequence[Layer], layers_per_group: int, trainable: frozenset[str]) -> tuple[Group, ...]:
-    """Cut n layers into k = ceil(n / m) groups, from the bottom; the last may be smaller.
+    """Cut n layers into k = ceil(n / m) groups, from the bottom. The last may be smaller.
 
     Args:
-        layers: The model's layers, bottom first.
-        layers_per_group: m, in [1, n].
-        trainable: Names of the parameters that may train; a layer with none of them takes no part.
+        layers: Layers of the model, bottom first.
+        layers_per_group: Layers per group (m), in [1, n].
+        trainable: Names of the parameters that may train. A layer without any takes no part.
 
     Returns:
-        The groups, bottom first; their membership never changes.
+        Groups, bottom first. Their membership never changes.
 
     Raises:
         ValueError: If no parameter trains, or m is larger than the number of layers that train.
@@ -61,10 +61,10 @@ def cut_groups(layers: Sequence[Layer], layers_per_group: int, trainable: frozen
 
 
 def turn_order(num_groups: int, order: Order, seed: int) -> tuple[int, ...]:
-    """The groups' indices in the order of their turns, the same in every cycle.
+    """Return the groups' indices in the order of their turns, the same in every cycle.
 
     Args:
-        num_groups: k.
+        num_groups: Number of groups (k).
         order: `bottom2up`, `top2down`, or `random`, which is shuffled once.
         seed: Seed of the shuffle.
     """
@@ -78,51 +78,51 @@ def turn_order(num_groups: int, order: Order, seed: int) -> tuple[int, ...]:
 
 @dataclass(kw_only=True, slots=True)
 class Rotation:
-    """Counts steps: updates, and those that passed without one; everything else follows from the counts. Picklable."""
+    """Counts of updates and of steps without an update, from which everything else follows. Picklable."""
 
     order: tuple[int, ...]
     """Group indices in the order of their turns."""
     steps_per_group: int
-    """Steps in one turn."""
+    """Steps per turn."""
     updates: int = 0
     """Updates applied so far."""
     held_lr: list[LearningRate] = field(default_factory=list)
-    """The learning rate of the running cycle, one a parameter group; empty before the first step."""
+    """Learning rates of the current cycle, one per param group, empty before the first step."""
     skipped: dict[int, int] = field(default_factory=dict)
-    """By group: its steps that passed without an update, because no gradient reached it."""
+    """Steps by group that passed without an update, because no gradient reached the group."""
     skipped_in_cycle: dict[int, int] = field(default_factory=dict)
-    """The same of the running cycle alone; of the last one until the next begins."""
+    """The same of the current cycle alone, or of the last one until the next begins."""
     warned_of_skip: set[int] = field(default_factory=set)
-    """Groups of which a warning has said that a batch did not reach them."""
+    """Groups with a warning that a batch did not reach them."""
     warned_of_cycle: set[int] = field(default_factory=set)
-    """Groups of which a warning has said that no batch of a whole cycle did."""
+    """Groups with a warning that no batch of a whole cycle reached them."""
     idle_steps: int = 0
-    """Calls of `step` since the last update or skip that were none."""
+    """Calls of `step` since the last update or skip that were neither."""
 
     @property
     def steps(self) -> int:
-        """Steps so far: updates, and those that were skipped."""
+        """Steps so far, with and without an update."""
         return self.updates + sum(self.skipped.values())
 
     @property
     def cycle_length(self) -> int:
-        """Steps in which every group has one turn."""
+        """Steps per cycle, in which every group has one turn."""
         return len(self.order) * self.steps_per_group
 
     @property
     def active_group(self) -> int:
-        """Index of the group whose turn it is."""
+        """Index of the active group."""
         return self.order[self.steps // self.steps_per_group % len(self.order)]
 
     @property
     def coming_groups(self) -> tuple[int, ...]:
-        """All groups in the order of their turns from now on, the active one first."""
+        """All groups in the order of their next turns, the active one first."""
         place = self.steps // self.steps_per_group % len(self.order)
         return self.order[place:] + self.order[:place]
 
     @property
     def last_group(self) -> int:
-        """Index of the group whose step was the last; before the first, of the one that comes."""
+        """Index of the last step's group or, before the first step, of the active group."""
         return self.order[max(0, self.steps - 1) // self.steps_per_group % len(self.order)]
 
     @property
@@ -137,13 +137,13 @@ class Rotation:
 
     @property
     def unreached(self) -> tuple[int, ...]:
-        """Groups that all steps of the cycle that has just ended passed over; empty in mid-cycle."""
+        """Groups that every step of the cycle that has just ended passed over, none in mid-cycle."""
         if not self.starts_cycle:
             return ()
         return tuple(group for group, count in sorted(self.skipped_in_cycle.items()) if count == self.steps_per_group)
 
     def to_apply(self, scheduled: Sequence[LearningRate]) -> list[LearningRate]:
-        """The learning rates of the next update: the schedule's where a cycle begins, else those that are held.
+        """Return the learning rates of the next update: the schedule's if a cycle begins, else the held ones.
 
         Rates that are all 0, with which warm-ups begin, are not held: a whole cycle would train nothing.
         """
@@ -152,15 +152,15 @@ class Rotation:
         return [own_copy(lr) for lr in scheduled]
 
     def advance(self, applied: list[LearningRate]) -> None:
-        """Count one update that was applied with these learning rates."""
+        """Count one update with these learning rates."""
         self._begin_step(applied)
         self.updates += 1
 
     def skip(self, scheduled: Sequence[LearningRate]) -> None:
-        """Count one step of the active group without an update: it takes its place in the turn and the cycle.
+        """Count one step of the active group without an update, which takes its place in the turn and the cycle.
 
         Args:
-            scheduled: The schedule's learning rates, which are held from here if a cycle begins.
+            scheduled: Learning rates of the schedule, which are held from here if a cycle begins.
         """
         group = self.active_group
         self._begin_step(self.to_apply(scheduled))
@@ -168,7 +168,7 @@ class Rotation:
         self.skipped_in_cycle[group] = self.skipped_in_cycle.get(group, 0) + 1
 
     def warn_of_skip(self, groups: Sequence[Group]) -> None:
-        """Say, once a group, that a step of the active one passes because no gradient has reached it.
+        """Warn, once per group, that a step of the active group passes because no gradient has reached it.
 
         Args:
             groups: All groups, by index.
@@ -187,7 +187,7 @@ class Rotation:
             )
 
     def note_idle_step(self, groups: Sequence[Group]) -> None:
-        """Count a call that found no gradient, though no backward had missed the group; say so if they go on.
+        """Count a call of `step` without a backward, or with dropped gradients, and warn if such calls go on.
 
         Args:
             groups: All groups, by index.
@@ -203,7 +203,7 @@ class Rotation:
             )
 
     def warn_of_unreached(self, groups: Sequence[Group]) -> None:
-        """Say, once a group, that no batch of the whole cycle that has just ended has reached it.
+        """Warn, once per group, that no batch of the cycle that has just ended has reached it.
 
         Args:
             groups: All groups, by index.
@@ -220,7 +220,7 @@ class Rotation:
             )
 
     def state(self) -> dict[str, Any]:
-        """What continues the rotation, in plain containers; `restore` takes it."""
+        """Return the rotation's state in plain containers, for `restore`."""
         return {
             "updates": self.updates,
             "held_lr": list(self.held_lr),
@@ -229,7 +229,7 @@ class Rotation:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned; a state of before turns were skipped has no counts of them."""
+        """Continue from a result of `state`. States from before turns were skipped have no counts of them."""
         self.updates = state["updates"]
         self.held_lr = [own_copy(value) for value in state["held_lr"]]
         self.skipped = dict(state.get("skipped_turns", {}))
@@ -243,5 +243,5 @@ class Rotation:
 
 
 def scheduled_lr(param_groups: Sequence[Mapping[str, Any]]) -> list[LearningRate]:
-    """The schedule's learning rate, one a param group; None where the base optimizer chooses by itself."""
+    """Return the schedule's learning rate per param group, None if the base optimizer chooses by itself."""
     return [param_group.get("lr") for param_group in param_groups]

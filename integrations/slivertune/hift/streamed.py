@@ -1,17 +1,17 @@
-"""State that waits off the device and passes through it in pieces.
+"""State that is offloaded between turns and passes through the device in chunks.
 
-Between its turns a group's state waits in an `OffloadBuffer`. Its pieces pass through the device's slots:
+Between its turns a group's state is in an `OffloadBuffer`. Its chunks pass through the device's slots:
 
     inbound:    load 0, load 1, ... load n |        load n + 1 ...
     computing:     forward, backward       | step 0   step 1     step 2 ...  | next forward ...
     outbound:                              |         store 0    store 1 ...      store n
 
-As many pieces as `DeviceSlots.prefetch_bytes` has room for are loaded as soon as the group's turn begins, beside the
-forward and the backward; two are, where there is no such room, when the group's first gradient arrives. Stores run
-beside whatever is computed next: only the next use of a slot waits for them.
+As many chunks as `DeviceSlots.prefetch_bytes` has room for are prefetched from the beginning of the group's turn, so
+that their loads overlap with forward and backward. Without such room, two are loaded when the group's first gradient
+arrives. Write backs overlap with all later computation: only the next use of a slot waits for them.
 
-Where a group's turn has several updates, the pieces that `prefetch_bytes` has room for stay in their slots from one to
-the next, and are written back when the turn ends, or when somebody asks for what waits.
+If a group's turn has several updates, the chunks that `prefetch_bytes` has room for stay in their slots from one to the
+next. They are written back when the turn ends, or when their offloaded state is read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,19 +36,19 @@ from slivertune.hift.residency import MASTER, ResidentGroup, WeightState
 from slivertune.hift.rotation import LearningRate
 
 WORKING_PIECES = 2
-"""Pieces on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
+"""Chunks on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
 _ALWAYS = 2**30
-"""Slots that may be in use where one is needed in any case."""
+"""Slots that may be in use if one is needed in any case."""
 
 
 class StreamedGroup(ResidentGroup):
-    """A group whose masters and state wait in an offload buffer; called as `ResidentGroup` is.
+    """A group whose masters and state are offloaded to a buffer, with the interface of `ResidentGroup`.
 
     Args:
-        weights: What the group trains.
-        meter: Measures the base optimizer's steps, and knows HiFT's settings.
-        slots_of: Gives the slots of a device, which all groups on it share.
-        new_buffer: Makes the owner of the stored tensors.
+        weights: Trained weights of the group.
+        meter: Meter of the base optimizer's steps, with HiFT's settings.
+        slots_of: Function that returns the slots of a device, which all groups on it share.
+        new_buffer: Function that makes the owner of the stored tensors.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class StreamedGroup(ResidentGroup):
         self._slots_of = slots_of
         self._new_buffer = new_buffer
         self._turn: list[str] = []
-        """Weights stepped since `end`, in the order in which their gradients came."""
+        """Names of the weights stepped since `end`, in the order in which their gradients arrived."""
         self._is_first_turn = False
         self._offloaded: OffloadedState | None = None
         self._offloaded_from: torch.device | None = None
-        """The device that the state in `_offloaded` belongs to."""
+        """Device that the state in `_offloaded` belongs to."""
         self._loads_gradients = False
-        """Whether the gradients of this update that wait on the host are complete, and come along with their pieces."""
+        """Whether this update's offloaded gradients are complete, and are loaded with their chunks."""
         self._to_load: list[int] | None = None
-        """Pieces of this update that are neither loaded nor stepped, in the order of their steps; None before any."""
+        """Chunks of this update that are neither loaded nor stepped, in the order of their steps, None before any."""
         self._slot_bytes = 0
-        """Of the group's largest piece."""
+        """Bytes of the group's largest chunk."""
         self._stays = False
         """Whether the next update is this group's, too."""
         self._is_dropped = False
-        """Whether all state is thrown away after this update."""
+        """Whether all state is discarded after this update."""
         self._in_slots = DevicePieces()
         self._arriving: set[str] = set()
-        """Weights that `load_weight` brings, for whose copies the computation does not wait yet."""
+        """Names of weights that `load_weight` loads, for whose copies the computation does not wait yet."""
 
     @property
     @override
@@ -148,7 +148,7 @@ class StreamedGroup(ResidentGroup):
             device_pieces.give_up_staying(self._in_slots, self._slots)
         self._end_loading()
         self._slots.shrink()
-        # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
+        # Gradients arrive in nearly the same order every time, so the next chunks can be loaded ahead.
         expected = {name: place for place, name in enumerate(self._turn)}
         order = sorted(
             range(len(self._pieces)),
@@ -192,15 +192,15 @@ class StreamedGroup(ResidentGroup):
         self._offloaded = self._offloaded_from = None
 
     def on_master(self, weights: Iterable[Weight]) -> list[Weight]:
-        """Those whose fp32 masters wait here."""
+        """Return the weights whose fp32 masters this group stores."""
         return [weight for weight in weights if self._meter.steps_master(weight)]
 
     def place_master(self, weight: Weight, exact: torch.Tensor) -> None:
-        """Let the master of a weight wait that else the first step would make; a known one follows what was written.
+        """Store the master of a weight, which the first step would make otherwise. An existing one follows the value.
 
         Args:
-            weight: Of the group.
-            exact: Its value, on any device.
+            weight: Weight of the group.
+            exact: Value of the weight, on any device.
         """
         if self._offloaded is None:
             offloaded = self._new_state()
@@ -212,37 +212,37 @@ class StreamedGroup(ResidentGroup):
             self._offloaded.place(weight, MASTER, exact.detach().cpu().float())
 
     def waiting_master(self, weight: Weight) -> torch.Tensor:
-        """The fp32 master of a weight, the living one on the host, once all copies have left for it."""
+        """Return the stored fp32 master of a weight, not a copy, on the host, after all write backs have ended."""
         self._follow_the_model()
         assert self._offloaded is not None
         device_pieces.settle(self._in_slots, self._slots)
         return self._offloaded.whole(weight, MASTER)
 
     def write_master(self, weight: Weight, written: torch.Tensor) -> None:
-        """Let a master follow what was written to its weight.
+        """Update a master from the values that were written to its weight.
 
         Args:
-            weight: The weight.
-            written: Of its shape, on any device.
+            weight: Weight of the group.
+            written: Values of the weight's shape, on any device.
         """
         refresh_master(self.waiting_master(weight), written.detach().cpu())
 
     def load_weight(self, weight: Weight, into: torch.Tensor) -> Event:
-        """Queue the copies that make a weight on the device out of its master, rounded; through one slot, by parts.
+        """Queue the copies that load a weight from its master, rounded, part by part through one slot.
 
         Args:
-            weight: The weight.
-            into: On the device, of the weight's shape.
+            weight: Weight of the group.
+            into: Tensor on the device, of the weight's shape.
 
         Returns:
-            When it is there.
+            Event after which it is complete.
         """
         self._follow_the_model()
         assert self._offloaded is not None
         device_pieces.give_up_staying(self._in_slots, self._slots)
         master, target = self._offloaded.whole(weight, MASTER).view(-1), into.view(-1)
         slots, ready = self._slots, None
-        # One size for all: a slot that is too small for the next weight would be given up, and that waited for.
+        # One size for all: a slot that is too small for the next weight would be given up, which waits for its copies.
         largest = max(each.parameter.numel() for each in self.weights)
         length = min(self._meter.config.piece_bytes // master.itemsize or largest, largest)
         for source, part in zip(master.split(length), target.split(length), strict=True):
@@ -256,12 +256,12 @@ class StreamedGroup(ResidentGroup):
         return ready
 
     def end_loading(self, weight: Weight) -> None:
-        """Say that the computation waits for the copies of a weight that `load_weight` has queued.
+        """Note that the computation waits for the copies of a weight that `load_weight` has queued.
 
-        Once it does for all that are under way, it waits for nothing more by taking their slot back.
+        Once it waits for all copies in flight, taking back their slot adds no wait.
 
         Args:
-            weight: The weight.
+            weight: Weight of the group.
         """
         self._arriving.discard(weight.name)
         if not self._arriving:
@@ -272,7 +272,7 @@ class StreamedGroup(ResidentGroup):
         return self._slots_of(self._offloaded_from or self._device())
 
     def _follow_the_model(self) -> None:
-        """Take the state along if the model has moved to another device since: only for that is its memory right."""
+        """Move the state along if the model has moved to another device: its memory is right for one device only."""
         if self._offloaded is not None and self._offloaded_from != self._device():
             state, own = self.export(), self.own_hyperparameters()
             self.discard()
@@ -291,7 +291,7 @@ class StreamedGroup(ResidentGroup):
         streams = self._slots_of(self._device()).streams
         return OffloadedState(self._new_buffer(streams))
 
-    # One piece through the device.
+    # The way of one chunk through the device.
 
     def _begin_loading(self) -> None:
         if self._to_load is None:
@@ -301,7 +301,7 @@ class StreamedGroup(ResidentGroup):
             if self._loads_gradients:
                 for index in loaded:
                     self._load_gradients(index)
-            # One size for all, so that a slot serves whichever piece is next.
+            # One size for all, so that a slot serves any chunk.
             self._slot_bytes = max((self._bytes_on_device(index) for index in range(len(self._pieces))), default=0)
 
     def _bytes_on_device(self, index: int) -> int:
@@ -312,18 +312,18 @@ class StreamedGroup(ResidentGroup):
         return waiting + sum(aligned((one.stop - one.start) * one.weight.parameter.itemsize) for one in slices)
 
     def _waiting(self, index: int) -> list[dict[str, torch.Tensor]]:
-        """For each slice of a piece, its waiting tensors by key."""
+        """Return the offloaded tensors of each slice of a chunk, by key."""
         assert self._offloaded is not None
         return [self._offloaded.tensors_of(one) for one in self._pieces[index].slices]
 
     def _expect(self, own: Sequence[int]) -> None:
-        """See that pieces that are to be stepped now are loaded, or next to be."""
+        """Ensure that the chunks to step now are loaded, or the next to be."""
         if self._is_first_turn and not self._loads_gradients:
             return
         self._begin_loading()
         loaded = self._in_slots.loaded
         if own and own[0] not in loaded:
-            # Not the piece that was expected: what was loaded for that one gives way.
+            # Not the expected chunk: evict the chunks that were loaded ahead.
             assert self._to_load is not None
             waiting = {*self._to_load, *loaded}
             device_pieces.give_up_loaded(self._in_slots, self._slots)
@@ -331,14 +331,14 @@ class StreamedGroup(ResidentGroup):
         self._load_ahead(WORKING_PIECES)
 
     def _load_ahead(self, at_least: int) -> None:
-        """Load the next pieces, as many as there are slots for; so many in any case, beside those that stay."""
+        """Load the next chunks, as many as there are slots for, but at least `at_least` beside those that stay."""
         if at_least:
             at_least += device_pieces.num_staying(self._in_slots)
         while self._to_load and self._load(self._to_load[0], at_least):
             self._to_load.pop(0)
 
     def _load(self, index: int, at_least: int) -> bool:
-        """Queue the copies of a piece's waiting tensors into a slot; whether there was one."""
+        """Queue the copies of a chunk's offloaded tensors into a slot. Return whether there was one."""
         slots, start = self._slots, 0
         slot = slots.take(self._slot_bytes, at_least)
         if slot is None:
@@ -358,7 +358,7 @@ class StreamedGroup(ResidentGroup):
         return True
 
     def _load_gradients(self, index: int) -> None:
-        """Queue the copies of what waits on the host of the gradients of a loaded piece."""
+        """Queue the copies of the offloaded gradients of a loaded chunk."""
         loaded, streams = self._in_slots.loaded[index], self._slots.streams
         if loaded.gradients is not None:
             return
@@ -369,14 +369,14 @@ class StreamedGroup(ResidentGroup):
                 source = gradient.part_on_host(one.start, None if one.is_whole else one.stop)
                 part = tensor_at(loaded.slot.memory, start, source)
                 start += aligned(source.nbytes)
-                # The last step may still be reading what came before.
+                # The last step may still be reading the previous content.
                 with streams.on("inbound", gradient.stored, loaded.ready):
                     part.copy_(source, non_blocking=True)
                     loaded.ready = streams.record("inbound")
             loaded.gradients.append(part)
 
     def _gradient_of(self, one: Slice, loaded: LoadedPiece | None, position: int) -> torch.Tensor | None:
-        """A slice's part of a gradient that waits on the host, as it was loaded; None where none was."""
+        """Return a slice's part of an offloaded gradient as it was loaded, or None if it was not."""
         gradient = one.weight.parameter.grad
         if not isinstance(gradient, OffloadedGradient):
             return None
@@ -390,14 +390,14 @@ class StreamedGroup(ResidentGroup):
         self._to_load, self._loads_gradients = None, False
 
     def _may_stay(self, index: int) -> bool:
-        """Whether a piece is needed in the next update, too, and there is room for it until then."""
+        """Return whether a chunk is needed in the next update, too, and there is room for it until then."""
         if not self._stays or not self._slot_bytes:
             return False
         num_slots = self._slots.prefetch_bytes // self._slot_bytes
         return device_pieces.may_stay(self._in_slots, index, len(self._pieces), num_slots)
 
     def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
+        """Step a chunk, after pointing its leaves and state to the loaded tensors, or making its masters."""
         assert self._offloaded is not None
         piece, loaded = self._pieces[index], self._in_slots.loaded.get(index)
         assert loaded is not None or self._is_first_turn, "a piece with state is stepped from what was loaded"
@@ -415,7 +415,7 @@ class StreamedGroup(ResidentGroup):
             one.attach_gradient(self._gradient_of(one, loaded, position))
             states.append(unflatten_state({**tensors, **scalars}))
         instance = piece.instance or piece.build(self._meter.base, param_groups, self._restored_own)
-        # An empty state leaves what the constructor made.
+        # If the state is empty, the constructor's stays.
         instance.optimizer.state.update(
             {one.leaf: state for one, state in zip(piece.slices, states, strict=True) if state}
         )
@@ -423,7 +423,7 @@ class StreamedGroup(ResidentGroup):
         instance.step()
 
     def _store(self, index: int) -> None:
-        """Write a piece's weights back, queue the copies of its tensors to where they wait, and give its slot back."""
+        """Write a chunk's weights, queue the write back of its state, and give its slot back, unless it stays."""
         piece, loaded, streams = self._pieces[index], self._in_slots.loaded.get(index), self._slots.streams
         assert self._offloaded is not None
         assert piece.instance is not None

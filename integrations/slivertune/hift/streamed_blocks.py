@@ -1,11 +1,11 @@
-"""Hooks on blocks whose weights wait on the host: they come just ahead of a forward, and again where a backward is.
+"""Hooks that load offloaded blocks just ahead of their forward, and again for their backward.
 
-A frozen block below what trains has no backward, and comes once a step; the others come again, from the top down: each
-when its last operator has its turn, before it is computed again if it is checkpointed, until that of the block below
-has. In between its slot belongs to it.
+A frozen block below the trained ones has no backward, and is loaded once per step. The others are loaded again, from
+the top down: each when its last operator's backward begins, or before its recomputation if it is checkpointed. It keeps
+its slot until the same moment of the block below.
 
-What autograd saves of a weight outside of a checkpoint is only which part of which block it is: when it is asked for,
-it is made again of the slot in which the block lies by then. So no saved tensor looks into another block's slot.
+For a weight saved outside of a checkpoint, autograd stores only the block and its place there. When it is needed, it is
+made again from the slot of the block at that time. So no saved tensor is a view of another block's slot.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from slivertune.hift.host_weights import HostWeights
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """Of a block."""
+    """A call of a block."""
 
     block: int
     hooks: torch.autograd.graph.saved_tensors_hooks | None
-    """What saves its tensors; None where there are no gradients."""
+    """Hooks that save its tensors, None without gradients."""
     inputs: frozenset[int]
-    """Identities of its tensors, while it runs."""
+    """`id`s of its tensors, while it runs."""
     begun_in: int = NO_BACKWARD
-    """The last backward that has come to it."""
+    """Last backward that has reached it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +53,33 @@ class _SavedWeight:
 
     block: int
     start: int
-    """The byte of the block's slot at which it begins."""
+    """First byte of the view in the block's slot."""
     form: torch.Tensor
-    """On the meta device."""
+    """Form of the view, on the meta device."""
 
 
 class StreamedBlocks:
-    """Brings blocks' weights before they run, and puts them back; nothing here holds the optimizer.
+    """Loads blocks' weights before they run, and puts them back. It does not hold the optimizer.
 
     Args:
-        modules: All blocks of the model, by the index that `weights` has them under; those that stay are passed over.
-        weights: Brings them.
+        modules: All blocks of the model, by their index in `weights`. Resident ones are passed over.
+        weights: Offloaded weights of the blocks.
     """
 
     def __init__(self, modules: Sequence[nn.Module], weights: HostWeights) -> None:
         self.weights = weights
-        """Brings them."""
+        """Offloaded weights of the blocks."""
         self._modules = modules
         self._handles: list[RemovableHandle] = []
         self._running: list[_Call] = []
         self._ran: list[int] = []
         """Blocks that ran in this forward and will have a backward, in order."""
         self._task = NO_BACKWARD
-        """The backward at whose end what it has brought is put back."""
+        """Backward at whose end the loaded blocks are put back."""
         self._undo: list[Callable[[], None]] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Hook the blocks, and what moves the model.
+        """Put hooks on the blocks, and on the methods that move the model.
 
         Raises:
             RuntimeError: If the model or a block is compiled.
@@ -100,7 +100,7 @@ class StreamedBlocks:
             self._undo.append(put_stand_in(module, "_apply", stand_in))
 
     def release(self) -> None:
-        """Let all weights wait on the host that do not stay on the device, and take the hooks off."""
+        """Offload all weights that are not resident, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
         for undo in self._undo:
@@ -109,9 +109,9 @@ class StreamedBlocks:
         self.weights.take_all_back()
 
     def begin_forward(self) -> None:
-        """An outermost forward begins: load the first blocks."""
+        """Begin an outermost forward: load the first blocks."""
         weights = self.weights
-        weights.put_all_back()  # where the last forward or backward has failed
+        weights.put_all_back()  # needed if the last forward or backward has failed
         weights.settle()
         weights.forget()
         weights.send_back()
@@ -120,7 +120,7 @@ class StreamedBlocks:
         weights.expect(range(len(self._modules)))
 
     def end_forward(self) -> None:
-        """An outermost forward has ended, or failed: whoever reads or writes weights next finds what was sent back."""
+        """End an outermost forward, even a failed one: wait for write backs, before anybody reads or writes weights."""
         self.weights.settle()
         self.weights.expect(self._ran[::-1])
 
@@ -136,12 +136,12 @@ class StreamedBlocks:
             hooks = torch.autograd.graph.saved_tensors_hooks(
                 partial(self._pack, pack), partial(_unpack, self._bring_saved, unpack)
             )
-            hooks.__enter__()  # `_after` leaves, which torch calls in any case
+            hooks.__enter__()  # `_after` exits, which torch calls in any case
         self._running.append(_Call(index, hooks, frozenset(map(id, tensors_of((args, kwargs))))))
 
     def _after(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._running or self._running[-1].block != index:
-            return  # it has failed before it began
+            return  # it failed before it began
         call = self._running.pop()
         is_in_forward = running_backward() == NO_BACKWARD
         if is_in_forward:
@@ -149,7 +149,7 @@ class StreamedBlocks:
         if call.hooks is None:
             return
         call.hooks.__exit__()
-        # What is passed on was computed by another block, and its gradient comes in the midst of that one's backward.
+        # An input that is passed on comes from another block, and gets its gradient amid that one's backward.
         outputs = [each for each in tensors_of(output) if each.requires_grad and id(each) not in call.inputs]
         for tensor in outputs:
             tensor.register_hook(partial(self._begin_backward, call))
@@ -157,7 +157,7 @@ class StreamedBlocks:
             self._ran.append(index)
 
     def _show(self, index: int, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        """Let a state dict have a storage for each weight: programs take those that share one for tied."""
+        """Give each weight in a state dict its own storage: programs take weights that share one for tied."""
         on_host = self.weights.copy_to_host(index)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             key = f"{prefix}{name}"
@@ -170,10 +170,10 @@ class StreamedBlocks:
             self._turn_to(call.block)
 
     def _turn_to(self, index: int) -> None:
-        """Bring a block for its backward, and put back the others: theirs are over.
+        """Load a block for its backward, and put back the others, whose backward is over.
 
-        Of what can run, autograd runs what came last in the forward. So when a block's last operator has its turn, no
-        later block has one left.
+        Autograd runs, among the operators that can run, the one that came last in the forward. So when a block's last
+        operator runs, no later block has one left.
         """
         if running_backward() != self._task:
             self._task = running_backward()
@@ -210,13 +210,13 @@ def _itself(value: Any) -> Any:
 
 
 class _CheckedApply(StandIn):
-    """The `_apply` of a model or a block, which `to`, `half` and their like call: blocks are where they are to be.
+    """`_apply` of a model or a block, which `to`, `half` and others call. Blocks need no move: they are in place.
 
     Args:
-        function: The module's own.
-        device: Where the model computes.
-        blocks: Whose weights are brought.
-        is_block: Whether the module is one of them, of which nothing is to be changed then.
+        function: Method of the module's own.
+        device: Device on which the model computes.
+        blocks: Blocks whose weights are loaded.
+        is_block: Whether the module is one of them, so that nothing in it is changed.
     """
 
     def __init__(
@@ -231,10 +231,10 @@ class _CheckedApply(StandIn):
         return "weights='host'" if self._is_block else None
 
     def __call__(self, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Change what is around the blocks, if these would stay as they are.
+        """Change everything around the blocks, if the change leaves these as they are.
 
         Raises:
-            RuntimeError: If the blocks' weights would be cast or moved; nothing is changed then.
+            RuntimeError: If the blocks' weights would be cast or moved. Nothing is changed then.
         """
         for dtype in {parameter.dtype for block in self._blocks for parameter in block.parameters()}:
             before = torch.empty(0, dtype=dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""Codes that wait on the host, and come to the device with what else their block holds."""
+"""Codes that are offloaded to the host, and loaded with the rest of their block."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,12 +13,12 @@ from slivertune.hift.waiting_weight import WaitingWeight
 
 
 class StreamedCodes:
-    """The codes of one weight in one flat tensor, its `data`, which `HostWeights` moves as it moves a parameter's.
+    """Codes of one weight in one flat tensor, its `data`, which `HostWeights` moves like that of a parameter.
 
     Args:
-        waiting: Holds the weight, whose codes lie in `data` from now on.
-        weights: Gives what moves them.
-        block: The block's index there.
+        waiting: Quantised weight, whose codes are in `data` from now on.
+        weights: Function that returns the owner of the offloaded blocks.
+        block: Index of the weight's block there.
     """
 
     def __init__(self, waiting: WaitingWeight, weights: Callable[[], HostWeights], block: int) -> None:
@@ -33,7 +33,7 @@ class StreamedCodes:
             self._starts.append(num_bytes)
             num_bytes += aligned(tensor.nbytes)
         device = next(codes.tensors()).device
-        # What is made in inference mode could not be written to outside of it.
+        # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(mode=False), claimed_at_birth("parameters"):
             flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         claim(flat, "parameters")
@@ -44,7 +44,7 @@ class StreamedCodes:
 
     @property
     def data(self) -> torch.Tensor:
-        """Where the codes lie; uint8, one dimension."""
+        """Memory of the codes, on the host or the device, uint8, one dimension."""
         return self._data
 
     @data.setter
@@ -54,13 +54,13 @@ class StreamedCodes:
             tensor.data = tensor_at(flat, start, tensor)
 
     def take(self, codes: BlockCodes) -> BlockCodes:
-        """Hold other codes of the weight from now on.
+        """Replace the codes of the weight.
 
         Args:
-            codes: On the device; copied.
+            codes: New codes, on the device; copied.
 
         Returns:
-            What makes the weight of them, wherever they lie by then.
+            Codes that make the weight from them, on the host or the device.
         """
         self._weights().begin_writing(self._block)
         for own, new in zip(self._codes.tensors(), codes.tensors(), strict=True):
@@ -69,13 +69,13 @@ class StreamedCodes:
         return _CodesOf(self, self._num_taken)
 
     def bring(self, number: int) -> BlockCodes:
-        """The codes, on the device.
+        """Load the codes to the device, and return them.
 
         Args:
-            number: How many others had been taken when they were asked for.
+            number: Replacements of the codes before they were asked for.
 
         Raises:
-            RuntimeError: If others have been taken since.
+            RuntimeError: If they have been replaced since.
         """
         if number != self._num_taken:
             raise RuntimeError(
@@ -86,16 +86,16 @@ class StreamedCodes:
         return self._codes
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that is kept, where it lies."""
+        """Return all stored tensors, on the host or the device."""
         return self._codes.tensors()
 
 
 class _CodesOf(BlockCodes):
-    """The codes that streamed ones are at a moment.
+    """Streamed codes as they are at one moment.
 
     Args:
-        streamed: Has them.
-        number: How many others it had taken before.
+        streamed: Owner of the codes.
+        number: Replacements of the codes before that moment.
     """
 
     def __init__(self, streamed: StreamedCodes, number: int) -> None:

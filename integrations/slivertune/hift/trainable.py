@@ -1,4 +1,4 @@
-"""What of a model HiFT trains, by the param groups of the base optimizer."""
+"""Find the weights of a model that HiFT trains, by the param groups of the base optimizer."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from slivertune.hift.piece import Weight
 
 
 def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> dict[str, Weight]:
-    """The weights that the param groups train, by name, in the model's order.
+    """Return the weights that the param groups train, by name, in the model's order.
 
     Args:
-        model: The model.
-        param_groups: Those of the base optimizer.
+        model: Model that holds them.
+        param_groups: Param groups of the base optimizer.
 
     Raises:
-        ValueError: If a param group holds what is no parameter of the model, a weight is fp16, or lies elsewhere, or
-            the model is what `torch.compile` returned.
+        ValueError: If a param group holds a tensor that is not a parameter of the model, a weight is fp16 or
+            offloaded, or the model is a result of `torch.compile`.
     """
     if uncompiled_module(model) is not model:
         raise ValueError(
@@ -58,8 +58,8 @@ def say_what_is_not_trained(model: nn.Module, weights: Mapping[str, Weight]) -> 
     """Warn of parameters that HiFT does not train, if there are any.
 
     Args:
-        model: The model.
-        weights: What is trained, by name.
+        model: Model that holds them.
+        weights: Trained weights, by name.
     """
     others = {name: parameter for name, parameter in model.named_parameters() if name not in weights}
     frozen = [name for name, parameter in others.items() if not parameter.requires_grad]
@@ -77,8 +77,8 @@ def say_what_is_not_trained(model: nn.Module, weights: Mapping[str, Weight]) -> 
 
 
 def _refuse_offloaded(model: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Refuse parameters whose values lie elsewhere and come only for a forward."""
-    # Where several ranks load one checkpoint, those without values get them when the model is prepared.
+    """Refuse parameters whose values are offloaded and loaded only for a forward."""
+    # If several ranks load one checkpoint, ranks without values get them when the model is prepared.
     is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     away = {
         id(parameter)

@@ -1,4 +1,4 @@
-"""What HiFT does not do under a layout: one list, which `prepare`, `initialize` and the planner read. Pure."""
+"""Settings that HiFT does not support under a layout, in one list for `prepare`, `initialize` and the planner."""
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
@@ -19,20 +19,20 @@ def clash_with_layout(
     waiting: WaitingForm | None = None,
     weights: WeightPlace = "device",
 ) -> str | None:
-    """Why HiFT can't train so under a layout.
+    """Return why HiFT can't train with these settings under a layout.
 
     Args:
-        layout: How the ranks share the run.
+        layout: Layout of the run across ranks.
         base: The base optimizer.
-        state: As in `HiFTConfig`.
-        master: As in `HiFTConfig`.
-        gradients: As in `HiFTConfig`.
-        state_ram_bytes: As in `HiFTConfig`.
-        waiting: As in `HiFTConfig`.
-        weights: As in `HiFTConfig`.
+        state: Setting of `HiFTConfig`.
+        master: Setting of `HiFTConfig`.
+        gradients: Setting of `HiFTConfig`.
+        state_ram_bytes: Setting of `HiFTConfig`.
+        waiting: Setting of `HiFTConfig`.
+        weights: Setting of `HiFTConfig`.
 
     Returns:
-        The reason and the way out; None if the two go together.
+        Reason and way out; None if the two go together.
     """
     if layout == "single":
         return None
@@ -69,7 +69,7 @@ def clash_with_layout(
 
 
 def _clash_of_shards(base: BaseOptimizer, layout: str) -> str | None:
-    """Of an optimizer that would compute something else on a part of a weight than on the whole."""
+    """Return the reason if an optimizer computes something else on a part of a weight than on the whole."""
     name = base.optimizer_class.__name__
     if base.optimizer_class.__module__.startswith("bitsandbytes."):
         return (

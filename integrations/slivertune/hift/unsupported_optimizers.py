@@ -1,7 +1,7 @@
 """Base optimizers that HiFT can't rotate: one list, by class and by the name that transformers gives them.
 
-Each works on weights, gradients or state outside of its `step`, where those of waiting groups lie elsewhere or don't
-exist. None of the packages is imported: a class is known by its name and module, or by what it has.
+Each uses weights, gradients or state outside of its `step`, when those of inactive groups are offloaded or don't exist.
+None of the packages is imported: a class is recognised by its name and module, or by its attributes.
 """
 
 import inspect
@@ -14,16 +14,16 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnsupportedOptimizer:
-    """A kind of optimizers."""
+    """A kind of optimizer."""
 
     reason: str
-    """Why it can't be rotated, as the end of a sentence."""
+    """Reason why it can't be rotated, as the end of a sentence."""
     way_out: str
-    """What to do instead."""
+    """Alternative for the user."""
     holds: Callable[[type], bool]
-    """Whether a class is of this kind."""
+    """Function that returns whether a class is of this kind."""
     names: Callable[[str], bool] = lambda _: False
-    """Whether one of transformers' `optim` names is of this kind."""
+    """Function that returns whether one of transformers' `optim` names is of this kind."""
 
 
 def _demands_closure(kind: type) -> bool:
@@ -82,10 +82,10 @@ def refuse_class(optimizer_class: type) -> None:
     """Refuse a class of optimizers that HiFT can't rotate.
 
     Args:
-        optimizer_class: Any class that steps.
+        optimizer_class: Any class with a `step`.
 
     Raises:
-        ValueError: With the reason and the way out.
+        ValueError: If it is one, with the reason and the way out.
     """
     for kind in UNSUPPORTED:
         if kind.holds(optimizer_class):
@@ -96,10 +96,10 @@ def refuse_name(optim: str) -> None:
     """Refuse an optimizer by the name of transformers' `TrainingArguments.optim`, before anything is built.
 
     Args:
-        optim: The name.
+        optim: Name of the optimizer.
 
     Raises:
-        ValueError: With the reason and the way out.
+        ValueError: If HiFT can't rotate it, with the reason and the way out.
     """
     for kind in UNSUPPORTED:
         if kind.names(optim):
@@ -107,13 +107,13 @@ def refuse_name(optim: str) -> None:
 
 
 def refuse_instance(optimizer: Any) -> None:
-    """Refuse what only an instance tells: that it pages, steps inside backward, pairs parameters or wraps another one.
+    """Refuse an instance that pages, steps inside the backward, pairs parameters or wraps another optimizer.
 
     Args:
-        optimizer: Of a class that `refuse_class` let pass.
+        optimizer: Instance of a class that `refuse_class` let pass.
 
     Raises:
-        ValueError: With the reason and the way out.
+        ValueError: If it does, with the reason and the way out.
     """
     name = type(optimizer).__name__
     if getattr(optimizer, "is_paged", False):
@@ -141,18 +141,18 @@ def refuse_instance(optimizer: Any) -> None:
 
 
 def refusal(name: str, reason: str, way_out: str) -> ValueError:
-    """The error for an optimizer that can't be rotated.
+    """Build the error for an optimizer that can't be rotated.
 
     Args:
-        name: The optimizer's.
-        reason: Why it can't be, as the middle of a sentence.
-        way_out: What to do instead.
+        name: Name of the optimizer.
+        reason: Reason why it can't be, as the middle of a sentence.
+        way_out: Alternative for the user.
     """
     return ValueError(f"{name} can't be HiFT's base optimizer: {reason}; {way_out}, or train densely")
 
 
 def _lists_beside_parameters(optimizer: Any) -> set[str]:
-    """Keys of param groups whose list has an entry for each parameter; no step reads the names that torch keeps."""
+    """Return keys of param groups with a list entry per parameter, but for torch's names, which no step reads."""
     known = {"params", "param_names", *optimizer.defaults}
     return {
         key
@@ -163,7 +163,7 @@ def _lists_beside_parameters(optimizer: Any) -> set[str]:
 
 
 def _optimizers_in(value: Any, depth: int = 2) -> Iterator[torch.optim.Optimizer]:
-    """Optimizers among the values of a dictionary or list, or one level below."""
+    """Yield the optimizers among the values of a dictionary or list, or one level below."""
     for part in value.values() if isinstance(value, dict) else value:
         if isinstance(part, torch.optim.Optimizer):
             yield part

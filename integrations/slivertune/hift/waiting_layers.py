@@ -1,7 +1,7 @@
-"""HiFT's waiting layers in fewer bits: which weights, whose turn it is, and where the exact ones wait.
+"""Quantised idle layers of HiFT: the weights, their turns, and the storage of the exact ones.
 
-The linear weights of the blocks lie on the device as block codes but for those of the active group. Embeddings, norms,
-biases and heads are exact throughout. What HiFT does not train, such as the base of a PEFT model, never gets a turn.
+The linear weights of the blocks are on the device as block codes, except for those of the active group. Embeddings,
+norms, biases and heads are always exact. Parameters that HiFT does not train (a PEFT model's base) never get a turn.
 """
 
 import warnings
@@ -28,18 +28,18 @@ from slivertune.hift.waiting_weight import ExactSource, WaitingWeight, held_by, 
 
 
 class WaitingLayers:
-    """Holds a model's waiting layers as codes, and brings each group's exact weights for its turn.
+    """Holds a model's idle layers as codes, and loads each group's exact weights for its turn.
 
     Args:
-        model: The model.
-        form: The kind of codes.
-        prefetcher: Gives the slots of a device, and its copy streams.
-        home: Where the model computes whose codes wait on the host, with all else of their blocks; None for codes that
-            lie on the device, where the weights do.
+        model: Model to quantise.
+        form: Kind of codes.
+        prefetcher: Owner of the devices' slots and copy streams.
+        home: Device on which the model computes, if its codes are offloaded with the rest of their blocks. None for
+            codes on the device of the weights.
 
     Raises:
-        ImportError: If the form's package is not installed.
-        ValueError: If no weight can wait so, or one can't, naming it and the way out.
+        ImportError: If the library of the codes is not installed.
+        ValueError: If no weight can be quantised, or one can't, with its name and the way out.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class WaitingLayers:
         }
         self._groups: Sequence[StreamedGroup] | None = None
         self._leaving: list[tuple[torch.Tensor, Event]] = []
-        """Exact weights whose turn has ended, until their copies have left."""
+        """Exact weights whose turn has ended, until their copies to the host are complete."""
 
     def attach(self, groups: Sequence[StreamedGroup]) -> None:
-        """Take the exact weights over, and hold all as codes.
+        """Offload the exact weights, and hold all as codes.
 
         Args:
-            groups: All groups' owners of state, by index.
+            groups: Owners of all groups' state, by index.
 
         Raises:
             RuntimeError: If the model or a part of it is compiled.
         """
         if self._groups is not None:
-            return  # they could not be released
+            return  # `remove` could not release them
         layers = [
             each
             for each in self._model.modules()
@@ -85,14 +85,14 @@ class WaitingLayers:
             hold(waiting, self._slots_of, sources.get(key), self._home)
 
     def weight_of(self, parameter: torch.Tensor) -> WaitingWeight | None:
-        """What holds a parameter as codes between its turns; None of one that is exact throughout."""
+        """Return the holder of a parameter that is quantised between its turns, or None if it is always exact."""
         return self._by_parameter.get(id(parameter))
 
     def begin_turn(self, group: int) -> None:
-        """Quantise what was exact and is not of this group, and start to bring the group's exact weights.
+        """Quantise the exact weights of other groups, and begin to load those of this group.
 
         Args:
-            group: Its index.
+            group: Index of the group.
         """
         active = self._of(group)
         self._let_go()
@@ -106,30 +106,30 @@ class WaitingLayers:
             each.begin_turn()
 
     def arrive(self, group: int) -> None:
-        """Let a group's parameters hold their exact weights from the next operator on."""
+        """Make a group's parameters hold their exact weights from the next operator on."""
         for each in self._of(group):
             each.arrive()
 
     def begin_forward(self) -> None:
-        """An outermost forward begins."""
+        """Begin an outermost forward: release the exact weights of ended turns."""
         self._let_go()
 
     def make_codes(self) -> None:
-        """Make the codes now that the next forward would."""
+        """Make the codes now that the next forward would make."""
         for each in self._by_parameter.values():
             each.make_codes()
 
     def forget_codes(self) -> None:
-        """The exact weights were replaced on the host."""
+        """Drop the codes, since the exact weights were replaced on the host."""
         for each in self._by_parameter.values():
             if each.is_waiting:
                 each.forget_codes()
 
     def remove(self) -> None:
-        """Let all parameters hold their exact weights, and take everything off the model.
+        """Restore the exact weights of all parameters, and remove everything from the model.
 
-        Where the device has no room for them, what waits goes on waiting, and a warning says so. If the codes wait on
-        the host, so do the exact weights then.
+        If the device has no room for them, the layers stay quantised, and a warning says so. If the codes are
+        offloaded to the host, the exact weights are restored there.
         """
         if isinstance(next(iter(self._by_parameter.values())).parameter, FakeTensor):
             return  # the mode in which they compute is over
@@ -143,7 +143,7 @@ class WaitingLayers:
         self._groups = None
 
     def _has_room(self) -> bool:
-        """Whether the device has it for the exact weights; warns where it has not."""
+        """Return whether the device has room for the exact weights, and warn if not."""
         waiting = [each for each in self._by_parameter.values() if each.is_waiting]
         num_bytes = sum(each.parameter.numel() * each.parameter.element_size() for each in waiting)
         device = next(iter(self._by_parameter.values())).parameter.device
@@ -166,7 +166,7 @@ class WaitingLayers:
         waiting.hold(waiting.quantized())
 
     def _let_go(self) -> None:
-        """Give up what has left for the host; the computation that gets its memory waits for the copies."""
+        """Release exact weights that are copied to the host. The next user of their memory waits for the copies."""
         for exact, left in self._leaving:
             self._slots_of(exact.device).streams.compute_after(left)
         self._leaving.clear()
@@ -178,22 +178,22 @@ class WaitingLayers:
 
 
 def quantize_layers(model: nn.Module, waiting: WaitingForm) -> WaitingLayers:
-    """Hold the linear weights of a model's blocks in fewer bits before HiFT is built, the exact ones on the host.
+    """Quantise the linear weights of a model's blocks before HiFT is built, with the exact ones on the host.
 
-    For a model whose exact weights the device has no room for: load it in host memory, call this, then move it to the
-    device, or give it to a Trainer, which does; only codes move. `HiFT(model, ...)` with the same `waiting` in its
-    settings then trains it.
+    Use this if the device has no room for the exact weights. Load the model in host memory, call this, then move the
+    model to the device, or give it to a Trainer, which does. Only codes move. `HiFT(model, ...)` with the same
+    `waiting` in its settings then trains it.
 
     Args:
-        model: In bf16 or fp32, in host memory or on a device.
-        waiting: The kind of codes, as in `HiFTConfig`.
+        model: Model in bf16 or fp32, in host memory or on a device.
+        waiting: Kind of codes, as in `HiFTConfig`.
 
     Returns:
-        What holds them; `remove()` gives the model its exact weights back.
+        Handle of the quantised layers; `remove()` restores the model's exact weights.
 
     Raises:
-        ImportError: If the form's package is not installed.
-        ValueError: If no weight can wait so, or one can't, naming it and the way out.
+        ImportError: If the library of the codes is not installed.
+        ValueError: If no weight can be quantised, or one can't, with its name and the way out.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -216,17 +216,17 @@ def hold(
     """Hold a weight as codes from now on.
 
     Args:
-        waiting: What holds it; it may do so already, with another source.
-        slots_of: Gives the slots of a device, and its copy streams.
-        source: Where the exact weight waits; None for a copy in host memory.
-        home: As in `WaitingLayers`.
+        waiting: Holder of the weight, which may hold codes already, with another source.
+        slots_of: Function that returns the slots of a device, with its copy streams.
+        source: Storage of the exact weight; None for a copy in host memory.
+        home: Device, as in `WaitingLayers`.
     """
     source = source or _HostCopy(waiting.exact(), home or waiting.parameter.device, slots_of)
     waiting.attach(source, lambda device: slots_of(device).streams, home)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes of a device that new tensors may take; None where it has no memory of its own."""
+    """Return the bytes of a device that new tensors may take, or None if it has no memory of its own."""
     if device.type != "cuda":
         return None
     memory = read_memory(device)
@@ -234,17 +234,17 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def linear_modules(model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str, nn.Module]:
-    """The linear layers of a model's blocks whose weights can wait in fewer bits.
+    """Return the linear layers of a model's blocks whose weights can be quantised.
 
     Args:
-        model: The model.
-        blocks: Its blocks.
+        model: Model that holds them.
+        blocks: Blocks of the model.
 
     Returns:
-        By the weight's name in the model.
+        Layers by their weight's name in the model.
 
     Raises:
-        ValueError: If there are none, or a weight is tied, in 16 bits without bf16's range, or in a stack of experts.
+        ValueError: If there are none, or a weight is tied, in neither bf16 nor fp32, or in a stack of experts.
     """
     in_blocks = {id(module) for block in blocks for module in block.modules()} - _in_adapters(model)
     names: dict[int, list[str]] = {}
@@ -276,7 +276,7 @@ def linear_modules(model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str
 
 
 def _in_adapters(model: nn.Module) -> set[int]:
-    """Identities of what PEFT has put beside the layers that it wraps, and calls `base_layer`."""
+    """Return the `id`s of modules that PEFT has put beside the layers that it wraps, its `base_layer`s."""
     return {
         id(module)
         for wrapper in model.modules()
@@ -305,7 +305,7 @@ def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str
 
 
 class _Master(ExactSource):
-    """A weight whose fp32 master waits with its group's state."""
+    """A weight whose fp32 master is offloaded with its group's state."""
 
     def __init__(self, group: StreamedGroup, weight: Weight) -> None:
         self._group = group
@@ -328,12 +328,12 @@ class _Master(ExactSource):
 
 
 class _HostCopy(ExactSource):
-    """A weight without a master: it waits in its own dtype, and what is not trained only waits.
+    """A weight without a master, offloaded in its own dtype. One that is not trained is only read.
 
     Args:
-        exact: The weight.
-        device: Where it computes.
-        slots_of: Gives the slots of a device, and its copy streams.
+        exact: Exact weight, which is copied.
+        device: Device on which it computes.
+        slots_of: Function that returns the slots of a device, with its copy streams.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class _HostCopy(ExactSource):
             return streams.record("inbound")
 
     def end_loading(self) -> None:
-        """Nothing: no memory of the device was taken beside the weight."""
+        """Do nothing: no memory of the device was taken beside the weight."""
 
     def store(self, weight: torch.Tensor) -> Event:
         self._follow(weight.device)
@@ -376,7 +376,7 @@ class _HostCopy(ExactSource):
         return self._slots_of(self._device).streams
 
     def _follow(self, device: torch.device) -> None:
-        """The model has moved: only for its device is the memory right."""
+        """Move the copy along if the model has moved: its memory is right for one device only."""
         if device != self._device:
             before = self.read()
             self._device, self._stored = device, None

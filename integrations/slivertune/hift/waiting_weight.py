@@ -1,11 +1,11 @@
-"""A linear layer's weight that is exact in its group's turn, and lies on the device as block codes while it waits.
+"""A linear layer's weight that is exact in its group's turn, and on the device as block codes otherwise.
 
-What waits takes part in forwards and in the gradients of inputs. Its layer's forward finds a dense weight, made of the
-codes for as long as the product lasts; autograd keeps none of it, but makes it again in the backward. Between forwards
-the parameter's data is one NaN in the weight's shape, so that what reads it by another way sees it at once, and what
-writes to it gets torch's error.
+Quantised weights take part in forwards and in the gradients of inputs. Their layer's forward finds a dense weight, made
+of the codes for as long as the product lasts. Autograd does not keep it, but makes it again in the backward. Between
+forwards the parameter's data is one NaN in the weight's shape: any other reader notices at once, and any other writer
+gets torch's error.
 
-The exact weight waits on the host (`ExactSource`): saving reads it there, and loading writes it there.
+The exact weight is offloaded to the host (`ExactSource`): saving reads it there, and loading writes it there.
 """
 
 from abc import ABC, abstractmethod
@@ -27,18 +27,18 @@ from slivertune.hift.exact_tensor import ExactTensor
 
 
 class ExactSource(ABC):
-    """Where the exact weight waits, on the host."""
+    """Storage of the exact weight, on the host."""
 
     @abstractmethod
     def read(self) -> torch.Tensor:
-        """The exact weight in its own dtype, on the host; to be read only, before the next step."""
+        """Return the exact weight in its own dtype, on the host, for reading only, before the next step."""
 
     @abstractmethod
     def write(self, weight: torch.Tensor) -> None:
-        """Take what was written to the weight; waits for the copy.
+        """Copy values that were written to the weight into this storage, and wait for the copy.
 
         Args:
-            weight: Exact, on any device.
+            weight: Exact weight, on any device.
         """
 
     @abstractmethod
@@ -46,10 +46,10 @@ class ExactSource(ABC):
         """Queue the copy of the exact weight to the device.
 
         Args:
-            into: Where to.
+            into: Tensor to copy to.
 
         Returns:
-            When it has arrived.
+            Event after which it has arrived.
         """
 
     @abstractmethod
@@ -58,39 +58,39 @@ class ExactSource(ABC):
 
     @abstractmethod
     def store(self, weight: torch.Tensor) -> Event:
-        """Queue the copy of a weight that was trained to the host, unless it is there already.
+        """Queue the copy of a trained weight to the host, unless it is there already.
 
         Args:
-            weight: On the device; its memory must not be written before the copy has left.
+            weight: Weight on the device. Its memory must not be written before the copy is complete.
 
         Returns:
-            When it has left.
+            Event after which the copy is complete.
         """
 
 
 class WaitingWeight:
-    """Owns the codes of one weight, and the stand-ins and hooks on its module.
+    """Owner of one weight's codes, and of the stand-ins and hooks on its module.
 
     Args:
-        module: The linear layer; its forward must be its class's own.
-        name: The weight's name in the model.
-        form: The kind of codes.
+        module: Linear layer; its forward must be its class's own.
+        name: Name of the weight in the model.
+        form: Kind of codes.
     """
 
     def __init__(self, module: nn.Module, name: str, form: WaitingForm) -> None:
         self.name = name
-        """In the model."""
+        """Name of the weight in the model."""
         self.form = form
-        """The kind of codes."""
+        """Kind of codes."""
         self.source: ExactSource | None = None
-        """Where the exact weight waits."""
+        """Storage of the exact weight."""
         self._module = module
         self._streams_of: Callable[[torch.device], CopyStreams] = CopyStreams
         self._home: torch.device | None = None
         self._keep: Callable[[BlockCodes], BlockCodes] = _claimed
         parameter: Any = module.weight
         self.parameter: nn.Parameter = parameter
-        """The layer's weight."""
+        """Weight of the layer."""
         self.is_waiting = False
         """Whether the device holds codes, or nothing yet, in place of the exact weight."""
         self._codes: BlockCodes | None = None
@@ -99,12 +99,12 @@ class WaitingWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the layer computes."""
+        """Device on which the layer computes."""
         return self._home or self.parameter.device
 
     @property
     def exact_device(self) -> torch.device:
-        """Where the exact weight lies in a copy of the model, or once nothing waits any more."""
+        """Device of the exact weight in a copy of the model, or once it is restored."""
         return self.parameter.device if self._home is None else torch.device("cpu")
 
     def attach(
@@ -113,12 +113,12 @@ class WaitingWeight:
         streams_of: Callable[[torch.device], CopyStreams],
         home: torch.device | None = None,
     ) -> None:
-        """Put the stand-ins and hooks on the module, unless they are there, and begin to wait.
+        """Put the stand-ins and hooks on the module, unless they are there, and hold the weight as codes.
 
         Args:
-            source: Where the exact weight waits from now on; it has it.
-            streams_of: Gives the copy streams of a device.
-            home: Where the layer computes whose codes wait on the host; None: where its weight lies.
+            source: Storage that has the exact weight.
+            streams_of: Function that returns the copy streams of a device.
+            home: Device on which the layer computes, if its codes are offloaded; None for that of its weight.
         """
         self.source, self._streams_of, self._home = source, streams_of, home
         if not self._undo:
@@ -129,11 +129,11 @@ class WaitingWeight:
             self.hold()
 
     def keep_codes(self, keep: Callable[[BlockCodes], BlockCodes], kept: BlockCodes) -> None:
-        """Let others keep the codes from now on.
+        """Let another object store the codes from now on.
 
         Args:
-            keep: Takes new codes, and returns what stands for them.
-            kept: What stands for those that there are.
+            keep: Function that takes new codes, and returns codes that stand for them.
+            kept: Codes that stand for the present ones.
         """
         self._keep, self._codes = keep, kept
 
@@ -149,26 +149,26 @@ class WaitingWeight:
             self._undo.append(handle.remove)
 
     def remove(self) -> None:
-        """Take them off; the weight must be exact."""
+        """Remove the stand-ins and hooks. The weight must be exact."""
         while self._undo:
             self._undo.pop()()
 
     def hold(self, codes: BlockCodes | None = None) -> None:
-        """Begin to wait: the source has the exact weight, and the device gives it up.
+        """Hold the weight as codes: the source has the exact weight, and the device frees it.
 
         Args:
-            codes: Its codes; None lets the next forward make them of the exact weight.
+            codes: Codes of the weight; None lets the next forward make them from the exact weight.
         """
         self._codes, self._arriving = codes, None
         self.is_waiting = True
         self._leave()
 
     def quantized(self) -> BlockCodes:
-        """New codes of the weight, which is exact."""
+        """Return new codes of the weight, which must be exact."""
         return self._keep(quantize(self.parameter.data, self.form))
 
     def begin_turn(self) -> None:
-        """Start to bring the exact weight to the device; the first forward, or `arrive`, waits for it."""
+        """Begin to load the exact weight to the device. The first forward, or `arrive`, waits for it."""
         assert self.source is not None
         if not self.is_waiting or self._arriving is not None:
             return
@@ -176,18 +176,18 @@ class WaitingWeight:
         self._arriving = dense, self.source.load(dense)
 
     def arrive(self) -> None:
-        """Let the parameter hold the exact weight, from the next operator on; only where `begin_turn` was called."""
+        """Make the parameter hold the exact weight from the next operator on, if `begin_turn` was called."""
         dense = self._arrived()
         if dense is not None:
             self.parameter.data = dense
             self._codes, self.is_waiting = None, False
 
     def cancel_turn(self) -> None:
-        """Go on waiting: the turn is over before the weight has arrived."""
-        self._arrived()  # its memory is the computation's next
+        """Stay quantised: the turn is over before the weight has arrived."""
+        self._arrived()  # the computation gets its memory next
 
     def _arrived(self) -> torch.Tensor | None:
-        """The exact weight that was on its way, for which the computation waits now; None where none was."""
+        """Return the exact weight in flight, for which the computation waits now, or None if there is none."""
         if self._arriving is None:
             return None
         (dense, ready), self._arriving = self._arriving, None
@@ -197,7 +197,7 @@ class WaitingWeight:
         return dense
 
     def restore(self) -> None:
-        """Let the parameter hold the exact weight now, on the device or, if its codes wait on the host, there."""
+        """Make the parameter hold the exact weight now: on the device or, if its codes are offloaded, on the host."""
         if self._home is None:
             self.begin_turn()
             self.arrive()
@@ -207,7 +207,7 @@ class WaitingWeight:
         self._codes, self.is_waiting = None, False
 
     def forget_codes(self) -> None:
-        """The source was written to by others: what was made of it before is out of date."""
+        """Drop everything made from the source, to which others have written."""
         if not is_without_data():  # a plan's codes have no values
             self._codes = None
         if self._arriving is not None:
@@ -215,12 +215,12 @@ class WaitingWeight:
             self.begin_turn()
 
     def make_codes(self) -> None:
-        """Make the codes now that the next forward would, unless the exact weight is there or on its way."""
+        """Make the codes now that the next forward would make, unless the exact weight is loaded or in flight."""
         if self.is_waiting and self._arriving is None:
             self.codes()
 
     def codes(self) -> BlockCodes:
-        """The codes of a weight that waits; made of the exact weight if there are none."""
+        """Return the codes of a quantised weight, made from the exact weight if there are none."""
         if self._codes is None:
             assert self.source is not None
             with torch.no_grad():
@@ -231,7 +231,7 @@ class WaitingWeight:
         """Call the layer's own forward over the dense weight."""
         device = self.parameter.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.parameter.dtype
-        # The weights of this moment: a backward later than the next turn belongs to them.
+        # A backward that comes later than the next turn still belongs to the weights of this moment.
         codes = self.codes()
         dense = codes.dense().to(dtype)
         own = storage_key(dense.untyped_storage())
@@ -255,17 +255,17 @@ class WaitingWeight:
             self.parameter.data = stand_in
 
     def exact(self) -> torch.Tensor:
-        """The exact weight in its own dtype, on the host while it waits."""
+        """Return the exact weight in its own dtype, on the host while it is quantised."""
         if not self.is_waiting:
             return self.parameter.detach()
         assert self.source is not None
         return self.source.read()
 
     def write(self, exact: torch.Tensor) -> None:
-        """Take another exact weight.
+        """Replace the exact weight.
 
         Args:
-            exact: Of the weight's shape, on any device.
+            exact: New weight of the same shape, on any device.
         """
         assert self.source is not None
         self.source.write(exact)
@@ -275,15 +275,15 @@ class WaitingWeight:
             self.parameter.data.copy_(exact)
 
     def kept_tensors(self) -> Iterator[torch.Tensor]:
-        """What there is of codes."""
+        """Return the tensors of the codes, if there are any."""
         return iter(()) if self._codes is None else self._codes.tensors()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What the device holds: the codes, or the exact weight."""
+        """Return the tensors that the device holds: the codes, or the exact weight."""
         return self.codes().tensors() if self.is_waiting else iter((self.parameter.detach(),))
 
     def follow(self) -> None:
-        """The parameter was moved or cast: one NaN in its new form, and codes that the next forward makes."""
+        """Follow a move or a cast of the parameter: one NaN in its new form, and codes that the next forward makes."""
         if self.is_waiting:
             if self._codes is not None and next(self._codes.tensors()).device != self.device:
                 self._codes = None
@@ -322,7 +322,7 @@ class WaitingWeight:
 
 
 class _Forward(StandIn):
-    """The layer's forward. In a deep copy of the model the weight is exact; pickling is refused."""
+    """Forward of the layer. In a deep copy of the model the weight is exact, and pickling is refused."""
 
     def __init__(self, function: Callable[..., Any], weight: WaitingWeight) -> None:
         super().__init__(function)
@@ -354,7 +354,7 @@ class _Forward(StandIn):
 
 
 class _Apply(StandIn):
-    """What `to` and its like call to change the layer's parameters."""
+    """`_apply` of the layer, which `to` and others call to change its parameters."""
 
     def __init__(self, function: Callable[..., Any], weight: WaitingWeight) -> None:
         super().__init__(function)
@@ -371,25 +371,25 @@ class _Apply(StandIn):
 
 
 def held_by(module: nn.Module) -> WaitingWeight | None:
-    """What holds a layer's weight in fewer bits already; None where nothing does.
+    """Return the holder of a layer's weight that is quantised already, or None if it is not.
 
     Args:
-        module: A linear layer.
+        module: Linear layer.
     """
     apply = vars(module).get("_apply")  # others may wrap the forward
     return apply.weight if isinstance(apply, _Apply) else None
 
 
 def waiting_weight_on(module: nn.Module, name: str, form: WaitingForm) -> WaitingWeight:
-    """What holds a layer's weight already, or something new that will.
+    """Return the holder of a layer's weight, a new one if there is none.
 
     Args:
-        module: A linear layer.
-        name: The weight's name in the model.
-        form: The kind of codes.
+        module: Linear layer.
+        name: Name of the weight in the model.
+        form: Kind of codes.
 
     Raises:
-        ValueError: If it is held in another form.
+        ValueError: If the weight is held in another form already.
     """
     held = held_by(module)
     if held is not None and held.form != form:

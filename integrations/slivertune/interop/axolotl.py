@@ -9,7 +9,7 @@
         ratio: 0.3
 
 The fields under a name are those of `HiFTConfig`, `SFTConfig` and `TokenTune`; `momentum` beside `sft` is SM3's.
-Nothing of axolotl is imported before it asks for one of the two classes, `SlivertunePlugin` and `SlivertuneArgs`.
+Axolotl and pydantic are imported only when axolotl asks for `SlivertunePlugin` and `SlivertuneArgs`.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ _SETTINGS: Mapping[str, type[Any]] = {"hift": HiFTConfig, "sft": SFTConfig, "tok
 
 
 def read_section(section: Any) -> tuple[list[Setting], float]:
-    """Read what axolotl's YAML says under `slivertune`.
+    """Read the section `slivertune` of axolotl's YAML.
 
     Args:
         section: A mapping of `hift`, `sft`, `tokentune` to their fields, and `momentum`.
 
     Returns:
-        The settings, and SM3's momentum, as `slivertune.attach` takes them.
+        The settings, and SM3's momentum, in the form for `slivertune.attach`.
 
     Raises:
-        ValueError: If something in it is unknown, or none of the three is named.
+        ValueError: If a name in it is unknown, or none of the three is named.
     """
     if not isinstance(section, Mapping) or not set(section) & set(_SETTINGS):
         raise ValueError(
@@ -87,18 +87,18 @@ def _plugin_class() -> type[Any]:
     base: Any = import_module("axolotl.integrations.base").BasePlugin
 
     class SlivertunePlugin(base):  # type: ignore[misc]
-        """Attaches what the section `slivertune` names to axolotl's Trainer."""
+        """Attaches the methods of the section `slivertune` to axolotl's Trainer."""
 
         def register(self, cfg: Mapping[str, Any]) -> None:
-            """Refuse a section that can't be followed, before the model is loaded."""
+            """Refuse an invalid section before the model is loaded."""
             read_section(cfg.get(_SECTION))
 
         def get_input_args(self) -> str:
-            """Where axolotl finds the section's schema."""
+            """Return the import path of the section's schema."""
             return f"{__name__}.SlivertuneArgs"
 
         def post_trainer_create(self, cfg: Mapping[str, Any], trainer: "Trainer") -> None:
-            """Attach."""
+            """Attach the methods to the Trainer."""
             settings, momentum = read_section(cfg.get(_SECTION))
             attach(trainer, *settings, momentum=momentum)
 

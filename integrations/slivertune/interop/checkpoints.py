@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoints carry beside what the Trainer itself writes and reads."""
+"""Additional content of a Trainer's checkpoints, beside the files that the Trainer itself writes and reads."""
 
 import json
 import warnings
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from slivertune.interop.trainer import Attachment
 
 TOKENS_NAME = "slivertune_tokens.json"
-"""The file of a checkpoint that says which selection of tokens comes next."""
-# Of one process; of DeepSpeed. What DDP and FSDP2 keep of HiFT has a folder of its own.
+"""Name of the checkpoint file with the position in the random draws of the token selection."""
+# State files of one process and of DeepSpeed. DDP and FSDP2 keep HiFT's state in its own folder.
 _STATE_PATTERNS = ("optimizer.pt", "optimizer.bin", "global_step*")
 
 
 def load_tokens(handle: TokenTuneHandle, path: Path) -> None:
-    """Continue the draws that a checkpoint's file records.
+    """Continue the random draws that a checkpoint's file records.
 
     Args:
-        handle: The selection in use.
+        handle: The token selection in use.
         path: The file.
 
     Raises:
-        ValueError: If it is damaged, or of another seed; names the file.
+        ValueError: If the file is damaged, or of another seed; names the file.
     """
     try:
         handle.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
@@ -50,21 +50,21 @@ def load_tokens(handle: TokenTuneHandle, path: Path) -> None:
 
 @contextmanager
 def resuming(trainer: Trainer, asked: str | bool | None, *, needs_manifest: bool) -> Iterator[Path | None]:
-    """Inside, a Trainer trains from the checkpoint that its `train` was asked to continue from, which is whole.
+    """Check the checkpoint that `train` was asked to continue from, and let the Trainer read it in the block.
 
-    It takes what ranks under FSDP2 have saved also where no rank holds a shard.
+    Checkpoints of FSDP2's ranks can be read even if no rank holds a shard.
 
     Args:
-        trainer: How it reads a checkpoint is overridden, on this instance.
-        asked: As `train` takes it.
-        needs_manifest: Whether a checkpoint without a manifest is refused; TokenTune alone takes those of any Trainer.
+        trainer: The Trainer; its methods that read a checkpoint are overridden on this instance.
+        asked: Argument of `train`.
+        needs_manifest: Whether a checkpoint without a manifest is refused; with only TokenTune, it is accepted.
 
     Yields:
-        The checkpoint; None where training begins at the start.
+        The checkpoint; None if training begins at the start.
 
     Raises:
-        DamagedCheckpointError: If the checkpoint is not whole.
-        ValueError: If it was saved in a form that this layout does not read.
+        DamagedCheckpointError: If the checkpoint is incomplete.
+        ValueError: If this layout can't read the form of the checkpoint.
     """
     found = get_last_checkpoint(trainer.args.output_dir) if asked is True else asked  # type: ignore[no-untyped-call]
     checkpoint = Path(found) if found else None
@@ -88,7 +88,7 @@ def resuming(trainer: Trainer, asked: str | bool | None, *, needs_manifest: bool
         load_sharded_weights(own.model if model is None else model, folder)
 
     def load_schedule(folder: str | None) -> None:
-        # What FSDP2 keeps of the optimizer is a placeholder, in a form of its own.
+        # FSDP2's optimizer file holds only a placeholder, in a form of its own.
         if folder is not None:
             own.lr_scheduler.load_state_dict(load_dictionary(Path(folder) / "scheduler.pt"))
 
@@ -97,10 +97,10 @@ def resuming(trainer: Trainer, asked: str | bool | None, *, needs_manifest: bool
 
 
 def stop_at_the_end(trainer: Trainer) -> None:
-    """Let a run that is resumed from its very last checkpoint make no further update; the Trainer itself makes one.
+    """Let a run that resumes from its last checkpoint make no further update; the Trainer itself would make one.
 
     Args:
-        trainer: The method that runs an epoch is overridden, on this instance.
+        trainer: The Trainer; its method that runs an epoch is overridden on this instance.
     """
 
     def wrap(run_epoch: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ def stop_at_the_end(trainer: Trainer) -> None:
 
 
 class KeepManifest(TrainerCallback):
-    """Writes a checkpoint's manifest when all that belongs to it has been written. The last callback of ours."""
+    """Writes a checkpoint's manifest once all its files are written. Must be the last of our callbacks."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint that was just saved. A collective."""
@@ -125,14 +125,14 @@ class KeepManifest(TrainerCallback):
 
 
 def checkpoint_folder(training: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer has just saved a checkpoint.
+    """Return the folder of the checkpoint that the Trainer has just saved.
 
     Args:
-        training: Its arguments.
-        state: Its state.
+        training: The Trainer's arguments.
+        state: The Trainer's state.
 
     Raises:
-        RuntimeError: If it has saved elsewhere.
+        RuntimeError: If the Trainer has saved elsewhere.
     """
     folder = Path(str(training.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     if state.is_world_process_zero and not folder.is_dir():
@@ -147,28 +147,28 @@ def keep_manifest_last(trainer: Trainer, callback: KeepManifest) -> None:
     """Let a callback write the manifests of a Trainer's checkpoints, after all callbacks that it has so far.
 
     Args:
-        trainer: The one that wrote them before writes none any more.
-        callback: The one that does from now on.
+        trainer: The Trainer; an earlier `KeepManifest` is removed.
+        callback: The callback that writes them from now on.
     """
     trainer.remove_callback(KeepManifest)
     trainer.add_callback(callback)
 
 
 def holds_state(checkpoint: Path) -> bool:
-    """Whether an optimizer's state is in a checkpoint, in a form that the Trainer itself loads.
+    """Return whether a checkpoint has an optimizer's state in a form that the Trainer itself loads.
 
     Args:
-        checkpoint: A Trainer's.
+        checkpoint: A Trainer's checkpoint.
     """
     return any(next(checkpoint.glob(pattern), None) is not None for pattern in _STATE_PATTERNS)
 
 
 def load_state(optimizer: Sliver, checkpoint: Path) -> None:
-    """Load an optimizer's state from a checkpoint whose model the Trainer has just loaded; DeepSpeed has done both.
+    """Load an optimizer's state from a checkpoint whose model the Trainer has just loaded; DeepSpeed has loaded both.
 
     Args:
         optimizer: HiFT or SFT.
-        checkpoint: Of this training.
+        checkpoint: A checkpoint of this training.
 
     Raises:
         ValueError: If the state is missing, damaged, or of another run.
@@ -183,11 +183,11 @@ def load_state(optimizer: Sliver, checkpoint: Path) -> None:
 class KeepState(TrainerCallback):
     """Writes the state of HiFT or SFT into every checkpoint that needs a sidecar, and refuses weights without it.
 
-    On one process it is in the Trainer's own file. On several the Trainer would load all of it onto each GPU, or cut it
-    up; there it compares what all ranks must have alike at every checkpoint and at the end of the training.
+    On one process the Trainer's own file has the state. On several ranks the Trainer would load all of it onto each
+    GPU, or split it. On these, every checkpoint and the end of training also compare the ranks.
 
     Args:
-        attachment: What `attach` returns; it has the optimizer, and the checkpoint that a run continues from.
+        attachment: Result of `attach`; has the optimizer, and the checkpoint that a run continues from.
     """
 
     def __init__(self, attachment: "Attachment") -> None:
@@ -196,10 +196,10 @@ class KeepState(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Continue from the state of the run that is resumed.
+        """Continue from the state of the resumed run.
 
         Raises:
-            RuntimeError: If it is not in the checkpoint.
+            RuntimeError: If the checkpoint has no state.
         """
         optimizer, checkpoint = self._attachment.optimizer, self._attachment.checkpoint
         if checkpoint is None:
@@ -230,10 +230,10 @@ class KeepState(TrainerCallback):
 
 
 class KeepTokens(TrainerCallback):
-    """Writes a token selection's place in its draws into every checkpoint, and finds it again.
+    """Writes the position in a token selection's draws into every checkpoint, and restores it.
 
     Args:
-        attachment: What `attach` returns; it has the selection, and the checkpoint that a run continues from.
+        attachment: Result of `attach`; has the selection, and the checkpoint that a run continues from.
     """
 
     def __init__(self, attachment: "Attachment") -> None:
@@ -242,10 +242,10 @@ class KeepTokens(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Continue the draws of the run that is resumed.
+        """Continue the draws of the resumed run.
 
         Raises:
-            ValueError: If that was of another seed.
+            ValueError: If that run had another seed.
         """
         tokens, checkpoint = self._attachment.current_tokens(), self._attachment.checkpoint
         if checkpoint is not None and (checkpoint / TOKENS_NAME).is_file():

@@ -1,4 +1,4 @@
-"""`torch_compile=True` in a Trainer's arguments: by block, where accelerate would compile the whole model."""
+"""`torch_compile=True` in a Trainer's arguments, applied per block; accelerate would compile the whole model."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ _REFUSED = {
 
 
 class BlockCompilation:
-    """Compiles the blocks of a Trainer's model, as its arguments ask for, between `begin` and `end`.
+    """Compiles the blocks of a Trainer's model between `begin` and `end`, as its arguments say.
 
     Args:
-        trainer: Its arguments (`torch_compile`, `torch_compile_backend`, `torch_compile_mode`) or its Accelerator
-            (`accelerate launch --dynamo_backend`) say how.
-        fullgraph: Whether a block that torch can't trace whole is an error, as where HiFT or TokenTune would make torch
-            compile without end.
+        trainer: The Trainer; its arguments (`torch_compile`, `torch_compile_backend`, `torch_compile_mode`) or its
+            Accelerator (`accelerate launch --dynamo_backend`) give the options.
+        fullgraph: Whether a block that torch can't trace whole is an error; HiFT or TokenTune would make torch
+            recompile it endlessly.
     """
 
     def __init__(self, trainer: Trainer, *, fullgraph: bool) -> None:
@@ -37,37 +37,37 @@ class BlockCompilation:
         return self._trainer.args.torch_compile or self._plugin.backend != DynamoBackend.NO
 
     def begin(self) -> None:
-        """Compile the model, unless the Trainer makes another one first, and keep accelerate from doing so.
+        """Compile the model, unless the Trainer first makes another one, and keep accelerate from compiling it.
 
         Raises:
-            ValueError: If the model has no blocks, or the layout's weights can't be compiled.
+            ValueError: If the model has no blocks, or the layout does not support compilation.
         """
         if self._is_on or not self.is_asked_for:
             return
         layout = layout_of(self._trainer.accelerator)
         if layout in _REFUSED and not self._fullgraph:
-            return  # accelerate has a way of its own
+            return  # accelerate compiles in its own way
         if layout in _REFUSED:
             raise ValueError(
                 f"torch_compile does not go with {layout}: {_REFUSED[layout]}; leave it out, or use another layout"
             )
-        # The plugin is accelerate's for the whole process, so it is given back.
+        # The whole process shares accelerate's plugin, so `end` restores it.
         self._is_on, self._backend = True, self._plugin.backend
         self._plugin.backend = DynamoBackend.NO
         if self._trainer.model_init is None:
             self.compile(self._trainer.model)
 
     def compile(self, model: Any) -> None:
-        """Compile a model that training has begun with; one that is compiled by block already stays as it is.
+        """Compile a model whose training has begun, unless its blocks are already compiled.
 
         Args:
-            model: The Trainer's.
+            model: The Trainer's model.
         """
         if self._is_on and not has_compiled_blocks(model):
             self._handle = compile_blocks(model, fullgraph=self._fullgraph, **self._options())
 
     def end(self) -> None:
-        """Let the blocks run as they are, and accelerate compile what it is asked to."""
+        """Remove the compilation from the blocks, and restore accelerate's."""
         if not self._is_on:
             return
         self._is_on, self._plugin.backend = False, self._backend
@@ -84,5 +84,5 @@ class BlockCompilation:
         backend = arguments.torch_compile_backend if arguments.torch_compile else self._backend.value.lower()
         mode = arguments.torch_compile_mode if arguments.torch_compile else plugin.mode
         options = {"backend": backend, "dynamic": plugin.dynamic, "options": plugin.options}
-        # torch refuses a mode for any backend but inductor, and beside options.
+        # torch accepts a mode only for inductor, and not together with options.
         return options if mode in (None, "default") else {**options, "mode": mode}

@@ -1,6 +1,6 @@
-"""Weights that a Trainer's loss has beside the model's: a classifier of sentence-transformers' SoftmaxLoss, for one.
+"""A Trainer loss's own weights, such as the classifier of sentence-transformers' SoftmaxLoss.
 
-Sentence-transformers trains them with the model, and saves none of them.
+Sentence-transformers trains them with the model, but saves none of them.
 """
 
 from collections import OrderedDict
@@ -19,21 +19,21 @@ from slivertune.interop.checkpoints import checkpoint_folder
 from slivertune.parallel.layout import layout_of
 
 LOSS_NAME = "slivertune_loss.safetensors"
-"""The file of a checkpoint that has them."""
+"""Name of the checkpoint file with these weights."""
 
 
 def with_loss(trainer: Any, model: nn.Module) -> nn.Module:
-    """What is trained: a model, or the Trainer's loss around it, where that has weights that require gradients.
+    """Return the trained module: the model, or the Trainer's loss around it if the loss has weights that train.
 
     Args:
-        trainer: Its `loss` is a module that holds the model, or a dictionary of such, if it has one.
-        model: The Trainer's.
+        trainer: The Trainer; its `loss`, if any, is a module that holds the model, or a dictionary of such modules.
+        model: The Trainer's model.
 
     Returns:
-        A module whose parameters are all that the Trainer's own optimizer would train.
+        A module with all parameters that the Trainer's own optimizer would train.
 
     Raises:
-        ValueError: If the loss has weights and several ranks train, which would not share them.
+        ValueError: If the loss has weights and there are several ranks, which would not share them.
     """
     weights = loss_weights(trainer, model)
     if not any(weight.requires_grad for weight in weights.values()):
@@ -48,17 +48,17 @@ def with_loss(trainer: Any, model: nn.Module) -> nn.Module:
 
 
 def loss_weights(trainer: Any, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of a Trainer's loss that are not the model's, by name.
+    """Return the weights of a Trainer's loss that are not the model's, by name.
 
     Args:
         trainer: The Trainer.
-        model: Its model.
+        model: The Trainer's model.
     """
     loss = getattr(trainer, "loss", None)
     if not isinstance(loss, nn.Module | dict):
         return {}
     whole, known = _loss_module(trainer), set(model.parameters())
-    # SFT's deltas are parameters of the modules that they train, but no weights of a model that is saved.
+    # SFT's deltas are parameters of the modules that they train, but no weights of a saved model.
     saved = whole.state_dict().keys()
     return {name: each for name, each in whole.named_parameters() if each not in known and name in saved}
 
@@ -69,11 +69,11 @@ def _loss_module(trainer: Any) -> nn.Module:
 
 
 def load_loss_weights(trainer: Trainer, checkpoint: Path) -> None:
-    """Continue with the loss's weights of a checkpoint.
+    """Load the loss's own weights from a checkpoint.
 
     Args:
-        trainer: The Trainer; nothing is done if its loss has none.
-        checkpoint: The folder.
+        trainer: The Trainer; nothing happens if its loss has no weights.
+        checkpoint: Folder of the checkpoint.
 
     Raises:
         ValueError: If the checkpoint has none, or those of another loss.
@@ -103,7 +103,7 @@ class KeepLossWeights(TrainerCallback):
     """Writes the loss's own weights into every checkpoint.
 
     Args:
-        trainer: Its loss has them, or not.
+        trainer: The Trainer; its loss may have no weights.
     """
 
     def __init__(self, trainer: Trainer) -> None:

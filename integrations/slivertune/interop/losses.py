@@ -1,4 +1,4 @@
-"""TokenTune under a Trainer that makes its loss outside of the model: of the selected tokens, or refused."""
+"""TokenTune under a Trainer that computes its loss outside the model: adapted to the selected tokens, or refused."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -33,24 +33,24 @@ _LOSSES_OF_TRL = {
     "GKDTrainer": _TEACHER,
     "GOLDTrainer": _TEACHER,
 }
-"""What the losses of trl 1.16 do, by trainer."""
+"""Descriptions of trl 1.16's losses, by trainer."""
 _TRL_THAT_WORKS = ("SFTTrainer", "RewardTrainer")
 
 
 def attach_tokens(trainer: Trainer, tune: TokenTune, model: Any) -> TokenTuneHandle:
-    """Hook a Trainer's model, and let the Trainer's loss be that of the selected tokens.
+    """Attach TokenTune to a Trainer's model, and restrict the Trainer's loss to the selected tokens.
 
     Args:
-        trainer: Its `compute_loss` is overridden where that is needed, on this instance, until the handle is removed.
-        tune: What to select.
-        model: The Trainer's.
+        trainer: The Trainer; if needed, its `compute_loss` is overridden on this instance until the handle is removed.
+        tune: Settings of the selection.
+        model: The Trainer's model.
 
     Returns:
         The handle.
 
     Raises:
         RuntimeError: If the model is hooked already.
-        ValueError: If nothing trains, if the Trainer's loss needs all tokens, or if the model can't be hooked.
+        ValueError: If nothing trains, the Trainer's loss needs all tokens, or the model can't be hooked.
     """
     if not is_trainable(model):
         raise ValueError(NOTHING_TRAINS)
@@ -66,13 +66,13 @@ def attach_tokens(trainer: Trainer, tune: TokenTune, model: Any) -> TokenTuneHan
 
 
 def _trl_kind(trainer: Trainer) -> str | None:
-    """The name of the trainer of TRL that a trainer is, or is derived from; None for any other."""
+    """Name TRL's trainer that a trainer is an instance of; None for any other."""
     names = [each.__name__ for each in type(trainer).__mro__ if each.__module__.partition(".")[0] == "trl"]
     return names[0] if names else None
 
 
 def _check_loss(trainer: Any, trl_kind: str | None, *, by_token: bool) -> None:
-    """Refuse losses that would need what TokenTune does not compute."""
+    """Refuse losses that need values which TokenTune does not compute."""
     name = type(trainer).__name__
     if trl_kind is not None and trl_kind not in _TRL_THAT_WORKS:
         does = _LOSSES_OF_TRL.get(trl_kind, "makes its loss of the log-probabilities of all tokens")
@@ -105,7 +105,7 @@ def _check_loss(trainer: Any, trl_kind: str | None, *, by_token: bool) -> None:
 
 
 def _override_loss(trainer: Any, wrap: Callable[[ComputeLoss], ComputeLoss]) -> Callable[[], None]:
-    """Override `compute_loss` on a Trainer's instance; returns what undoes it, unless it was overridden again since."""
+    """Override `compute_loss` on a Trainer's instance; return a function that undoes it unless overridden again."""
     was_own, own = "compute_loss" in vars(trainer), trainer.compute_loss
     trainer.compute_loss = wrapped = wrap(own)
 
@@ -121,9 +121,9 @@ def _override_loss(trainer: Any, wrap: Callable[[ComputeLoss], ComputeLoss]) -> 
 
 
 def _divided_by_selected(own: ComputeLoss, handle: TokenTuneHandle) -> ComputeLoss:
-    """A loss that is divided by the selected ones among the labels of an update, where it is divided by these.
+    """Wrap a loss that is divided by the number of labels in an update, so that only selected labels count.
 
-    Where TRL divides by the labels that the model's head was given, they are the selected ones already.
+    TRL may also divide by the labels that the model's head was given; these are already the selected ones.
     """
 
     @wraps(own)
@@ -150,7 +150,7 @@ def _divided_by_selected(own: ComputeLoss, handle: TokenTuneHandle) -> ComputeLo
 
 
 def _explained(own: ComputeLoss, handle: TokenTuneHandle, name: str) -> ComputeLoss:
-    """A loss whose error, where it fails on logits of the selected tokens beside labels of all, says so."""
+    """Wrap a loss, so that its error mentions the mismatch of selected logits and all labels."""
 
     @wraps(own)
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def _explained(own: ComputeLoss, handle: TokenTuneHandle, name: str) -> ComputeL
         try:
             return own(*args, **kwargs)
         except Exception as error:
-            # Without targets it was the forward that failed; without memory the loss may well be right.
+            # Without targets, the forward failed; without memory, the loss may be correct.
             has_logits = handle.num_draws > num_draws and handle.returns_selected
             if has_logits and not isinstance(error, torch.OutOfMemoryError):
                 error.add_note(

@@ -1,4 +1,4 @@
-"""What a method owes to a stock Trainer: which arguments it refuses, its optimizer, what becomes of it in the end."""
+"""Methods under a stock Trainer: refused arguments, construction of the optimizer, start and end of a training."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,25 +17,25 @@ from slivertune.sft import SFT, SFTConfig
 
 
 def check_base_optimizer(training: TrainingArguments) -> None:
-    """Refuse optimizers that HiFT can't rotate.
+    """Refuse base optimizers that HiFT can't rotate.
 
     Args:
-        training: Its `optim` names the optimizer.
+        training: The Trainer's arguments; their `optim` names the optimizer.
 
     Raises:
-        ValueError: If it is one of them, with the reason.
+        ValueError: If it can't be rotated; gives the reason.
     """
     refuse_name(str(getattr(training.optim, "value", training.optim)))
 
 
 def check_best_model(training: TrainingArguments) -> None:
-    """Refuse, for SFT, to bring back a best model whose checkpoint has no deltas.
+    """Refuse to load a best model at the end if its checkpoint has no deltas (SFT).
 
     Args:
-        training: Says whether the best model is loaded at the end, and what checkpoints hold.
+        training: The Trainer's arguments on the best model and the content of checkpoints.
 
     Raises:
-        ValueError: If it is, and they hold the model alone.
+        ValueError: If the best model is loaded from checkpoints of the model alone.
     """
     if training.load_best_model_at_end and training.save_only_model:
         raise ValueError(
@@ -48,11 +48,11 @@ def check_synced_reference(training: TrainingArguments, reason: str) -> None:
     """Refuse TRL's `sync_ref_model`, which copies each of the model's parameters to one of the reference's.
 
     Args:
-        training: The Trainer's arguments; those of DPO, KTO, GRPO and RLOO say whether it does.
-        reason: Why the method can't have that.
+        training: The Trainer's arguments; those of DPO, KTO, GRPO and RLOO have the setting.
+        reason: Reason why the method can't support it.
 
     Raises:
-        ValueError: If it does.
+        ValueError: If the setting is on.
     """
     if getattr(training, "sync_ref_model", False):
         raise ValueError(
@@ -62,31 +62,31 @@ def check_synced_reference(training: TrainingArguments, reason: str) -> None:
 
 
 class TrainerMethod:
-    """How one method trains under a stock Trainer."""
+    """Adapter of one method to a stock Trainer."""
 
     name: str
-    """For messages."""
+    """Name of the method in messages."""
 
     def check(self, config: Any, training: TrainingArguments) -> None:
-        """Refuse what does not go together.
+        """Refuse settings and arguments that don't go together.
 
         Args:
             config: The method's settings.
             training: The Trainer's arguments.
 
         Raises:
-            ValueError: Naming the argument and what to do.
+            ValueError: If there is such an argument; names it and the way out.
         """
 
     def check_loss_weights(self, config: Any, names: Sequence[str]) -> None:
-        """Refuse a loss that has weights of its own, where they would not be trained.
+        """Refuse a loss with weights of its own, if they would not be trained.
 
         Args:
             config: The method's settings.
-            names: Of the weights.
+            names: Names of the loss's weights.
 
         Raises:
-            ValueError: Naming the weights and what to do.
+            ValueError: If they would not be trained; names them and the way out.
         """
 
     def make(
@@ -95,11 +95,11 @@ class TrainerMethod:
         """Build the optimizer over a model.
 
         Args:
-            trainer: Its arguments have the learning rate and more.
-            model: The Trainer's, or its loss around it where that has weights of its own.
+            trainer: The Trainer; its arguments have the learning rate and more.
+            model: The Trainer's model, or its loss around the model if the loss has its own weights.
             config: The method's settings.
-            momentum: SM3's.
-            make_base: Makes the optimizer that the Trainer would make by itself.
+            momentum: Momentum of SM3.
+            make_base: Function that makes the Trainer's own optimizer.
 
         Raises:
             ValueError: If the settings don't fit the model.
@@ -107,27 +107,27 @@ class TrainerMethod:
         raise NotImplementedError
 
     def begin(self, optimizer: Any) -> None:
-        """Put on the model again what `end` took off, before another training."""
+        """Attach to the model again, after `end`, before another training."""
 
     def end(self, optimizer: Any) -> None:
-        """Leave the model as any other after a training, also one that failed."""
+        """Detach from the model after a training, even a failed one."""
 
     def load_best(self, optimizer: Any, checkpoint: Path) -> None:
-        """Bring back what belongs to the best model's weights, which the Trainer has just loaded. A collective.
+        """Load the state that belongs to the best model's weights, which the Trainer has just loaded. A collective.
 
         Args:
-            optimizer: The one in use.
-            checkpoint: Of the best model.
+            optimizer: The optimizer in use.
+            checkpoint: Checkpoint of the best model.
         """
 
 
 class TrainerHiFT(TrainerMethod):
-    """HiFT around the Trainer's own optimizer; nothing is frozen between trainings."""
+    """HiFT around the Trainer's own optimizer; no parameter stays frozen between trainings."""
 
     name = "HiFT"
 
     def check(self, config: HiFTConfig, training: TrainingArguments) -> None:
-        """Refuse optimizers that can't be rotated, and what would come between a gradient and its step."""
+        """Refuse optimizers that can't be rotated, and arguments that act between a gradient and its step."""
         check_base_optimizer(training)
         if config.waiting is not None:
             check_synced_reference(training, f"waiting={config.waiting!r} holds NaN there in place of waiting weights")
@@ -153,26 +153,26 @@ class TrainerHiFT(TrainerMethod):
         return HiFT.wrap(make_base(), model, config=config)
 
     def begin(self, optimizer: HiFT) -> None:
-        """Freeze again what waits."""
+        """Freeze the parameters of inactive groups again."""
         optimizer.reattach()
 
     def end(self, optimizer: HiFT) -> None:
-        """Give every parameter its gradient back."""
+        """Make all parameters require a gradient again."""
         optimizer.detach()
 
 
 class TrainerSFT(TrainerMethod):
-    """SFT with the Trainer's learning rate and weight decay; by AdamW, with its betas and epsilon, too."""
+    """SFT with the Trainer's learning rate and weight decay; AdamW also takes its betas and epsilon."""
 
     name = "SFT"
 
     def check(self, config: SFTConfig, training: TrainingArguments) -> None:
-        """Refuse to bring back the best weights where their deltas are not saved, and to copy deltas to a reference."""
+        """Refuse to load best weights whose deltas are not saved, and to copy deltas to a reference model."""
         check_best_model(training)
         check_synced_reference(training, "SFT's deltas are parameters that the reference does not have")
 
     def check_loss_weights(self, config: SFTConfig, names: Sequence[str]) -> None:
-        """Refuse the default targets, which are the linear layers of the model's blocks."""
+        """Refuse the default targets, the linear layers of the model's blocks, because they leave the loss out."""
         if config.targets is None:
             raise ValueError(
                 f"the loss has weights of its own ({', '.join(names)}), which SFT would leave as they are, since it "
@@ -197,7 +197,7 @@ class TrainerSFT(TrainerMethod):
         )
 
     def load_best(self, optimizer: SFT, checkpoint: Path) -> None:
-        """Hold the best model's deltas: without them its weights would count as pretrained ones."""
+        """Load the best model's deltas; otherwise its weights would count as pretrained ones."""
         load_state(optimizer, checkpoint)
 
 
@@ -205,29 +205,29 @@ _methods: dict[type, TrainerMethod] = {HiFTConfig: TrainerHiFT(), SFTConfig: Tra
 
 
 def register_method(config_class: type, method: TrainerMethod) -> None:
-    """Let `slivertune.attach` take the settings of a method of another package.
+    """Let `slivertune.attach` accept the settings of another package's method.
 
     Args:
-        config_class: Class of its settings.
-        method: How it trains under a Trainer.
+        config_class: Class of the settings.
+        method: Adapter of the method to a Trainer.
     """
     _methods[config_class] = method
 
 
 def method_of(setting: object) -> TrainerMethod | None:
-    """The method whose settings these are; None for anything else."""
+    """Return the method of a settings object; None for any other object."""
     return next((method for config_class, method in _methods.items() if isinstance(setting, config_class)), None)
 
 
 def count_updates(trainer: Trainer) -> int:
-    """Updates of a run, as the Trainer itself counts them when it starts.
+    """Count the updates of a run, as the Trainer does at its start.
 
     Args:
-        trainer: With a training set of known length, or with `max_steps`.
+        trainer: A Trainer with a training set of known length, or with `max_steps`.
 
     Returns:
-        `max_steps` if that is set, else epochs times updates per epoch; what is left of an epoch's batches when they
-        are grouped by `gradient_accumulation_steps` makes an update of its own.
+        `max_steps` if it is set, else epochs times updates per epoch. The last batches of an epoch make an update even
+        if they are fewer than `gradient_accumulation_steps`.
     """
     arguments = trainer.args
     if arguments.max_steps >= 0:

@@ -40,13 +40,13 @@ _LIGER = (
 
 
 class Attachment:
-    """What `attach` has put on a Trainer.
+    """Connection of a Trainer with a method, a token selection or both; made by `attach`.
 
     Args:
-        trainer: Has not trained yet; its `train` is wrapped, on this instance alone.
+        trainer: A Trainer that has not trained yet; its `train` is wrapped on this instance.
         config: Settings of HiFT or SFT, if one of them trains.
         tune: The token selection, if there is one.
-        momentum: SM3's.
+        momentum: Momentum of SM3.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Attachment:
         self._tune = tune
         self._momentum = momentum
         self.optimizer: Any = None
-        """HiFT or SFT: the optimizer that was built over the model; None where TokenTune alone was attached."""
+        """HiFT or SFT, built over the model; None if only TokenTune was attached."""
         self.tokens: TokenTuneHandle | None = None
-        """The token selection; None where there is none."""
+        """The token selection; None if there is none."""
         self._tokens_at_rest: dict[str, Any] | None = None
-        """State of the token selection between two trainings, when it is off the model."""
+        """State of the token selection between two trainings, while it is detached from the model."""
         self._model: nn.Module | None = None
         self.checkpoint: Path | None = None
-        """What the run under way continues from."""
-        # A rotating model and one with a selection are compiled whole, block by block, or not at all.
+        """Checkpoint that the current run continues from."""
+        # With HiFT or a token selection, blocks are compiled whole or not at all.
         strict = isinstance(config, HiFTConfig) or tune is not None
         self._compilation = BlockCompilation(trainer, fullgraph=strict)
-        # What the user named for the base optimizer, if anything.
+        # The user's own choice of a base optimizer, if any.
         self._base_class_and_kwargs = trainer.optimizer_cls_and_kwargs
         train: Callable[..., Any] = trainer.train
 
@@ -88,17 +88,17 @@ class Attachment:
         stop_at_the_end(trainer)
 
     def detach(self) -> None:
-        """Take everything off the model; weights keep what was trained."""
+        """Detach everything from the model; trained weights stay."""
         if self.tokens is not None:
             self.tokens.remove()
         if self.optimizer is not None:
             self.optimizer.detach()
 
     def _begin(self) -> None:
-        """Put on the model again what came off when the last training ended."""
+        """Attach to the model again, after the end of an earlier training."""
         self._compilation.begin()
         if self.trainer.model_init is not None or self._model is None:
-            return  # this training makes a model of its own
+            return  # this training makes its own model
         if self._method is not None:
             self._method.begin(self.optimizer)
         if self._tune is not None and self._tokens_at_rest is not None:
@@ -107,7 +107,7 @@ class Attachment:
             self._tokens_at_rest = None
 
     def _end(self) -> None:
-        """Leave the model as any other after a training, also one that failed: nothing frozen, nothing hooked on."""
+        """Detach from the model after a training, even a failed one: nothing stays frozen or hooked."""
         self._compilation.end()
         if self.tokens is not None and self._tokens_at_rest is None:
             self._tokens_at_rest = self.tokens.state_dict()
@@ -116,10 +116,10 @@ class Attachment:
             self._method.end(self.optimizer)
 
     def build(self, model: nn.Module) -> Any:
-        """Put the settings on a model, unless they are on it already.
+        """Apply the settings to a model, unless they are applied already.
 
         Args:
-            model: The Trainer's; `model_init` makes a new one for every training.
+            model: The Trainer's model; `model_init` makes a new one for every training.
 
         Returns:
             The optimizer.
@@ -138,7 +138,7 @@ class Attachment:
             self.optimizer = self._method.make(
                 self.trainer, trained, self._config, momentum=self._momentum, make_base=self._make_base
             )
-        # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
+        # After SFT: TokenTune wraps the current forward of a layer, and SFT's layer form replaces that forward.
         if self._tune is not None:
             if self.trainer.args.use_liger_kernel:
                 raise ValueError(_LIGER)
@@ -149,16 +149,16 @@ class Attachment:
         return self.optimizer
 
     def load_best(self, checkpoint: Path) -> None:
-        """Bring back what belongs to the best model's weights, which the Trainer has just loaded. A collective.
+        """Load the state that belongs to the best model's weights, which the Trainer has just loaded. A collective.
 
         Args:
-            checkpoint: Of the best model.
+            checkpoint: Checkpoint of the best model.
         """
         if self._method is not None and self.optimizer is not None:
             self._method.load_best(self.optimizer, checkpoint)
 
     def _make_base(self) -> Any:
-        """The optimizer that the Trainer would make by itself: its class, its rule of what decays, its exceptions."""
+        """Make the Trainer's own optimizer, with its class and its rules for weight decay."""
         trainer = self.trainer
         ours, trainer.optimizer_cls_and_kwargs = trainer.optimizer_cls_and_kwargs, self._base_class_and_kwargs
         try:
@@ -167,7 +167,7 @@ class Attachment:
             trainer.optimizer_cls_and_kwargs, trainer.optimizer = ours, None
 
     def current_tokens(self) -> TokenTuneHandle:
-        """The selection on the model in use; `model_init` has no other moment to get it there."""
+        """Return the selection on the model in use; with `model_init`, build it first, since no other call does."""
         model: Any = self.trainer.model
         if self.trainer.model_init is not None:
             self.build(model)
@@ -176,15 +176,15 @@ class Attachment:
 
 
 class SliverFactory:
-    """Makes the optimizer when the Trainer asks for it, as its `optimizer_cls_and_kwargs` provides for."""
+    """Makes the optimizer when the Trainer asks for it through `optimizer_cls_and_kwargs`."""
 
     def __call__(self, model: nn.Module, arguments: Any = None, *, attachment: Attachment) -> Any:
-        """Build the settings on the model, and see that the Accelerator in use prepares them for its layout.
+        """Apply the settings to the model.
 
         Args:
-            model: The Trainer's.
-            arguments: The Trainer's, which axolotl's hands over as well; not read.
-            attachment: Holds the settings.
+            model: The Trainer's model.
+            arguments: The Trainer's arguments, which axolotl's Trainer passes, too; not read.
+            attachment: Attachment with the settings.
 
         Returns:
             The optimizer.
@@ -195,28 +195,26 @@ class SliverFactory:
 def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attachment:
     """Train a sliver of the model under a stock Trainer, or a subclass of it.
 
-    Call it before `trainer.train()`, on every rank. The Trainer makes the base optimizer of HiFT from its own
-    arguments, with its own class, its own rule of what decays and its own exceptions; SFT takes learning rate, weight
-    decay and, where it trains by AdamW, betas and epsilon from them. Schedule, clipping, accumulation, evaluation,
-    checkpoints and resuming stay the Trainer's. Under DDP, FSDP2 and ZeRO the Trainer's Accelerator, this instance
-    alone, prepares model and optimizer by `slivertune.prepare`.
+    Call it before `trainer.train()`, on every rank. The Trainer makes HiFT's base optimizer from its own arguments,
+    with its own class and rules for weight decay. SFT takes learning rate and weight decay from them, and betas and
+    epsilon if it trains by AdamW. Schedule, clipping, accumulation, evaluation, checkpoints and resuming stay the
+    Trainer's. Under DDP, FSDP2 and ZeRO, only this Trainer's Accelerator prepares by `slivertune.prepare`.
 
-    When `trainer.train()` ends, also by an error, HiFT and the token selection are off the model: every parameter
-    requires a gradient as before, and forwards see all tokens. Another `trainer.train()` puts them on again and goes
-    on.
+    When `trainer.train()` ends, even by an error, HiFT and the token selection are detached: every parameter requires a
+    gradient as before, and forwards see all tokens. Another `trainer.train()` attaches them again and continues.
 
     Args:
-        trainer: Without an optimizer, its model where the Trainer has put it.
+        trainer: A Trainer without an optimizer; its model is on the device that the Trainer has chosen.
         *settings: A `HiFTConfig` or a `SFTConfig`, a `TokenTune`, or one of the former with the latter.
-        momentum: SM3's; with `SFTConfig(selection="momentum")` alone.
+        momentum: Momentum of SM3; only with `SFTConfig(selection="momentum")`.
 
     Returns:
-        What holds the optimizer and the token selection, and takes them off again.
+        An attachment with the optimizer and the token selection; its `detach` removes both from the model.
 
     Raises:
-        RuntimeError: If the Trainer has an optimizer already, or makes its optimizer in a way of its own.
+        RuntimeError: If the Trainer already has an optimizer, or makes its optimizer in its own way.
         ValueError: If the settings don't go together, or don't fit the model, the Trainer's arguments or the layout.
-        TypeError: If something is no setting.
+        TypeError: If an argument is no setting.
 
     Example:
         >>> slivertune.attach(trainer, slivertune.HiFTConfig(), slivertune.TokenTune(ratio=0.3))
@@ -260,7 +258,7 @@ def _sort(settings: tuple[Setting, ...]) -> tuple[HiFTConfig | SFTConfig | None,
 
 
 def _check_trainer(trainer: Trainer, name: str) -> None:
-    """Refuse Trainers that don't ask for their optimizer, or share the work in a way that HiFT and SFT do not know."""
+    """Refuse Trainers that have an optimizer, or whose layout or DeepSpeed config HiFT and SFT do not support."""
     if trainer.optimizer is not None:
         raise RuntimeError(
             f"the Trainer has an optimizer already; give it none, and attach {name} once, before it trains"
@@ -280,7 +278,7 @@ def _check_trainer(trainer: Trainer, name: str) -> None:
 
 
 def _let_make(trainer: Trainer, attachment: Attachment) -> None:
-    """Have the Trainer make the optimizer now, so that what doesn't fit is said at once."""
+    """Let the Trainer make the optimizer now, so that errors appear at once."""
     theirs = trainer.optimizer_cls_and_kwargs
     trainer.optimizer_cls_and_kwargs = (SliverFactory, {"attachment": attachment})  # type: ignore[assignment]
     try:
@@ -297,7 +295,7 @@ def _let_make(trainer: Trainer, attachment: Attachment) -> None:
 
 
 def _prepare_by_slivertune(accelerator: Any) -> None:
-    """Let this Accelerator prepare what we attach by `slivertune.prepare`, which itself calls the Accelerator's own."""
+    """Let this Accelerator prepare our optimizers by `slivertune.prepare`, which calls its original `prepare`."""
     own_prepare = accelerator.prepare
     is_inside = False
 

@@ -1,7 +1,7 @@
-"""What a Trainer's log has beside what the Trainer puts there: for its `log_history`, and so for every tracker.
+"""Additional numbers in a Trainer's log, for its `log_history` and every tracker.
 
-`Trainer.log` is what its documentation says to override: what is added there is in the history and comes to all
-callbacks of `report_to` alike, whatever their order.
+transformers documents `Trainer.log` as the method to override. Numbers added there are in the history, and reach all
+callbacks of `report_to`, in any order.
 """
 
 import time
@@ -22,14 +22,14 @@ Source = Callable[[], Mapping[str, float]]
 
 
 class TrainingMetrics(TrainerCallback):
-    """Adds numbers about the updates since the last line of a Trainer's log to the next; made by `metrics_of`.
+    """Adds numbers on the updates since the last line of a Trainer's log to the next line; made by `metrics_of`.
 
-    It counts what Python knows, and never waits for the device. Times are of updates alone, from the beginning of the
-    first forward to the end of the step, without evaluation and saving. Counts are of this process; tokens a second are
-    of all processes, each of which trains on about as much as this one.
+    It counts what Python knows, and never waits for the device. Times cover only the updates, from the start of the
+    first forward to the end of the step, without evaluation and saving. Counts are of this process. Tokens/s are of all
+    processes, on the assumption that each trains on as many tokens as this one.
 
     Args:
-        trainer: Has not trained yet; its `log` and `training_step` are overridden, on this instance alone.
+        trainer: A Trainer that has not trained yet; its `log` and `training_step` are overridden on this instance.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -39,34 +39,34 @@ class TrainingMetrics(TrainerCallback):
         self._state = StateCount()
         self._began = 0.0
         self.num_tokens = 0
-        """Of all batches on this process that were trained on, padding included."""
+        """Number of tokens in this process's training batches, padding included."""
         self.num_updates = 0
-        """Updates made."""
+        """Number of updates made."""
         self.seconds = 0.0
-        """Time that these took."""
+        """Seconds spent in these updates."""
         self._logged = (0, 0.0)
-        """Tokens and seconds at the last line."""
+        """Tokens and seconds at the last line of the log."""
         self._override(trainer)
 
     def add(self, source: Source) -> None:
         """Log more numbers.
 
         Args:
-            source: Called at each line; gives numbers by the names that they are logged under.
+            source: Function called for each line; returns numbers by their names in the log.
         """
         self._sources.append(source)
 
     def watch(self, sliver: Callable[[], Sliver]) -> None:
-        """Log what an optimizer of this library says of its updates, the learning rate that they had, and its state.
+        """Log an optimizer's metrics, its applied learning rate and the size of its state.
 
         Args:
-            sliver: Gives the optimizer in use, which is built after this call: what is state already is another's.
+            sliver: Function that returns the optimizer in use, built after this call; older state is not counted.
         """
         self._sliver, self._state = sliver, StateCount()
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all updates so far; None where no tokens were counted."""
+        """Tokens/s over all updates so far; None if no tokens were counted."""
         return self._rate(self.num_tokens, self.seconds)
 
     def on_step_begin(
@@ -76,7 +76,7 @@ class TrainingMetrics(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count it."""
+        """Count the update and its time."""
         self.seconds += time.perf_counter() - self._began
         self.num_updates += 1
 
@@ -96,7 +96,7 @@ class TrainingMetrics(TrainerCallback):
         trainer.log = log_more  # type: ignore[method-assign]
 
     def _completed(self, logs: Mapping[str, float]) -> dict[str, float]:
-        """A training log with all that is known here."""
+        """Return a training log with all additional numbers."""
         completed = dict(logs)
         sliver = None if self._sliver is None else self._sliver()
         if sliver is not None:
@@ -123,10 +123,10 @@ class TrainingMetrics(TrainerCallback):
 
 
 def metrics_of(trainer: Trainer) -> TrainingMetrics:
-    """What completes a Trainer's log; made at the first call, the same at later ones.
+    """Return the metrics of a Trainer; the first call makes them, later calls return the same.
 
     Args:
-        trainer: Has not trained yet.
+        trainer: A Trainer that has not trained yet.
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrainingMetrics):
@@ -137,21 +137,21 @@ def metrics_of(trainer: Trainer) -> TrainingMetrics:
 
 
 def count_tokens(inputs: Any) -> int:
-    """Tokens of a batch, padding included; 0 where it has no `input_ids`.
+    """Count the tokens of a batch, padding included; 0 if it has no `input_ids`.
 
     Args:
-        inputs: What the model is called with.
+        inputs: Inputs of the model.
     """
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     return ids.numel() if isinstance(ids, torch.Tensor) else 0
 
 
 def plain_state_bytes(state: Any, device: torch.device) -> dict[MemoryTier, int]:
-    """Bytes of what an optimizer keeps in its `state`, as torch's do, by tier.
+    """Sum the bytes of an optimizer's `state`, in the form of torch's optimizers, by tier.
 
     Args:
-        state: The optimizer's.
-        device: Where the model computes; what lies elsewhere counts as host memory.
+        state: The optimizer's state.
+        device: Device of the model; tensors elsewhere count as host memory.
     """
     num_bytes: dict[MemoryTier, int] = {"device": 0, "host": 0, "disk": 0}
     for tensor in _tensors(state):
@@ -168,13 +168,13 @@ def _tensors(state: Any) -> Iterable[torch.Tensor]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """What this process holds of a tensor that may be in shards."""
+    """Return this process's part of a tensor that may be sharded."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def _of_sliver(sliver: Sliver, logs: Mapping[str, float]) -> dict[str, float]:
-    """Its own numbers; and the learning rate that was applied, where the schedule's is another."""
+    """Collect an optimizer's metrics, and its applied learning rate if it differs from the schedule's."""
     found = {f"{sliver.method}/{name}": value for name, value in sliver.metrics().items()}
     applied = sliver.applied_lr
     if applied is None or "learning_rate" not in logs:

@@ -1,7 +1,7 @@
-"""What the library relies on of accelerate that it does not document, in accelerate 1.13 to 1.15.
+"""Undocumented interfaces of accelerate 1.13 to 1.15 that the library uses.
 
-Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
-test can tell with a clear word which has moved.
+The rest of the library reaches them through this file. `RELIED_ON` lists each interface and its purpose, so that a
+test can name the one that has moved.
 """
 
 from collections.abc import Mapping
@@ -14,24 +14,24 @@ RELIED_ON: Mapping[str, str] = {
     "accelerate.Accelerator()._load_model_state_pre_hook": "weights are read before what trains them",
     "accelerate.state.AcceleratorState._reset_state": "a second run in one process",
 }
-"""By dotted name: what for. `Class()` is an instance."""
+"""Purpose of each interface, by dotted name. `Class()` stands for an instance."""
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
-    """The optimizers that an Accelerator has prepared; the living list."""
+    """Return the optimizers that an Accelerator has prepared: its own list, not a copy."""
     return cast(list[Any], accelerator._optimizers)
 
 
 def mark_prepared(*objects: Any) -> None:
-    """Let accelerate leave these as they are when it is given them again."""
+    """Mark objects as prepared, so that accelerate leaves them unchanged."""
     for each in objects:
         each._is_accelerate_prepared = True
 
 
 def is_on_last_batch() -> bool | None:
-    """Return whether the loader of an Accelerator that is being read has given its last batch.
+    """Return whether the Accelerator's active loader has given its last batch.
 
-    None if none is being read, or if its ranks may get different numbers of batches (`even_batches=False`).
+    None if no loader is active, or if ranks may get different numbers of batches (`even_batches=False`).
     """
     state = GradientState()
     if not state.in_dataloader:
@@ -45,11 +45,11 @@ def load_first(accelerator: Any, hook: Any) -> None:
 
     Args:
         accelerator: The Accelerator.
-        hook: What `register_load_state_pre_hook` returned.
+        hook: Handle that `register_load_state_pre_hook` returned.
     """
     accelerator._load_model_state_pre_hook.move_to_end(hook.id, last=False)
 
 
 def forget_state() -> None:
-    """Forget what accelerate keeps of an earlier run in this process."""
+    """Clear the state that accelerate keeps of an earlier run in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)

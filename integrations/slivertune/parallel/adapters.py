@@ -1,4 +1,4 @@
-"""What a layout owes for each method, and where it lies: `parallel/{ddp,fsdp2,zero}/METHOD.py`."""
+"""Adapters that train a method under a layout; each is a module `parallel/{ddp,fsdp2,zero}/METHOD.py`."""
 
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -17,27 +17,27 @@ _adapters: dict[tuple[str, str], str] = {
 
 
 class LayoutAdapter(Protocol):
-    """Trains one method on several ranks of one layout; a module with these functions."""
+    """Trains one method on several ranks of one layout. A module with these functions implements it."""
 
     def prepare(self, accelerator: Any, model: nn.Module, optimizer: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Prepare what `slivertune.prepare` was given, on every rank.
+        """Prepare the objects that `slivertune.prepare` was given, on every rank.
 
         Args:
             accelerator: `accelerate.Accelerator` of this layout.
-            model: The one model among the objects.
-            optimizer: The one `Sliver` among them, built over the model, before its first step.
+            model: The only model among the objects.
+            optimizer: The only `Sliver` among them, built over the model, before its first step.
             objects: As for `accelerator.prepare`.
 
         Returns:
             The prepared objects in the same order.
 
         Raises:
-            ValueError: If the ranks were given other settings, or the method and the layout don't go together.
+            ValueError: If the settings differ between ranks, or the layout does not support the method.
         """
 
 
 class EngineAdapter(LayoutAdapter, Protocol):
-    """Of ZeRO, whose engine exists without accelerate, too."""
+    """Trains one method under ZeRO, with accelerate or on a bare DeepSpeed engine."""
 
     def initialize(
         self, optimizer: Any, config: dict[str, Any], arguments: dict[str, Any]
@@ -46,27 +46,27 @@ class EngineAdapter(LayoutAdapter, Protocol):
 
         Args:
             optimizer: A `Sliver`, built over the model among the arguments, before its first step.
-            config: DeepSpeed's, without "auto"; settings that are left out are filled in.
-            arguments: The others of `deepspeed.initialize`.
+            config: DeepSpeed's config without "auto"; missing settings are filled in.
+            arguments: The other arguments of `deepspeed.initialize`.
 
         Returns:
             The engine, the optimizer, the loader and the schedule.
 
         Raises:
-            ValueError: If the ranks were given other settings, or the method and the config don't go together.
+            ValueError: If the settings differ between ranks, or the config does not support the method.
         """
 
 
 def register_adapters(
     method: str, *, ddp: str | None = None, fsdp2: str | None = None, zero: str | None = None
 ) -> None:
-    """Let a method of another package train on several ranks.
+    """Register the adapters of another package's method, so that it trains on several ranks.
 
     Args:
         method: `Sliver.method`.
-        ddp: Dotted name of a module that is a `LayoutAdapter`; None where the method does not train under DDP.
-        fsdp2: The same of FSDP2.
-        zero: The same of ZeRO-1, 2 and 3; for `slivertune.initialize` it has to be an `EngineAdapter`.
+        ddp: Dotted name of a module that is a `LayoutAdapter`; None if the method does not support DDP.
+        fsdp2: Likewise for FSDP2.
+        zero: Likewise for ZeRO-1, 2 and 3; `slivertune.initialize` needs an `EngineAdapter`.
     """
     for folder, module in (("ddp", ddp), ("fsdp2", fsdp2), ("zero", zero)):
         if module is not None:
@@ -74,10 +74,10 @@ def register_adapters(
 
 
 def adapter_of(optimizer: Sliver, layout: Layout) -> LayoutAdapter:
-    """What trains a method under a layout of several ranks. Imported when it is asked for: a layout's library is heavy.
+    """Import the adapter of a method and a layout of several ranks, on demand: a layout's library is heavy.
 
     Raises:
-        ValueError: If the method does not train under that layout.
+        ValueError: If the layout does not support the method.
     """
     module = _adapters.get((optimizer.method, _FOLDERS[layout]))
     if module is None:
@@ -90,21 +90,21 @@ def adapter_of(optimizer: Sliver, layout: Layout) -> LayoutAdapter:
 
 
 def engine_adapter_of(optimizer: Sliver, layout: Layout) -> EngineAdapter:
-    """What trains a method on a bare DeepSpeed engine; see `adapter_of`."""
+    """Import the adapter of a method on a bare DeepSpeed engine; see `adapter_of`."""
     return cast(EngineAdapter, adapter_of(optimizer, layout))
 
 
 def check_before(optimizer: Sliver, model: nn.Module, layout: Layout) -> None:
-    """Refuse what can't be prepared, whatever the method and the layout.
+    """Refuse an optimizer that can't be prepared. These checks hold for every method and layout.
 
     Args:
         optimizer: A `Sliver`.
         model: The model that it is prepared with.
-        layout: How the ranks will share the run.
+        layout: The layout of the run.
 
     Raises:
-        ValueError: If it was built over another model, or can't be trained under the layout; says what to use.
-        RuntimeError: If it has already stepped.
+        ValueError: If the optimizer was built over another model, or the layout does not support it; says what to use.
+        RuntimeError: If the optimizer has already stepped.
     """
     if optimizer.updates:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""`slivertune.initialize`: in place of `deepspeed.initialize`, for scripts on bare DeepSpeed."""
+"""`slivertune.initialize`, which replaces `deepspeed.initialize` in scripts on bare DeepSpeed."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _SIZES = {
     "stage3_prefetch_bucket_size": (0.9, 2),
     "stage3_param_persistence_threshold": (10, 1),
 }
-"""Elements, as a factor and a power of the model's width."""
+"""Number of elements, as a factor and a power of the model's width."""
 
 
 def initialize(
@@ -39,35 +39,35 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Path | dict[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Make a DeepSpeed engine that trains a sliver of the model in each step; arguments as `deepspeed.initialize`.
+    """Make a DeepSpeed engine that trains a sliver of the model per step; arguments as for `deepspeed.initialize`.
 
-    With HiFT, train as ever: `engine(**batch)`, `engine.backward(loss)`, `engine.step()`, `engine.save_checkpoint`.
-    Any schedule drives HiFT's param groups: one built over HiFT, a callable that takes it, or the config's own. With
-    neither HiFT nor SFT this is `deepspeed.initialize`.
+    The training loop stays the same: `engine(**batch)`, `engine.backward(loss)`, `engine.step()`,
+    `engine.save_checkpoint`. Any schedule drives HiFT's param groups: one built over HiFT, a callable that takes HiFT,
+    or the config's own. If the optimizer is neither HiFT nor SFT, this calls `deepspeed.initialize`.
 
     Args:
-        args: As DeepSpeed's.
+        args: As for DeepSpeed.
         model: The model, on the CPU or the device.
-        optimizer: HiFT or SFT over the model's parameters, before its first step; or any other.
-        model_parameters: As DeepSpeed's; only for other optimizers.
-        training_data: As DeepSpeed's.
-        lr_scheduler: As DeepSpeed's; built over the optimizer, or a callable that takes it.
-        distributed_port: As DeepSpeed's.
-        mpu: As DeepSpeed's.
-        dist_init_required: As DeepSpeed's.
-        collate_fn: As DeepSpeed's.
-        config: As DeepSpeed's: a path or a dictionary. "auto" means: not accumulated, not clipped, the model's dtype;
-            the batch size has to be given.
-        mesh_param: As DeepSpeed's.
+        optimizer: HiFT or SFT over the model's parameters, before its first step; or any other optimizer.
+        model_parameters: As for DeepSpeed; only for other optimizers.
+        training_data: As for DeepSpeed.
+        lr_scheduler: As for DeepSpeed; built over the optimizer, or a callable that takes it.
+        distributed_port: As for DeepSpeed.
+        mpu: As for DeepSpeed.
+        dist_init_required: As for DeepSpeed.
+        collate_fn: As for DeepSpeed.
+        config: As for DeepSpeed: a path or a dictionary. "auto" means: no accumulation, no clipping, the model's
+            dtype. The batch size must be given.
+        mesh_param: As for DeepSpeed.
         config_params: As `config`.
 
     Returns:
         The engine, the optimizer (HiFT itself: `param_groups`, `held_lr`, `active_group`), the loader of
-        `training_data`, and the schedule; None for what is not there.
+        `training_data`, and the schedule; None for each that does not exist.
 
     Raises:
         ImportError: If DeepSpeed is not installed.
-        ValueError: If there is no model or config, the ranks disagree, or the config and HiFT don't go together.
+        ValueError: If model or config is missing, the ranks disagree, or the config does not support the method.
         RuntimeError: If the optimizer has already stepped.
 
     Example:
@@ -116,14 +116,14 @@ def initialize(
 
 
 def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A DeepSpeed config without "auto" at its top, which otherwise accelerate and the Trainer fill in.
+    """Replace "auto" in a DeepSpeed config, as accelerate and the Trainer do; keep none at its top level.
 
     Args:
         config: A path, or a dictionary, which is not changed.
-        model: Tells the precision.
+        model: Gives the precision and the width.
 
     Raises:
-        ValueError: If the batch size is "auto", or it is no JSON object.
+        ValueError: If the batch size is "auto", a size can't be filled in, or the config is no JSON object.
     """
     settings = _read_config(config)
     for key in _FILLED_ELSEWHERE:
@@ -146,12 +146,12 @@ def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dic
         section = settings.get(name)
         if isinstance(section, dict) and section.get("enabled") == "auto":
             section["enabled"] = dtype == own
-    # DeepSpeed takes "auto" inside a section for its own default; at the top it fails.
+    # DeepSpeed replaces "auto" inside a section by its own default; at the top level it fails.
     return {key: value for key, value in settings.items() if value != "auto"}
 
 
 def _read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A copy of a DeepSpeed config, which DeepSpeed reads as JSON."""
+    """Copy a DeepSpeed config as the JSON that DeepSpeed reads."""
     name = "the DeepSpeed config" if isinstance(config, dict) else f"the DeepSpeed config {config}"
     try:
         text = json.dumps(config) if isinstance(config, dict) else Path(config).read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def _read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:
-    """Sizes by the model's width, the same as accelerate's; DeepSpeed's own default is a bucket of 500M elements."""
+    """Fill in sizes by the model's width, as accelerate does; DeepSpeed's default bucket has 500M elements."""
     for key, (factor, power) in _SIZES.items():
         if zero.get(key) == "auto":
             width = getattr(getattr(model, "config", None), "hidden_size", None)

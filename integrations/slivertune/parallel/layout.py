@@ -1,4 +1,4 @@
-"""Which way of sharing the work an Accelerator has chosen."""
+"""The layout that an Accelerator has chosen."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from slivertune.core.layout import Layout
 
 _PLAIN = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
 LAYOUT_OF_STAGE: Mapping[int, Layout] = {1: "zero1", 2: "zero2", 3: "zero3"}
-"""Of ZeRO."""
+"""Layout of each ZeRO stage."""
 
 
 def layout_of(accelerator: Any) -> Layout:
@@ -20,7 +20,7 @@ def layout_of(accelerator: Any) -> Layout:
         The layout.
 
     Raises:
-        ValueError: If the Accelerator works in a way that no sliver of a model can be trained under.
+        ValueError: If slivertune does not support the Accelerator's kind of distribution.
     """
     name = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).upper()
     if name == "DEEPSPEED":

@@ -1,4 +1,4 @@
-"""What was passed to `slivertune.prepare`, put together again around a model and the optimizer that steps it."""
+"""Preparation of the objects of `slivertune.prepare` around a model that its layout has already prepared."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ from slivertune.parallel.consistency.explain import explain_saving
 def prepare_rest(
     accelerator: Any, model: nn.Module, placed: Any, optimizer: Sliver, objects: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Prepare the optimizer that steps a model on every rank, and all else (loaders, schedulers).
+    """Prepare the optimizer that steps a model on every rank, and all other objects (loaders, schedulers).
 
     Args:
         accelerator: `accelerate.Accelerator`.
         model: The model.
-        placed: What takes its place: the model itself on its device (DDP), or the sharded one (FSDP2).
-        optimizer: Built over it; the method averages its gradients.
-        objects: All that is to be prepared, these two included.
+        placed: The prepared model: the model itself on its device (DDP), or the sharded model (FSDP2).
+        optimizer: Optimizer built over the model; the method averages its gradients.
+        objects: All objects to prepare, including the model and the optimizer.
 
     Returns:
-        The prepared objects in the same order; the optimizer is accelerate's wrapper of it.
+        The prepared objects in the same order; the optimizer is in accelerate's wrapper.
     """
-    # Before the others, so that schedulers find it.
+    # Prepared before the others, so that schedulers find it.
     wrapped = accelerator.prepare_optimizer(optimizer)
     mark_prepared(wrapped, placed)
     explain_saving(accelerator)

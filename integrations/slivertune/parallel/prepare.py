@@ -1,4 +1,4 @@
-"""`slivertune.prepare`: in place of `accelerator.prepare`, on one device or many."""
+"""`slivertune.prepare`, which replaces `accelerator.prepare` on one device or many."""
 
 from typing import Any
 
@@ -15,20 +15,20 @@ from slivertune.parallel.layout import layout_of
 def prepare(accelerator: Any, *objects: Any) -> Any:
     """Prepare a model, its optimizer, loaders and schedulers for the Accelerator's layout.
 
-    With HiFT or SFT among the objects, every layout (DDP, FSDP2, ZeRO-1, 2 and 3) makes the updates that one process
-    would make on the whole batch. On one device, and for any other optimizer, this is `accelerator.prepare`. Call it
-    once, with everything, before the first step and on every rank.
+    With HiFT or SFT, every layout (DDP, FSDP2, ZeRO-1, 2 and 3) makes the updates that one process would make on
+    the whole batch. On one device, and for any other optimizer, this calls `accelerator.prepare`. Call it once on every
+    rank, with all objects, before the first step.
 
     Args:
         accelerator: `accelerate.Accelerator`.
-        *objects: As for `accelerator.prepare`: a model, the optimizer that was built over it, loaders, schedulers.
+        *objects: As for `accelerator.prepare`: a model, the optimizer built over it, loaders, schedulers.
 
     Returns:
-        The prepared objects in the same order; the one itself if there is one.
+        The prepared objects in the same order; a single object is returned by itself.
 
     Raises:
-        ValueError: If there are several models, an optimizer without its model, the ranks were given other settings, or
-            the method and the layout don't go together; says what to use.
+        ValueError: If there are several models, an optimizer without its model, settings that differ between ranks,
+            or a layout that does not support the method; says what to use.
         RuntimeError: If the optimizer has already stepped.
 
     Example:
@@ -42,7 +42,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         for each in slivers:
             if isinstance(each, CheckpointedSliver) and each.has_own_files:
                 each.use_sidecar()
-            keep_sidecar(accelerator, each)  # also so that a checkpoint of several ranks can be read
+            keep_sidecar(accelerator, each)  # also lets one device read a checkpoint of several ranks
         return accelerator.prepare(*objects)
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1 or len(slivers) != 1:

@@ -1,1 +1,1 @@
-"""What a run will need, before it runs: a real step on tensors without data, every living byte counted."""
+"""Plans of a run's memory and time before it starts: a real step on fake tensors, with every allocated byte counted."""

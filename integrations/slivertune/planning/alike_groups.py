@@ -1,4 +1,4 @@
-"""HiFT's groups that are alike: which they are, which of them is to be run, and what of it counts."""
+"""HiFT's groups of equal layers: sort them, run the ones that may have the largest peak, and combine their peaks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,17 +12,17 @@ from slivertune.planning.step import StepPeak, largest_of
 
 
 def alike(groups: Sequence[Group], model: nn.Module) -> list[list[Group]]:
-    """Sort groups by what they hold: kinds of layers, and shapes and dtypes of the parameters that train.
+    """Sort groups by the kinds of their layers, and by the shapes and dtypes of the parameters that train.
 
-    Of groups alike, the lowest has the largest peak: its backward goes through all blocks that those of the others go
-    through, and more, and their updates are the same.
+    Equal groups have equal updates. The lowest of them has the deepest backward: it passes through all blocks that the
+    other backward passes reach, and more. Its peak is therefore the largest (for exceptions see `measure_alike`).
 
     Args:
         groups: All groups, from the bottom up.
-        model: The model.
+        model: Model that the groups divide.
 
     Returns:
-        The groups in lists of those alike, each from the bottom up.
+        Lists of equal groups, each from the bottom up.
     """
     named = dict(model.named_parameters())
     found: dict[Any, list[Group]] = {}
@@ -34,21 +34,21 @@ def alike(groups: Sequence[Group], model: nn.Module) -> list[list[Group]]:
 
 
 def measure_alike(measure: Callable[[Group], StepPeak], members: Sequence[Group], request: PlanRequest) -> StepPeak:
-    """The largest step of groups alike. The lowest is run last, so that what a run leaves is its own.
+    """Measure the equal groups that may have the largest peak, the lowest one last, and combine their peaks.
 
-    The lowest group has the deepest backward. But a block that trains keeps more than a frozen one, so that where
-    blocks keep their activations, the first group that keeps may take more. And under a selection of tokens the forward
-    of a block below all that trains takes more than that of any other, since all its tokens go at once.
+    The lowest group has the deepest backward, but two settings may give another group the larger peak. With
+    `keep_activations`, it may be the first group whose blocks keep theirs: a trained block keeps more than a frozen
+    one. With `token_ratio`, a block below all trained blocks has the largest forward: all its tokens run at once.
 
     Args:
-        measure: Runs the steps of a group.
-        members: The groups, from the bottom up.
-        request: Says how many blocks keep, and how many layers a group has.
+        measure: Function that runs the steps of a group and returns their peak.
+        members: Equal groups, from the bottom up.
+        request: Run, with its `keep_activations`, `layers_per_group` and `token_ratio`.
     """
     places = {0} if request.token_ratio is None else {0, 1}
     if request.keep_activations:
         num_keeping = -(-request.keep_activations // request.layers_per_group)
-        # Of groups of several layers the lowest that keeps may do so in part.
+        # With several layers per group, only some blocks of the lowest such group may keep their activations.
         places |= {len(members) - num_keeping, len(members) - num_keeping + 1}
     peaks = [measure(members[place]) for place in sorted(places, reverse=True) if 0 <= place < len(members)]
     return replace(

@@ -1,4 +1,4 @@
-"""What `slivertune plan` found out, the same as plain JSON, and the command that makes the run."""
+"""Results of `slivertune plan`, as objects and as plain JSON, and the command that starts the planned run."""
 
 import shlex
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found
 
 DATASET = "YOUR_DATA.jsonl"
-"""Stands for the user's data, which a plan does not know."""
+"""Placeholder for the user's data, which a plan does not know."""
 _OPTIM: dict[OptimizerName, tuple[str, ...]] = {
     "adamw": (),
     "sgd_momentum": ("--optim", "sgd", "--optim_args", "momentum=0.9"),
@@ -27,35 +27,35 @@ _OPTIM: dict[OptimizerName, tuple[str, ...]] = {
     "adagrad": ("--optim", "adagrad"),
     "adamw8bit": ("--optim", "adamw_bnb_8bit"),
 }
-"""As `transformers.TrainingArguments` calls them; AdamW is its default."""
+"""Options of `transformers.TrainingArguments` for each optimizer; AdamW is its default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCommand:
-    """How to start what was planned."""
+    """Command that starts a planned run."""
 
     arguments: tuple[str, ...] | None
-    """The command line on one device; None where a launcher starts it."""
+    """Command line on one device; None if a launcher or a script of the user's own starts the run."""
     notes: tuple[str, ...] = ()
-    """What the command does not say, or the launcher's command."""
+    """Advice that the command does not contain, and the launcher's command if there is one."""
 
 
 def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand:
-    """Write the command that makes a planned run.
+    """Write the command that starts a planned run.
 
     Args:
-        request: What was planned.
-        model_name_or_path: The model, as `slivertune train` takes it.
+        request: Planned run.
+        model_name_or_path: Model, in the form that `slivertune train` takes.
 
     Returns:
-        The command, with a placeholder for the data.
+        Command, with `DATASET` in place of the data.
     """
     if request.task in ("image_text", "speech"):
         note = f"slivertune train has no task={request.task!r}; a script of your own makes the run (docs/plan.md)"
         return TrainCommand(arguments=None, notes=(note,))
     is_classifier, method = request.task == "classification", planned(request.method)
     has_all_logits = not request.chunked_cross_entropy and not is_classifier
-    # What is bf16 arithmetic to others is autocast to dense fine-tuning.
+    # For dense fine-tuning `--bf16` means autocast, so that bf16 weights need `--weights_dtype bf16`.
     precisions = {
         "fp32": ("--weights_dtype", "fp32"),
         "mixed": ("--weights_dtype", "fp32", "--bf16"),
@@ -88,7 +88,7 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
         notes.append("--state_dir names a folder on a fast local disk")
     if request.layout == "single":
         return TrainCommand(arguments=arguments, notes=tuple(notes))
-    # The layout's preset; ZeRO-3 that streams weights has one of its own.
+    # Presets have the names of layouts; ZeRO-3 with offloaded parameters has a preset of its own.
     streams = request.offload_parameters
     preset = "zero3_offload" if streams and request.layout == "zero3" else request.layout
     offload = " --fsdp_offload_params true" if streams and request.layout == "fsdp2" else ""
@@ -100,34 +100,34 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One run, planned."""
+    """One planned run."""
 
     model: ModelFigures
-    """What is trained."""
+    """Model that trains."""
     requirement: MemoryRequirement
-    """What it takes."""
+    """Memory and disk that the run needs."""
     limits: Limits | None = None
-    """What there is; None where nothing was said of it."""
+    """Memory and disk of the machine; None if neither `--fit` nor a card sets them."""
     found: Found | None = None
-    """How the settings came about; None where they were given."""
+    """Result of the search for settings that fit; None without a search."""
     choice: LayersChoice | None = None
-    """How the number of layers a step came about; None where it was given."""
+    """Result of `--layers_per_group auto`; None without it."""
     largest: Largest | None = None
-    """How the value of a setting came about; None where it was given."""
+    """Result of `--max`; None without it."""
     card: Card | None = None
-    """On which it trains; None where nothing was said of it."""
+    """Card that the run trains on; None if it is not known."""
     time: PlannedTime | None = None
-    """How long an update takes there; None without a card, and where the run does not fit it."""
+    """Planned time of an update on the card; None without a card, and if the run does not fit it."""
     num_tokens: float | None = None
-    """That are to be trained on; None where nothing was said of it."""
+    """Tokens to train on, over all epochs; None if their number was not given."""
 
     @property
     def command(self) -> TrainCommand:
-        """The command that makes the run."""
+        """Command that starts the run."""
         return train_command(self.requirement.plan.request, self.model.name_or_path)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON: the plan's own fields, and beside them the model, the allowance, the command and the search."""
+        """Return plain JSON: the fields of the plan, the model, the allowance, the command and the search."""
         command = self.command
         values = {
             **self.requirement.to_json(),
@@ -155,23 +155,23 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepAnswer:
-    """One field over several values, each planned."""
+    """Plans of one run for several values of one field."""
 
     model: ModelFigures
-    """What is trained."""
+    """Model that trains."""
     field: str
-    """The field of the request."""
+    """Field of `PlanRequest` that varies."""
     requirements: tuple[tuple[Any, MemoryRequirement], ...]
-    """Its values, each with what the run takes then."""
+    """Values of the field, each with the memory and disk that the run then needs."""
     limits: Limits | None = None
-    """What there is; None where nothing was said of it."""
+    """Memory and disk of the machine; None if neither `--fit` nor a card sets them."""
     card: Card | None = None
-    """On which they train; None where nothing was said of it."""
+    """Card that the runs train on; None if it is not known."""
     times: tuple[PlannedTime | None, ...]
-    """How long an update takes there, for each value; None without a card, and for what does not fit it."""
+    """Planned time of an update on the card, for each value; None without a card, and if the run does not fit it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON: an array of plans, each with the field's value."""
+        """Return plain JSON: an array of plans, each with the value of the field."""
         points = [{self.field: value, **requirement.to_json()} for value, requirement in self.requirements]
         values = {"field": self.field, "sweep": points, **_source_json(self.model)}
         for point, time in zip(points, self.times, strict=True):

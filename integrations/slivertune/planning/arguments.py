@@ -1,4 +1,4 @@
-"""From the command line of `slivertune plan` to what is asked."""
+"""Arguments of `slivertune plan`, read from the command line."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -21,24 +21,24 @@ SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
     for item in fields(PlanRequest)
     if KINDS[item.name] in (int, float, str) or get_origin(KINDS[item.name]) is Literal
 }
-"""The fields of a request that are numbers or names, and how each is read."""
+"""Fields of `PlanRequest` that are numbers or names, each with the function that reads a value."""
 _QUESTION = "what to find out"
 DECIDED_BY_COMPARISON = frozenset(
     {"method", "precision", "layers_per_group", "gradients", "selection", "load_in_4bit", "batch_size"}
 )
-"""Fields of `PlanRequest` in which the rows of `--compare` differ, or that follow from their method."""
+"""Fields of `PlanRequest` that differ between the rows of `--compare`, or that follow from a row's method."""
 _OF_CARD = -1
-"""Stands for the memory of the card, while arguments are read."""
+"""Value of `--fit` without a size, which means the memory of the card."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """One field over several values."""
+    """Several values of one field."""
 
     field: str
-    """A field of `PlanRequest`."""
+    """Name of a field of `PlanRequest`."""
     values: tuple[Any, ...]
-    """Its values, in the order given."""
+    """Values of the field, in the order given."""
 
 
 def _sweep(text: str) -> Sweep:
@@ -57,7 +57,7 @@ def _sweep(text: str) -> Sweep:
 
 
 def _count(text: str) -> int:
-    """A number of things, such as 3e6 or 3_000_000."""
+    """Read a count of at least 1, such as 3e6 or 3_000_000."""
     try:
         value = float(text)
     except ValueError:
@@ -69,10 +69,10 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanArguments:
-    """Everything `slivertune plan` was asked for."""
+    """Arguments of `slivertune plan`."""
 
     given: dict[str, Any]
-    """The fields of `PlanRequest` that the user set, by name."""
+    """Fields of `PlanRequest` that the user set, by name."""
     model: str = field(
         metadata=option(
             "the run",
@@ -83,7 +83,7 @@ class PlanArguments:
         ),
     )
     chooses_layers: bool = False
-    """Whether `layers_per_group` was given as `auto`; `given` does not have it then."""
+    """Whether `layers_per_group` was given as `auto`; `given` then lacks it."""
     gpu: str | None = field(
         default=None,
         metadata=option(
@@ -264,7 +264,7 @@ class PlanArguments:
 
     @property
     def all_tokens(self) -> float | None:
-        """Those of the data, as often as they are trained on; None where nothing was said of them."""
+        """Tokens to train on, over all epochs (None without `--tokens`)."""
         return None if self.num_tokens is None else self.num_tokens * self.num_train_epochs
 
     @property
@@ -274,18 +274,18 @@ class PlanArguments:
 
 
 def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
-    """Read the arguments of `slivertune plan`; `--help` prints them and exits.
+    """Read the arguments of `slivertune plan`, or print them and exit for `--help`.
 
     Args:
-        argv: What follows `slivertune plan`.
+        argv: Words of the command line after `slivertune plan`.
 
     Returns:
-        What was asked; values are checked by `PlanRequest`.
+        Arguments; `PlanRequest` checks the values of its own fields.
 
     Raises:
-        ValueError: If an argument is unknown or unreadable, or two of these contradict each other.
+        ValueError: If an argument is unknown or unreadable, or if two arguments contradict each other.
     """
-    # What was not typed is absent.
+    # Arguments that the user did not type are absent.
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(make_parser(argument_fields()).parse_args(map(_with_underscores, argv))).items()
@@ -310,7 +310,7 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
 
 
 def _check_method_reads(given: dict[str, Any], sweep: Sweep | None, *, is_comparison: bool) -> None:
-    """Refuse options of other methods, as `slivertune train` does; `--compare` plans every method."""
+    """Refuse options that only other methods read, as `slivertune train` does (`--compare` plans every method)."""
     methods = {given.get("method", PlanRequest().method)}
     names = {*given}
     if sweep is not None and sweep.field == "method":
@@ -321,13 +321,13 @@ def _check_method_reads(given: dict[str, Any], sweep: Sweep | None, *, is_compar
 
 
 def _with_underscores(word: str) -> str:
-    """An option as it is named here; `slivertune train` takes it with hyphens, too."""
+    """Replace the hyphens in an option's name by underscores (`slivertune train` takes both)."""
     name, equals, value = word.partition("=")
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
 def argument_fields() -> list[tuple[Field[Any], Any]]:
-    """Every argument of `slivertune plan`, in the order of its help: a field, and the type of its values."""
+    """List the arguments of `slivertune plan` in the order of its help: each field, with the type of its values."""
     model, *questions = [item for item in fields(PlanArguments) if item.metadata]
     kinds = {**kinds_of(PlanArguments), **WORD_KINDS, **KINDS}
     return [(item, kinds[item.name]) for item in (model, *fields(PlanRequest), *fields(TrainWords), *questions)]

@@ -1,4 +1,4 @@
-"""The batch of one forward, without data: tokens, and what stands beside them for images and speech."""
+"""Batch of one forward, as fake tensors: tokens, labels, and the inputs for images or speech."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,28 +14,28 @@ from slivertune.planning.request import PlanRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageForm:
-    """How a model takes images."""
+    """Form in which a model takes an image."""
 
     num_tokens: int
-    """Tokens that stand for an image in its sequence."""
+    """Tokens of an image in its sequence."""
     pixels: tuple[int, ...]
-    """Shape of what the model is given of one image; all images are joined along the first dimension."""
+    """Shape of the pixel values of one image; all images are concatenated along the first dimension."""
     grid: tuple[int, int, int] | None = None
-    """Patches along time, height and width, for models that take them."""
+    """Patches along time, height and width; None for models that do not take them."""
 
 
 def make_batch(request: PlanRequest, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """Tokens and labels of one forward, and images or sound if the task has any; no sequence is padded.
+    """Make the inputs of one forward: unpadded tokens, labels, and images or sound if the task has them.
 
     Args:
-        request: Task, batch and length.
-        config: The model's configuration.
+        request: Run, with its task, batch size and sequence length.
+        config: Configuration of the model.
 
     Returns:
-        Arguments of the model's forward, among tensors without data.
+        Arguments of the model's forward, by name; fake tensors inside `without_data`.
 
     Raises:
-        ValueError: If the images have no plan, or more tokens than the sequence.
+        ValueError: If images or sound can't be planned for this model, or if images take more tokens than a sequence.
     """
     ids = torch.zeros(request.batch_size, request.seq_length, dtype=torch.long)
     if request.task == "classification":
@@ -46,24 +46,24 @@ def make_batch(request: PlanRequest, config: PreTrainedConfig) -> dict[str, torc
     if request.images:
         _add_images(batch, request, config)
     if request.task == "image_text" and config.model_type == "gemma3":
-        # Its mask shows all of an image to each of its tokens, and is made of this, for sequences of text as well.
+        # Tokens of one image attend to each other. Gemma 3 builds that mask from these inputs, for text alone as well.
         batch.setdefault("token_type_ids", torch.zeros_like(ids))
         batch["attention_mask"] = torch.ones_like(ids)
     return batch
 
 
 def image_form(config: PreTrainedConfig, image_size: int | None) -> ImageForm:
-    """How a model takes an image.
+    """Return the form in which a model takes an image.
 
     Args:
-        config: The model's configuration.
-        image_size: Pixels along each side; None for what the configuration says.
+        config: Configuration of the model.
+        image_size: Pixels along each side; None for the size in the configuration.
 
     Returns:
-        Its tokens and pixels.
+        Tokens and pixels of one image.
 
     Raises:
-        ValueError: If this kind of model has no plan with images, or the size does not fit it.
+        ValueError: If images can't be planned for this kind of model, or if the size does not fit it.
     """
     find = _FORMS.get(config.model_type)
     if find is None:
@@ -80,14 +80,14 @@ def _sound(request: PlanRequest, config: Any) -> torch.Tensor:
             f"the sound that a {config.model_type!r} takes has no plan; that of 'whisper' has one, whose encoder takes "
             "a spectrogram of a fixed length"
         )
-    # Two convolutions, one of stride 2, come before the encoder's positions.
+    # Two convolutions precede the encoder's positions. One has stride 2, so the input is twice as long.
     shape = (request.batch_size, config.num_mel_bins, 2 * config.max_source_positions)
     return torch.empty(shape, dtype=_dtype(request))
 
 
 def _add_images(batch: dict[str, torch.Tensor], request: PlanRequest, config: Any) -> None:
     form = image_form(config, request.image_size)
-    # Tokens of text stand between images; where they stand in a sequence changes no size.
+    # One token of text precedes each image. The places of images in a sequence change no size.
     num_tokens = request.images * (form.num_tokens + 1)
     if num_tokens > request.seq_length:
         raise ValueError(
@@ -109,7 +109,7 @@ def _add_images(batch: dict[str, torch.Tensor], request: PlanRequest, config: An
         with outside_of_modes():
             grids = torch.tensor([form.grid] * num_images)
         batch["image_grid_thw"] = set_values(torch.zeros(grids.shape, dtype=torch.long), grids)
-        # Along time, height and width; the model would compute them from lists of numbers, which a plan can't follow.
+        # Positions along time, height and width. The model would compute them in Python, which a plan can't follow.
         batch["position_ids"] = torch.zeros(3, request.batch_size, request.seq_length, dtype=torch.long)
 
 
@@ -118,7 +118,7 @@ def _dtype(request: PlanRequest) -> torch.dtype:
 
 
 def _fixed_size(config: Any, image_size: int | None) -> int:
-    """The side of an image in pixels, of a model that takes no other."""
+    """Return the only image size that a model takes, in pixels per side."""
     size: int = config.vision_config.image_size
     if image_size not in (None, size):
         raise ValueError(
@@ -133,7 +133,7 @@ def _gemma3(config: Any, image_size: int | None) -> ImageForm:
 
 
 def _llama4(config: Any, image_size: int | None) -> ImageForm:
-    """One tile; a large image has several, each as an image of its own."""
+    """Return the form of one tile (a large image has several tiles, and each counts as an image)."""
     vision, size = config.vision_config, _fixed_size(config, image_size)
     num_patches = (size // vision.patch_size) ** 2
     return ImageForm(
@@ -161,6 +161,6 @@ _FORMS: dict[str, Callable[[Any, int | None], ImageForm]] = {
     "llama4": _llama4,
     "qwen2_5_vl": _qwen2_5_vl,
 }
-"""By `model_type`."""
+"""Functions that return the form of an image, by `model_type`."""
 _KINDS_OF_TOKENS = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
-"""The argument that says which tokens stand for an image, of models that ask for it."""
+"""Names of the input that marks the tokens of images, by `model_type`, for models that take one."""

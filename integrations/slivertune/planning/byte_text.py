@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Sizes in bytes, as people write and read them."""
 
 import re
 
@@ -20,39 +20,39 @@ _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size.
+    """Read a size in bytes.
 
     Args:
-        text: A number with a unit: `24GiB`, `24 GB`, `1.5TiB`, `128MiB`; without one it counts bytes. GiB is 2**30, GB
-            10**9, and a graphics card of "24 GB" has 24 GiB.
+        text: Number with a unit (`24GiB`, `24 GB`, `1.5TiB`, `128MiB`), or a number of bytes without one. 1 GiB is
+            2**30 bytes, 1 GB is 10**9 bytes, and a graphics card of "24 GB" has 24 GiB.
 
     Returns:
         Bytes, rounded down.
 
     Raises:
-        ValueError: If it is no size, or the unit could be either (`24G`).
+        ValueError: If the text is no size, or if its unit is ambiguous (`24G`).
     """
     match = _SIZE.fullmatch(text)
     unit = None if match is None else _BYTES_OF_UNIT.get(match[2].lower())
     if match is None or unit is None:
         raise ValueError(f"{text!r} is no size; write it as 24GiB, 24GB or 128MiB, or as a number of bytes")
     whole, _, fraction = match[1].partition(".")
-    # In integers: a float would lose the last digits of a large number of bytes.
+    # Compute in integers: a float would lose the last digits of a large size.
     digits = int(whole + fraction)
     return digits * unit // int(10 ** len(fraction))
 
 
 def parse_memory_size(text: str) -> int:
-    """Read the size of a memory or a disk, of which no one means a few bytes.
+    """Read the size of a memory or a disk, and refuse sizes below 1 MiB without a unit.
 
     Args:
-        text: As `parse_bytes` takes it.
+        text: As in `parse_bytes`.
 
     Returns:
         Bytes.
 
     Raises:
-        ValueError: If it is no size, or a number without a unit that is too small to be meant (`24`).
+        ValueError: If the text is no size, or a positive number below 1 MiB without a unit (`24`).
     """
     num_bytes = parse_bytes(text)
     if text.strip()[-1].isdecimal() and 0 < num_bytes < _FEWEST_BYTES_MEANT:
@@ -64,22 +64,22 @@ def parse_memory_size(text: str) -> int:
 
 
 def common_unit(largest: int) -> tuple[str, int]:
-    """The unit in which to write several sizes beside each other.
+    """Choose one unit for several sizes, from KiB to GiB.
 
     Args:
-        largest: The largest of them, in bytes.
+        largest: Largest of the sizes, in bytes.
 
     Returns:
-        Its name, and its bytes.
+        Name of the unit, and its bytes.
     """
     return next((unit for unit in _BINARY_UNITS[1:] if largest >= unit[1]), _BINARY_UNITS[-1])
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a size with three or more digits, in the largest binary unit of which there is at least one.
+    """Write a size in the largest binary unit that does not exceed it, from 1 KiB on with three or more digits.
 
     Args:
-        num_bytes: Bytes; negative ones keep their sign.
+        num_bytes: Bytes; may be negative.
     """
     for unit, size in _BINARY_UNITS:
         if abs(num_bytes) >= size:

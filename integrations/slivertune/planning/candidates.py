@@ -1,11 +1,9 @@
-"""The candidates of a search: settings that `--fit` may change, in the order of what they cost.
+"""Candidates of a search: settings that `--fit` may change, from the cheapest to the costliest.
 
-First comes what leaves an update as it is and costs next to no time; then what leaves it as it is and costs time, the
-cheapest first; then what changes the arithmetic of an update, the slightest first; last what makes a step several times
-as slow, or changes the data. Nothing that decides what is trained is ever changed: method, group size, ranks,
-densities, token ratios.
-
-A candidate is only planned where it can change what is too large, as the parts of the last peak show.
+Roughly, settings that keep an update as it is come first, the ones that cost least time before others. Settings that
+change the arithmetic of an update follow, the slightest change first. Settings that make a step several times slower,
+or change the data, come last. A search never changes what is trained: method, group size, ranks, densities, token
+ratios. It plans a candidate only if the parts of the last peak show that this can reduce what is too large.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,48 +17,48 @@ from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
 SMALL_PIECE_BYTES = 32 * 2**20
-"""HiFT's pieces where the default ones (128 MiB) do not fit: copies of this size still fill a PCIe bus."""
+"""Bytes of HiFT's chunks if the default ones (128 MiB) do not fit; copies of this size still fill a PCIe bus."""
 BUSY_TOKENS = 2048
-"""Tokens of a forward that keep a GPU busy: its multiplications are then bound by arithmetic and not by reading the
-weights (a card does some 150 to 300 operations in bf16 in the time it reads a byte), so that parts of this size take
-hardly longer."""
+"""Tokens of a forward that keep a GPU busy. Arithmetic then bounds its matrix products, not the reading of weights (a
+card does about 150 to 300 bf16 operations in the time in which it reads a byte). A batch in parts of this size hardly
+takes longer than the whole batch."""
 TILE_SIZES = (8192, 4096, BUSY_TOKENS)
-"""Tiles of tokens, from the one that makes the fewest products."""
+"""Tokens per tile, from the size that makes the fewest products."""
 _WAITING_FORMS: tuple[WaitingForm, ...] = ("int8", "nf4")
-"""From the slighter rounding."""
+"""Values of `waiting` to try, the slightest rounding first."""
 _LENGTH_STEP = 128
-"""Sequence lengths are tried in multiples of this, the tiles of attention and matrix kernels."""
+"""Step in tokens between sequence lengths to try, as large as the tiles of attention and matrix kernels."""
 
 Question = Callable[[MemoryRequirement, Limits], str | None]
-"""Why a candidate can't help there; None if it might."""
+"""Function that returns the reason why a candidate can't help a planned run; None if it might."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A setting that a search may change."""
+    """Setting that a search may change."""
 
     title: str
-    """What it does."""
+    """Name of the change, for people."""
     cost: str
-    """What it costs, and why it stands where it does in the order."""
+    """Cost of the change, which explains its place in the order."""
     fields: tuple[str, ...]
-    """Left alone where the user set one of these."""
+    """Fields of `PlanRequest`; if the user set one of them, the search skips the candidate."""
     options: Callable[[PlanRequest], Sequence[PlanRequest]]
-    """The request with the setting changed, from the cheapest value to the one that needs least; none where there is
-    nothing to change."""
+    """Function that returns the changed requests, from the cheapest value to the one that needs the least memory; an
+    empty list if there is nothing to change."""
     cannot_help: Question
-    """Asked of the last plan."""
+    """Check of the last planned run."""
     needs: tuple[str, ...] = ()
-    """Fields that it changes as well where they stand in its way; left alone where the user set one of these so."""
+    """Fields that it also changes if they prevent it; if the user set such a field, the search skips the candidate."""
     shrinks_weights: bool = False
-    """Whether it makes the weights on the GPU smaller: where these alone do not fit, nothing else helps."""
+    """Whether it makes the weights on the GPU smaller. If these alone do not fit, no other candidate helps."""
 
 
 def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
-    """The search candidates, from the cheapest to the costliest.
+    """List the candidates of a search, from the cheapest to the costliest.
 
     Args:
-        min_seq_length: How short sequences may become; None keeps them.
+        min_seq_length: Smallest length to which sequences may shrink, in tokens; None keeps them as they are.
     """
     return (
         Candidate(
@@ -204,13 +202,13 @@ def _offload_activations(request: PlanRequest) -> list[PlanRequest]:
 def _token_tiles(request: PlanRequest) -> list[PlanRequest]:
     if request.token_tile_size is not None:
         return []
-    # A batch in parts of no more than a tile leaves this needless, and is not in its way.
+    # A forward that has no more tokens than the smallest tile needs no tiles, but may still have them.
     sizes = [size for size in TILE_SIZES if size < _num_tokens(request)] or [TILE_SIZES[-1]]
     return [tiled for size in sizes for tiled in _changed(request, token_tile_size=size)]
 
 
 def _weights_on_host(request: PlanRequest) -> list[PlanRequest]:
-    # They go together; a search takes one of them.
+    # `weights="host"` and `waiting` can be combined, but a search takes only one of them.
     may = _reads(request, "weights") and request.weights == "device" and request.waiting is None
     return _changed(request, weights="host") if may else []
 
@@ -260,7 +258,7 @@ def _four_bits(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _offload(request: PlanRequest) -> list[PlanRequest]:
-    if _reads(request, "weights"):  # HiFT's own way hides its copies
+    if _reads(request, "weights"):  # HiFT's `weights="host"` overlaps its copies
         return []
     if request.offload_parameters or request.load_in_4bit or request.layout != "single":
         return []
@@ -289,7 +287,7 @@ def _reads(request: PlanRequest, setting: str) -> bool:
 
 
 def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
-    """The request with other settings; none where these do not go together with the rest, or need what is not there."""
+    """Change settings of a request, or return nothing if they contradict the others or need a missing library."""
     try:
         return [replace(request, **changes)]
     except (ValueError, ImportError):
@@ -356,6 +354,6 @@ def _no_masters_at_peak(requirement: MemoryRequirement, limits: Limits) -> str |
     if _all_that_waits_has_room(requirement, limits) is None:
         return None
     if requirement.plan.request.precision == "mixed_hi":
-        # The weights are bf16 already.
+        # The weights on the GPU are bf16 already.
         return _no_state_on_device(requirement, limits)
     return _gpu_is_large_enough(requirement, limits)

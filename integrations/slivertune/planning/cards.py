@@ -1,4 +1,4 @@
-"""The rates of graphics cards, as their vendors give them (`cards.toml`), and what of these a run is taken to reach."""
+"""Rates of graphics cards from their vendors (`cards.toml`), and the share of them that a run is assumed to reach."""
 
 import tomllib
 from dataclasses import dataclass, replace
@@ -11,48 +11,47 @@ import torch
 from slivertune.core.setting_checks import check_choice
 
 Duplex = Literal["full", "half"]
-"""Whether the bus has its rate each way, or once for both ways together."""
+"""Whether a bus or disk has its full rate each way, or shares the rate between both ways."""
 
 EFFICIENCY = 0.6
-"""Share of the peak that the matrix products of training reach; an assumption, to be set."""
+"""Share of the peak that the matrix products of training reach; an assumption, which `--efficiency` replaces."""
 BUS_EFFICIENCY = 0.8
-"""Share of the bus's rate that large copies from pinned memory reach; an assumption, to be set."""
+"""Share of the bus's rate that large copies from pinned memory reach; an assumption, which `Card.rates` can replace."""
 HOST_BANDWIDTH = 40e9
-"""Bytes a second that an optimizer on the host reads and writes, where nothing else is said; an assumption: 80 % of two
-channels of DDR4-3200."""
+"""Bytes/s that an optimizer on the host reads and writes by default; an assumption: 80 % of 2 channels of DDR4-3200."""
 DISK_BANDWIDTH = 5e9
-"""Bytes a second that a disk reads or writes, where nothing else is said; an assumption: a fast NVMe disk."""
+"""Bytes/s that a disk reads or writes by default; an assumption: a fast NVMe disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a run is taken to reach.
+    """Rates that a run is assumed to reach.
 
     Raises:
-        ValueError: If a value is outside what its field says.
+        ValueError: If a rate or share is not greater than 0, or a duplex is unknown.
     """
 
     flops: float
-    """Floating-point operations a second."""
+    """Floating-point operations per second."""
     efficiency: float = 1.0
-    """Share of the peak that `flops` are."""
+    """Share of the card's peak that `flops` is."""
     memory_bandwidth: float
-    """Bytes a second that the device's memory gives or takes."""
+    """Bytes/s that the device's memory reads and writes, both together."""
     bus_bandwidth: float
-    """Bytes a second each way, or with half duplex of both ways together."""
+    """Bytes/s of the bus each way, or with half duplex of both ways together."""
     duplex: Duplex = "full"
-    """What the ways share."""
+    """Whether the bus has its full rate each way."""
     host_bandwidth: float | None = None
-    """Bytes a second that the host's memory gives and takes, of both ways together; None where it bounds nothing."""
+    """Bytes/s of the host's memory, reads and writes together; None if it bounds nothing."""
     link_bandwidth: float | None = None
-    """Bytes a second each way between GPUs; None where they speak over the bus."""
+    """Bytes/s each way between GPUs; None if they communicate over the bus."""
     disk_bandwidth: float = DISK_BANDWIDTH
-    """Bytes a second that the disk reads or writes."""
+    """Bytes/s that the disk reads or writes."""
     disk_duplex: Duplex = "half"
-    """Whether the disk has its rate for reading and for writing, or once for both together, as NVMe drives have."""
+    """Whether the disk has its full rate for reads and for writes, or shares it between both, as NVMe drives do."""
     is_compiled: bool = False
-    """Whether forward and backward are compiled: what only passes over memory between matrix products is then taken to
-    be fused into these, and to cost nothing, which is the least that it can."""
+    """Whether forward and backward are compiled. Operators between matrix products are then assumed to be fused and to
+    cost nothing, which is a lower bound."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -71,35 +70,35 @@ class Rates:
             check_choice(name, getattr(self, name), get_args(Duplex))
 
     def at(self, efficiency: float) -> "Rates":
-        """The same, with another share of the peak.
+        """Return the same rates with another share of the peak.
 
         Args:
-            efficiency: The share.
+            efficiency: Share of the peak, in (0, 1].
         """
         return replace(self, flops=efficiency / self.efficiency * self.flops, efficiency=efficiency)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A graphics card by its vendor's figures."""
+    """Graphics card with its vendor's figures."""
 
     name: str
     device_names: tuple[str, ...]
-    """As torch has them from the driver."""
+    """Names by which `torch.cuda.get_device_name` reports the card."""
     peak_flops: float
-    """Dense bf16 operations a second with sums in fp32."""
+    """Dense bf16 operations per second, with sums in fp32."""
     fp32_flops: float
-    """fp32 operations a second, without TF32, which torch leaves off for matrix products."""
+    """Operations per second in fp32 without TF32, which torch leaves off for matrix products."""
     memory_bandwidth: float
-    """Bytes a second."""
+    """Bytes/s of the device's memory."""
     memory_bytes: int
-    """Of the device."""
+    """Bytes of the device's memory."""
     bus_bandwidth: float
-    """Bytes a second each way."""
+    """Bytes/s of the bus each way."""
     source: str
-    """Where the figures are from."""
+    """Source of the figures."""
     link_bandwidth: float | None = None
-    """Bytes a second each way between GPUs, by NVLink; None without."""
+    """Bytes/s each way between GPUs over NVLink; None without NVLink."""
 
     def rates(
         self,
@@ -113,16 +112,16 @@ class Card:
         disk_duplex: Duplex = "half",
         is_compiled: bool = False,
     ) -> Rates:
-        """What a run is taken to reach on the card.
+        """Return the rates that a run is assumed to reach on the card.
 
         Args:
-            in_fp32: Whether matrix products are fp32 ones, and not bf16.
-            efficiency: Share of the peak.
-            bus_bandwidth: Bytes a second each way; None for `BUS_EFFICIENCY` of the bus's rate.
-            duplex: Whether the bus has its rate each way.
-            host_bandwidth: Bytes a second of the host's memory; None where it bounds nothing.
-            disk_bandwidth: Bytes a second that the disk reads or writes.
-            disk_duplex: Whether it has them for each.
+            in_fp32: Whether matrix products run in fp32 instead of bf16.
+            efficiency: Share of the peak that matrix products reach.
+            bus_bandwidth: Bytes/s each way; None for `BUS_EFFICIENCY` of the bus's rate.
+            duplex: As in `Rates`.
+            host_bandwidth: Bytes/s of the host's memory; None if it bounds nothing.
+            disk_bandwidth: Bytes/s that the disk reads or writes.
+            disk_duplex: As in `Rates`.
             is_compiled: As in `Rates`.
         """
         return Rates(
@@ -141,7 +140,7 @@ class Card:
 
 @cache
 def known_cards() -> dict[str, Card]:
-    """The cards of `cards.toml` by short name."""
+    """Read the cards of `cards.toml`, by short name."""
     text = files("slivertune.planning").joinpath("cards.toml").read_text(encoding="utf-8")
     return {
         key: Card(**{**figures, "device_names": tuple(figures["device_names"])})
@@ -150,23 +149,23 @@ def known_cards() -> dict[str, Card]:
 
 
 def card_named(name: str) -> Card:
-    """A known card.
+    """Return the known card of a short name.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If no known card has that name.
     """
     check_choice("card", name, tuple(known_cards()))
     return known_cards()[name]
 
 
 def find_card(name: str | None) -> Card:
-    """A known card, or the one that is here.
+    """Find a known card by its name, or the card of this machine.
 
     Args:
-        name: Its short name; None for the CUDA device that torch takes by default.
+        name: Short name of the card; None for torch's default CUDA device.
 
     Raises:
-        ValueError: If there is none of that name, or none here that is known.
+        ValueError: If no known card has that name, or if this machine has no known card.
     """
     if name is not None:
         return card_named(name)
@@ -180,7 +179,7 @@ def find_card(name: str | None) -> Card:
 
 
 def card_here() -> Card | None:
-    """The CUDA device that torch takes by default; None where there is none, or none that is known."""
+    """Return the card of torch's default CUDA device, or None without such a device or if its card is not known."""
     if not torch.cuda.is_available():
         return None
     present = torch.cuda.get_device_name()

@@ -1,8 +1,8 @@
-"""What GPUs owe each other in an update, and a host that holds the weights, by their sizes and the engine's rules.
+"""Time that an update spends on collectives and on offloaded weights, from their sizes and the engine's rules.
 
-P stands for the bytes of all weights, G for those of the gradients of what trains in an update, N for the GPUs. A ring
-lets each GPU send (N - 1) / N of what is gathered or of what is reduced, and twice that of what all are to have the sum
-of. Everything goes on under the computation of its phase, and is waited for where that is over first.
+N is the number of GPUs. In a ring, each GPU sends (N - 1) / N of the bytes of an all-gather or a reduce-scatter, and
+twice that for an all-reduce. Collectives overlap with the computation of their phase if the engine starts them during
+that phase. The update waits for the rest.
 """
 
 from dataclasses import dataclass
@@ -16,35 +16,35 @@ from slivertune.planning.request import PlanRequest
 Reason = Literal["collectives", "weights from the host", "the host's update"]
 
 _HOST_STEP_BYTES = 28
-"""AdamW on the host reads a weight's master, gradient and both moments, and writes all but the gradient; fp32."""
+"""Bytes per parameter of AdamW on the host: reads master, gradient and 2 moments, writes all but the gradient; fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owed:
-    """What goes on in a phase of an update beside one GPU's own work."""
+    """Communication or host work in a phase of an update, beside the GPU's own work."""
 
     reason: Reason
     phase: Phase
     seconds: float
-    """How long it takes by itself."""
+    """Seconds that it takes by itself."""
     window: float = 1.0
-    """The share of the phase's computation under which it can hide; 0 for what comes after."""
+    """Share of the phase's computation with which it can overlap; 0 if it comes after the computation."""
 
     def waited_for(self, computing: float) -> float:
-        """Seconds that are left when the computation of the phase is over.
+        """Return the seconds that remain when the computation of the phase is over.
 
         Args:
-            computing: Seconds that it takes.
+            computing: Seconds that the computation takes.
         """
         return max(0.0, self.seconds - self.window * computing)
 
 
 def owed(plan: Plan, rates: Rates) -> list[Owed]:
-    """What an update of a plan owes.
+    """List the collectives of an update, the copies of offloaded weights and the update on the host.
 
     Args:
-        plan: Of one of the GPUs.
-        rates: Of its card.
+        plan: Plan of one of the GPUs.
+        rates: Rates of its card.
     """
     request = plan.request
     if request.layout == "single":
@@ -54,7 +54,7 @@ def owed(plan: Plan, rates: Rates) -> list[Owed]:
     weights, gradients = _weight_bytes(plan), mean_gradient_bytes(plan)
     found: list[Owed] = []
     if request.layout in ("zero3", "fsdp2"):
-        # All is gathered for the forward, and again for the backward; gradients are reduced in each.
+        # Each forward and each backward gathers all weights; each backward also reduces the gradients.
         gather, reduce = rounds * ring * weights, rounds * ring * gradients
         found += [
             Owed(reason="collectives", phase="forward", seconds=gather),
@@ -63,7 +63,7 @@ def owed(plan: Plan, rates: Rates) -> list[Owed]:
         if request.offload_parameters:
             found += _offloaded(plan, rates, weights)
     elif request.layout == "ddp" or planned(request.method).steps_itself:
-        # The sum of the last micro-batch's totals, under its backward.
+        # One all-reduce of the accumulated gradients, under the last micro-batch's backward.
         found += [Owed(reason="collectives", phase="backward", seconds=2 * ring * gradients, window=1 / rounds)]
     else:
         reductions = rounds if request.layout == "zero2" else 1
@@ -80,9 +80,9 @@ def owed(plan: Plan, rates: Rates) -> list[Owed]:
 
 
 def _offloaded(plan: Plan, rates: Rates, weights: int) -> list[Owed]:
-    """Each GPU's part of the weights comes twice a micro-batch, its gradients leave, and the host's processor steps.
+    """List the copies of offloaded weights, twice per micro-batch for each GPU's shard, and the update on the host.
 
-    FSDP2 on one rank copies weights on the stream that computes, and so beside nothing (torch 2.13,
+    FSDP2 on one rank copies weights on the computing stream, so that nothing overlaps with the copies (torch 2.13,
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, lines 437 to 459).
     """
     request = plan.request
@@ -101,23 +101,23 @@ def _offloaded(plan: Plan, rates: Rates, weights: int) -> list[Owed]:
 
 
 def mean_gradient_bytes(plan: Plan) -> float:
-    """Bytes of the gradients of an update, in the mean over all of them."""
+    """Return the bytes of an update's gradients, in the mean over all updates."""
     return _mean(plan, [group.gradient_bytes for group in plan.groups])
 
 
 def mean_trained(plan: Plan) -> float:
-    """Elements that an update trains, in the mean over all of them."""
+    """Return the number of elements that an update trains, in the mean over all updates."""
     return _mean(plan, [group.num_parameters for group in plan.groups])
 
 
 def mean_state_bytes(plan: Plan) -> float:
-    """Bytes of masters and state of what an update trains, in the mean over all of them."""
+    """Return the bytes of an update's master weights and optimizer state, in the mean over all updates."""
     return _mean(plan, [group.state_and_master_bytes for group in plan.groups])
 
 
 def _mean(plan: Plan, values: list[int]) -> float:
     if not planned(plan.request.method).trains_in_groups:
-        return values[-1]  # SFT's last kind of updates is the usual one
+        return values[-1]  # SFT's last kind of update is the usual one
     counts = [len(group.indices) for group in plan.groups]
     return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
 

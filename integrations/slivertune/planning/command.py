@@ -1,4 +1,4 @@
-"""`slivertune plan`: find the model, plan it, say what came out."""
+"""`slivertune plan`: find the model, plan the run, print the result."""
 
 import json
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ _WIDTH_WITHOUT_TERMINAL = 120
 
 
 def run_plan(argv: Sequence[str]) -> None:
-    """Do what `slivertune plan` was asked for.
+    """Run `slivertune plan`.
 
     Args:
-        argv: What follows `slivertune plan`.
+        argv: Words of the command line after `slivertune plan`.
 
     Raises:
-        ValueError: If what was asked for does not hold together or can't be planned, or if nothing fits.
-        ImportError: If a library is needed that is not installed, which is named.
+        ValueError: If the arguments contradict each other, the run can't be planned, or nothing fits.
+        ImportError: If a required library is not installed; the message names it.
     """
     arguments = parse_plan_arguments(argv)
     if arguments.plot is not None:
@@ -70,7 +70,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
     with quiet_libraries(), console.status("planning ..."):
         model = find_model(arguments.model)
         given = {"task": _task(model, arguments.given.get("task")), **arguments.given}
-        # Bad names are refused before anything is planned.
+        # Refuse unknown names before anything is planned.
         card = card_here() if arguments.gpu is None else card_named(arguments.gpu)
         if arguments.fits_card or arguments.chooses_layers or arguments.compare or arguments.num_tokens is not None:
             card = find_card(arguments.gpu)
@@ -112,7 +112,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
 
 
 def _check_card_is_asked(arguments: PlanArguments, card: Card | None) -> None:
-    """Refuse what only decides times, where no card is known to time."""
+    """Refuse options that only change planned times if no card is known."""
     for name, default in (("efficiency", EFFICIENCY), ("disk_bandwidth", DISK_BANDWIDTH)):
         value = getattr(arguments, name)
         if card is None and value != default:
@@ -120,7 +120,7 @@ def _check_card_is_asked(arguments: PlanArguments, card: Card | None) -> None:
 
 
 def _limits(arguments: PlanArguments, card: Card | None, num_gpus: int) -> Limits | None:
-    """What `--fit` says, or else what the card has; None where there is neither."""
+    """Return the limits that `--fit` sets, or else the limits of the card, or None without either."""
     device_bytes = arguments.fit_bytes
     if device_bytes is None:
         if card is None:
@@ -141,7 +141,7 @@ def _time(
     requirement: MemoryRequirement,
     limits: Limits | None,
 ) -> PlannedTime | None:
-    """How long an update takes, of what fits the card."""
+    """Plan the time of an update, or return None without a card or if the run does not fit the GPU's memory."""
     if card is None or limits is None or requirement.missing_device_bytes(limits):
         return None
     in_fp32 = requirement.plan.request.precision == "fp32"
@@ -163,7 +163,7 @@ def _search(arguments: PlanArguments, given: dict[str, Any], limits: Limits, mod
 def _chosen(
     arguments: PlanArguments, given: dict[str, Any], card: Card, limits: Limits, model: ModelFigures, tell: Tell
 ) -> Answer:
-    """With `--fit`, other settings are found for one layer a step, and then the most layers under these."""
+    """Choose the layers per group. With `--fit`, search the other settings first, at one layer per group."""
     found, request = None, PlanRequest(**given)
     check_has_copies(request)
     if arguments.has_limit:
@@ -216,7 +216,7 @@ def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:
 def _sweep(
     model: ModelFigures, given: dict[str, Any], sweep: Sweep, tell: Tell
 ) -> tuple[tuple[Any, MemoryRequirement], ...]:
-    # Every value is checked before the first is planned.
+    # Check every value before the first is planned.
     requests = [PlanRequest(**{**given, sweep.field: value}) for value in sweep.values]
     requirements = []
     for value, request in zip(sweep.values, requests, strict=True):

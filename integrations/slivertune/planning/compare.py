@@ -1,4 +1,4 @@
-"""`plan --compare`: one model on one card, trained in every way, each with the largest micro-batch that fits."""
+"""`plan --compare`: every way of training one model on one card, each with the largest micro-batch that fits."""
 
 import os
 import signal
@@ -25,37 +25,37 @@ from slivertune.planning.quiet import quiet_libraries
 from slivertune.planning.request import PlanRequest
 
 TOKEN_RATIO = 0.3
-"""Of the rows with TokenTune, unless another is given."""
+"""Share of the tokens that rows with TokenTune select, unless the user sets another."""
 _MOST_PROCESSES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """A way of training."""
+    """Way of training a model."""
 
     title: str
-    """The method, as people call it."""
+    """Name of the method, as people call it."""
     settings: Mapping[str, Any]
-    """What of `PlanRequest` makes it."""
+    """Fields of `PlanRequest` that define it."""
     trains_all: bool
-    """Whether every weight of the model is trained."""
+    """Whether it trains every weight of the model."""
 
     def request(self, given: Mapping[str, Any]) -> PlanRequest:
-        """The run, as `slivertune train --bf16` makes it.
+        """Return the run as `slivertune train --bf16` makes it, with gradient checkpointing by default.
 
         Args:
-            given: What the user has set of all rows.
+            given: Fields of `PlanRequest` that the user set for all rows.
         """
         precision = planned(self.settings["method"]).bf16_precision
         return PlanRequest(**{"gradient_checkpointing": True, **given, "precision": precision, **self.settings})
 
 
 def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:
-    """All ways, those whose plan takes longest first.
+    """List all ways, the slowest to plan first.
 
     Args:
-        model: The model, whose layers HiFT counts.
-        given: What the user has set of all rows.
+        model: Model; the number of its layers decides HiFT's rows.
+        given: Fields of `PlanRequest` that the user set for all rows.
     """
     dense = Way(title="dense", settings={"method": "dense"}, trains_all=True)
     num_layers = count_layers(dense.request(given), model.config)
@@ -81,45 +81,45 @@ def _hift(layers_per_group: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A way, planned."""
+    """Planned way of training."""
 
     way: Way
     requirement: MemoryRequirement | None
-    """With the largest micro-batch that fits, or with one sequence; None where it can't be planned."""
+    """Memory with the largest micro-batch that fits, or else with one sequence; None if the way can't be planned."""
     time: PlannedTime | None
-    """None where it does not fit."""
+    """Planned time of an update; None if the run does not fit."""
     reason: str | None = None
-    """Why it can't be planned."""
+    """Reason why the way can't be planned; None if it can."""
 
     @property
     def token_ratio(self) -> float | None:
-        """Of TokenTune."""
+        """Share of the tokens that TokenTune selects (None without TokenTune)."""
         return None if self.requirement is None else self.requirement.plan.request.token_ratio
 
     @property
     def title(self) -> str:
-        """The way, and TokenTune."""
+        """Title of the way, with TokenTune if the row uses it."""
         return self.way.title if self.token_ratio is None else f"{self.way.title} + TokenTune"
 
     @property
     def speed(self) -> float:
-        """Tokens a second; 0 where it does not fit."""
+        """Tokens/s, or 0 if the run does not fit."""
         return 0.0 if self.time is None else self.time.tokens_per_second
 
     @property
     def num_groups(self) -> int:
-        """Updates in which each weight that trains is trained once."""
+        """Updates until each trained weight has been trained once (1 without groups)."""
         if self.requirement is None or not planned(self.way.settings["method"]).trains_in_groups:
             return 1
         return sum(len(group.indices) for group in self.requirement.plan.groups)
 
     @property
     def weight_speed(self) -> float:
-        """Tokens a second on which each weight that trains is trained: of k groups one is, on an update's tokens."""
+        """Tokens/s seen by each trained weight: with k groups, a weight sees the tokens of one update in k."""
         return self.speed / self.num_groups
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the row as plain JSON."""
         values: dict[str, Any] = {
             "title": self.title,
             "settings": dict(self.way.settings),
@@ -135,33 +135,33 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is the same in all rows; goes to other processes."""
+    """Settings that all rows share, in a form that other processes can receive."""
 
     model: ModelFigures
     given: Mapping[str, Any]
-    """Fields of `PlanRequest`."""
+    """Fields of `PlanRequest` that the user set for all rows."""
     limits: Limits
     card: Card
     efficiency: float
     """Share of the card's peak that matrix products reach."""
     disk_bandwidth: float = DISK_BANDWIDTH
-    """Bytes a second that the disk reads or writes."""
+    """Bytes/s that the disk reads or writes."""
 
     def rates(self) -> Rates:
-        """Of the card; all rows compute in bf16."""
+        """Return the rates of the card for bf16, in which all rows compute."""
         return self.card.rates(efficiency=self.efficiency, disk_bandwidth=self.disk_bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """All ways of training a model, planned."""
+    """Plans of all ways of training a model."""
 
     question: Question
     rows: Sequence[Row]
-    """The fastest first."""
+    """Rows, the fastest first."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON: an array of rows."""
+        """Return plain JSON: the shared settings, the advice and an array of rows."""
         return {
             "model": self.question.model.name,
             "model_source": self.question.model.source,
@@ -177,12 +177,12 @@ def compare(question: Question, *, num_processes: int | None = None) -> Iterator
     """Plan all ways with and without TokenTune.
 
     Args:
-        question: What is asked.
-        num_processes: In which ways are planned side by side; 1 for this one alone, by default one for each CPU, four
-            at most.
+        question: Settings that all rows share.
+        num_processes: Number of processes that plan in parallel; 1 for this process alone. The default is one per
+            CPU, at most 4.
 
     Yields:
-        Rows as they are ready.
+        Rows, each as soon as it is ready.
     """
     ways = ways_of(question.model, question.given)
     num_processes = num_processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
@@ -199,7 +199,7 @@ def compare(question: Question, *, num_processes: int | None = None) -> Iterator
 
 
 def _begin_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process says what there is to say of Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # only the parent process reports Ctrl-C
     torch.set_num_threads(1)
 
 
@@ -212,15 +212,15 @@ def rows_of(way: Way, question: Question) -> list[Row]:
     """Plan one way, without TokenTune and with it.
 
     Args:
-        way: The way.
-        question: What is asked.
+        way: Way to plan.
+        question: Settings that all rows share.
     """
     ratio = question.given.get("token_ratio", TOKEN_RATIO)
     try:
         first = way.request({**question.given, "token_ratio": None})
         with plans_of_batches(first, question.model.config) as plan:
 
-            @cache  # the smallest is asked for twice
+            @cache  # the smallest batch is planned twice
             def estimate(request: PlanRequest) -> MemoryRequirement:
                 return add_allowance(plan(request))
 
@@ -233,7 +233,7 @@ def rows_of(way: Way, question: Question) -> list[Row]:
 def _largest(
     request: PlanRequest, question: Question, estimate: Callable[[PlanRequest], MemoryRequirement]
 ) -> MemoryRequirement:
-    """With as many sequences as fit, or with one."""
+    """Plan the run with as many sequences as fit, or with one if none fits."""
     smallest = estimate(replace(request, batch_size=1))
     if not smallest.fits(question.limits):
         return smallest
@@ -248,7 +248,7 @@ def _time(requirement: MemoryRequirement, question: Question) -> PlannedTime | N
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """The fastest first; then those that do not fit, the smallest first; then those that can't be planned."""
+    """Sort rows: the fastest first, then rows that do not fit, the smallest first, then rows that can't be planned."""
 
     def key(row: Row) -> tuple[float, float]:
         return (-row.speed, float("inf") if row.requirement is None else row.requirement.device_bytes)
@@ -257,13 +257,14 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def advice(rows: Sequence[Row]) -> str:
-    """Which to take and why, in one line.
+    """Recommend a way and say why, in one line.
 
-    A pass over one group of k is cheaper than one over all, but a weight learns from the tokens on which it is trained
-    alone; so of what trains all weights that is taken in which each is trained on the most.
+    A pass over one of k groups is cheaper than a pass over all of them, but a weight learns only from the tokens on
+    which it is trained. The advice is the way that trains all weights on all tokens with the most tokens/s per weight,
+    or the fastest way if none of them fits.
 
     Args:
-        rows: All of them.
+        rows: All rows.
     """
     ready = [row for row in in_order(rows) if row.time is not None]
     if not ready:

@@ -1,4 +1,4 @@
-"""All ways of training a model as a picture: memory by parts, and tokens a second."""
+"""Chart of a comparison: memory by parts, and tokens/s."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BAR_HEIGHT = 0.66
 
 
 def comparison_figure(comparison: Comparison) -> Figure:
-    """A bar of memory and a bar of speed for each row that could be planned, the fastest on top.
+    """Draw a bar of memory and a bar of speed for each row that could be planned, the fastest on top.
 
     Args:
-        comparison: What was planned.
+        comparison: Comparison to draw.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ def _draw_memory(axes: Axes, comparison: Comparison) -> None:
     axes.axvline(limit / size, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2, label=f"limit, {format_bytes(limit)}")
     axes.set_yticks(places, [f"{row.title}, batch {need.plan.request.batch_size}" for row, need in rows])
     axes.invert_yaxis()
-    # What does not fit may need many cards; how many is not the question.
+    # A run that does not fit may need many times the limit. Cut its bar at twice the limit.
     axes.set_xlim(0, min(max(need.device_bytes for _, need in rows), 2 * limit) / size if rows else 1)
     axes.set_xlabel(f"memory of the GPU at the peak ({unit})")
     style_axes(axes, "x")

@@ -1,4 +1,4 @@
-"""All ways of training a model as a table, and which to take."""
+"""Comparison as a table, with the advice."""
 
 from rich.console import Console
 from rich.table import Table
@@ -13,10 +13,10 @@ _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def describe_row(row: Row) -> str:
-    """What a row says, as soon as it is there.
+    """Describe a row in one line, to be printed as soon as the row is ready.
 
     Args:
-        row: The row.
+        row: Row to describe.
     """
     if row.requirement is None:
         return f"{row.title}: can't be planned: {row.reason}"
@@ -30,9 +30,9 @@ def print_comparison(comparison: Comparison, num_tokens: float | None, console: 
     """Print the table and the advice.
 
     Args:
-        comparison: What was planned.
-        num_tokens: To train on; None where nothing was said of it.
-        console: Where to.
+        comparison: Comparison to print.
+        num_tokens: Tokens to train on, for the column of hours; None leaves the column out.
+        console: Console to print to.
     """
     question = comparison.question
     request = next((row.requirement.plan.request for row in comparison.rows if row.requirement is not None), None)
@@ -69,10 +69,10 @@ def _cells(row: Row, num_tokens: float | None) -> list[str]:
 
 
 def describe_trained(row: Row) -> str:
-    """What an update trains.
+    """Describe the parameters that an update trains.
 
     Args:
-        row: A row that could be planned.
+        row: Row that could be planned.
     """
     assert row.requirement is not None
     plan = row.requirement.plan

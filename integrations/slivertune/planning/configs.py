@@ -1,4 +1,4 @@
-"""From what the user calls a model to its configuration; no weights are read, and no code of a model's own is run."""
+"""Find a model's configuration by its name, without reading weights and without running code of the model's own."""
 
 import json
 import re
@@ -25,28 +25,28 @@ from slivertune.planning.shipped import SHIPPED_MODELS
 CONFIG_NAME = "config.json"
 _MOST_LAYERS = 100_000
 _COUNTS_LAYERS = re.compile(r"(^|_)layers?$")
-"""Matches keys that count layers; `vocab_size_per_layer_input` is another size."""
+"""Pattern of keys that count layers; `vocab_size_per_layer_input` does not match, since it is another size."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_SECONDS = 10.0
-"""How long one request may take that asks the hub whether it is there; a download would try for half a minute."""
+"""Seconds that one request to the hub may take, to learn whether it is reachable; a download would try for 30 s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFigures:
-    """A model's configuration, and where it came from."""
+    """Configuration of a model, with its origin."""
 
     name: str
-    """What the user called it."""
+    """Name that the user gave."""
     source: str
-    """Where the figures came from, for people."""
+    """Origin of the figures, for people."""
     name_or_path: str
-    """What `slivertune train --model_name_or_path` takes."""
+    """Value for `slivertune train --model_name_or_path`."""
     config: PreTrainedConfig
-    """The sizes."""
+    """Configuration with the model's sizes."""
 
     def tasks(self) -> tuple[TaskName, ...]:
-        """The tasks for which the model has a head; what it was made for comes first."""
-        # A model of images or speech has a head for text alone as well, which leaves the rest of it out.
+        """List the tasks for which the model has a head, the task that it was made for first."""
+        # A model of images or speech also has a head for text alone, which leaves out the other parts of the model.
         kinds: dict[TaskName, Any] = {
             "image_text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
             "speech": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
@@ -55,7 +55,7 @@ class ModelFigures:
         }
         tasks = [task for task, mapping in kinds.items() if type(self.config) in mapping]
         architectures = self.config.architectures or ()
-        # An encoder has a causal head, too, which is for decoding with a mask that it was not trained with.
+        # An encoder also has a causal head, for decoding with a mask that the encoder was not trained with.
         if any("MaskedLM" in name or "SequenceClassification" in name for name in architectures):
             tasks.reverse()
         return tuple(tasks)
@@ -65,14 +65,14 @@ def find_model(model: str) -> ModelFigures:
     """Find a model's configuration.
 
     Args:
-        model: A folder with `config.json` or that file itself, the name of a shipped model, or a hub id, which the
-            hub's cache is asked for first.
+        model: Folder with `config.json`, that file itself, the name of a shipped model, or a hub id. The hub's cache
+            is read before the hub is asked.
 
     Returns:
-        The configuration, of a model with a head for one of the tasks.
+        Configuration of a model with a head for at least one of the tasks.
 
     Raises:
-        ValueError: If there is no such model, the hub can't be reached, or the configuration is none of a transformer.
+        ValueError: If there is no such model, the hub can't be reached, or it is no transformer with a head for a task.
     """
     figures = _find(model)
     if not figures.tasks():
@@ -102,10 +102,10 @@ def _find(model: str) -> ModelFigures:
 
 
 def _download_config(model: str) -> Path:
-    """Find the configuration of a model on the hub: in its cache if it was downloaded before, else by a small download.
+    """Find the configuration of a model on the hub, in the hub's local cache or else by a small download.
 
     Raises:
-        ValueError: If the hub has no such model, does not show it, or can't be reached.
+        ValueError: If the hub has no such model, refuses access to it, or can't be reached.
     """
     near = closest(model.rpartition("/")[2], SHIPPED_MODELS, cutoff=0.6)
     meant = f"Did you mean {near}? " if near else ""
@@ -131,7 +131,7 @@ def _download_config(model: str) -> Path:
         ) from error
     except EntryNotFoundError as error:
         raise ValueError(f"{model} on the hub has no {CONFIG_NAME}. {ways_out}") from error
-    # Every transport has its own errors, and all say the same.
+    # Every transport raises errors of its own, and all mean the same.
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
@@ -156,7 +156,7 @@ def _read_config(file: Path) -> PreTrainedConfig:
 
 
 def _as_float(value: dict[str, Any]) -> Any:
-    """Read infinity and NaN as transformers write them, such as in the time steps of Mamba 2."""
+    """Read infinity and NaN as transformers writes them, such as in the time steps of Mamba 2."""
     text = value.get("__float__")
     return float(text) if isinstance(text, str) else value
 
@@ -174,7 +174,7 @@ def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
     try:
         _check_counts(figures)
         _check_architectures(figures)
-        # Not `for_model(**figures)`: older files hold names that from_dict alone translates.
+        # Not `for_model(**figures)`: only `from_dict` translates the names in older files.
         config: PreTrainedConfig = type(kinds).from_dict(figures)
     # Every model type checks its figures in its own way.
     except Exception as error:
@@ -184,14 +184,14 @@ def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
 
 
 def _check_architectures(figures: dict[str, Any]) -> None:
-    """Refuse what are no names of classes; the library takes anything."""
+    """Refuse `architectures` unless it is a list of class names (transformers accepts any value)."""
     names = figures.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"architectures={names!r}, which must be a list of the names of classes; the file is damaged")
 
 
 def _check_counts(figures: dict[str, Any]) -> None:
-    """Refuse numbers of layers that configurations would make lists of which no memory holds."""
+    """Refuse numbers of layers for which a configuration would build lists that exceed any memory."""
     for key, value in figures.items():
         if isinstance(value, dict):
             _check_counts(value)

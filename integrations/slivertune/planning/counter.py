@@ -1,8 +1,8 @@
-"""Counts what a step computes and copies: operations, bytes of the device's memory, and bytes over the bus.
+"""Counter of a step's work: floating-point operations, bytes of device memory, and bytes over the bus.
 
-The step is the one that the memory plan runs on tensors without data. A dispatch mode sees each operator. Memory that
-an owner has claimed for the host (`core.ledger`) lies on the host, all other on the device: a copy between the two
-passes the bus, and operators on host memory alone take no time of the device.
+The step is the one that the memory plan runs on fake tensors. A dispatch mode sees each operator. Memory that an owner
+claimed for the host or for files (`core.ledger`) is off the device, and all other memory is on it. A copy between the
+two crosses the bus. Operators on host memory alone take no time of the device.
 """
 
 from collections.abc import Hashable, Iterator
@@ -44,7 +44,7 @@ _beside: list[None] = []
 
 @contextmanager
 def beside_computation() -> Iterator[None]:
-    """Leave out the operators inside, which run on a copy stream; copies over the bus count."""
+    """Leave out the operators inside, which run on a copy stream, but count their copies over the bus."""
     _beside.append(None)
     try:
         yield
@@ -54,7 +54,7 @@ def beside_computation() -> Iterator[None]:
 
 @contextmanager
 def computing_again() -> Iterator[None]:
-    """Tell counters that a block's forward is computed again inside of its backward."""
+    """Tell counters that a block's forward is recomputed inside its backward."""
     counters = list(_counting)
     for counter in counters:
         counter.is_again = True
@@ -69,7 +69,7 @@ class WorkCounter(TorchDispatchMode):
     """Counts operators by the part of a step that they belong to.
 
     Args:
-        model: In a backward, its blocks are told apart, and updates of state belong to `STEP`; None where no one asks.
+        model: Model whose blocks a backward counts one by one, and whose state updates count as `STEP`; None without.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -80,11 +80,11 @@ class WorkCounter(TorchDispatchMode):
         self._part: Hashable = None
         self._block: int | None = None
         self.is_again = False
-        """Whether the block's forward is computed again."""
+        """Whether the block's forward is being recomputed."""
 
     @contextmanager
     def counting(self, part: Hashable) -> Iterator[None]:
-        """Count what runs inside as a part of the step."""
+        """Count the operators inside as one part of the step."""
         self._part, self._block = part, None
         with ExitStack() as stack:
             for index, block in enumerate(self._blocks):
@@ -97,29 +97,29 @@ class WorkCounter(TorchDispatchMode):
             yield
 
     def work_of(self, part: Hashable) -> Work:
-        """All that a part of the step computed and copied."""
+        """Return the work of a part of the step."""
         return sum(self.by_place(part).values(), Work())
 
     def by_place(self, part: Hashable) -> dict[Place, Work]:
-        """What a part of the step computed and copied, by place."""
+        """Return the work of a part of the step, by place."""
         return {place: work for (of, place), work in self._counted.items() if of == part}
 
     def add(self, flops: int, num_bytes: int) -> None:
-        """Count an operator of the part that runs."""
+        """Count an operator of the current part."""
         if (flops or num_bytes) and not _beside:
             self._work().operators[flops, num_bytes] += 1
 
     def _work(self, *, updates_state: bool = False) -> Work:
         place = None if self._block is None else (self._block, self.is_again)
-        # A backward may step as well.
+        # A backward may also update state.
         key = (STEP, None) if self._tells_updates and updates_state else (self._part, place)
         return self._counted.setdefault(key, Work())
 
     def _watch_outputs(self, index: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note when a block's backward begins: with the gradients of its outputs."""
+        """Detect the beginning of a block's backward by the gradients of the block's outputs."""
         if running_backward() != NO_BACKWARD:
             return
-        # The gradient of a tensor that is passed on comes in the midst of another block's backward.
+        # The gradient of an input that the block passes on arrives in the middle of another block's backward.
         passed_on = {id(each) for each in tensors_of((args, kwargs))}
         for tensor in tensors_of(output):
             if tensor.requires_grad and id(tensor) not in passed_on:
@@ -132,7 +132,7 @@ class WorkCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(is_wrapper_type(each) for each in types):
-            return NotImplemented  # the operators inside of the wrapper count
+            return NotImplemented  # the operators inside the wrapper count
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -143,7 +143,7 @@ class WorkCounter(TorchDispatchMode):
     def _note(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         read, written = _touched(func, name, args, kwargs, out)
         if not written:
-            return  # asks for a tensor's form or a number
+            return  # the operator only reads a shape or a number
         places = [claimed_as(tensor) for tensor in (*read, *written)]
         is_off = [place in _OFF_DEVICE for place in places]
         if name in _COPIES and any(is_off) and not all(is_off):
@@ -161,7 +161,7 @@ class WorkCounter(TorchDispatchMode):
 def _touched(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that an operator reads, and those that it writes."""
+    """Return the tensors that an operator reads, and the tensors that it writes."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
     for position, (argument, is_written) in enumerate(_arguments_of(func)):
@@ -175,7 +175,7 @@ def _touched(
     if name in _READS_NO_VALUES:
         read = []
     elif name in _READS_WHERE_INDICES_SAY:
-        read = [*read[1:], *fresh]  # as many bytes of the table as come out
+        read = [*read[1:], *fresh]  # as many bytes of the table as the result has
     return read, written + fresh
 
 
@@ -188,5 +188,5 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    # What is expanded lies in memory once.
+    # An expanded tensor is in memory only once.
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""Dense fine-tuning: everything that requires a gradient trains in every step; LoRA's adapters among them."""
+"""Plans of dense fine-tuning, which trains all parameters that require gradients in every step, and of LoRA."""
 
 import warnings
 from collections.abc import Iterable
@@ -37,30 +37,30 @@ _PEFT_TASKS: dict[TaskName, str | None] = {
     "causal_lm": "CAUSAL_LM",
     "classification": "SEQ_CLS",
     "image_text": "CAUSAL_LM",
-    # PEFT's own forward for sequences to sequences takes tokens, and no sound.
+    # PEFT's own forward for sequence-to-sequence models takes tokens, but no sound.
     "speech": None,
 }
 
 _WITHOUT_ADAPTER = frozenset({"Llama4Router"})
-"""Linear layers of transformers that do not return a tensor."""
+"""Classes of linear layers in transformers that return several tensors."""
 
 
 class PlannedDense(PlannedMethod):
-    """One optimizer over all that trains."""
+    """Dense fine-tuning: one optimizer over all trained parameters."""
 
     bf16_precision = "mixed"
 
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
-        """Measures with one optimizer, whose updates are made for the first batch alone."""
+        """Return a measurer with one optimizer, which makes its updates for the first batch only."""
         return _Steps(request, model).measure
 
 
 class _Steps:
-    """An optimizer over all that trains, and what its updates take.
+    """Optimizer over all trained parameters, with the peaks of its updates.
 
     Args:
-        request: The run.
-        model: The model.
+        request: Planned run.
+        model: Model of fake tensors.
     """
 
     def __init__(self, request: PlanRequest, model: nn.Module) -> None:
@@ -72,11 +72,11 @@ class _Steps:
         self._second: UpdatePeak | None = None
 
     def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
-        """Run a step after that which makes the state.
+        """Measure the larger peak of the first step, which creates the optimizer state, and of a later one.
 
         Args:
-            request: The run.
-            forward: The model's forward on its batch.
+            request: Planned run.
+            forward: Forward of the model on its batch.
         """
         with attached(request, self._model) as notes, Ledger(self._model) as ledger:
             peak = self._peak(request, ledger, forward)
@@ -98,14 +98,14 @@ class _Steps:
     def _peak(self, request: PlanRequest, ledger: Ledger, forward: Forward) -> StepPeak:
         run = partial(measure_step, ledger, forward, num_backwards=request.num_backwards)
         if self._first is None:
-            # A forward and backward without state need no more than one with it.
+            # A forward and backward without optimizer state need no more memory than with it.
             give_gradients(self._trained)
             self._first = measure_update(ledger, self._optimizer)
             self._meter.forget(self._trained)
-        claim_state(self._optimizer)  # this ledger may be another than the one that saw it made
+        claim_state(self._optimizer)  # the state may have been created under another ledger
         second = run(self._optimizer, known=self._second)
         if not self._meter.has_seen(self._trained):
-            # What no gradient reaches has no state.
+            # Parameters that no gradient reaches have no state.
             self._optimizer, self._first, self._second = _optimizer_over(self._trained, request), None, None
             peaks = [run(self._optimizer) for _ in range(2)]
             return replace(largest_of(peaks), work=peaks[-1].work)
@@ -114,17 +114,17 @@ class _Steps:
 
 
 class PlannedLora(PlannedDense):
-    """LoRA: as dense fine-tuning, of small adapters beside frozen weights, by PEFT (Hu et al., 2021)."""
+    """LoRA by PEFT: dense fine-tuning of small adapters beside frozen weights (Hu et al., 2021)."""
 
     settings = frozenset({"lora_rank", "lora_dropout", "lora_target_modules"})
     bf16_precision = "bf16"
 
     def change_model(self, model: Any, request: PlanRequest) -> Any:
-        """Put adapters beside all linear layers.
+        """Add adapters to the linear layers, to all of them by default.
 
         Raises:
             ImportError: If PEFT is not installed.
-            ValueError: If PEFT's adapters can't stand beside all of them.
+            ValueError: If PEFT can't adapt one of the layers, or if `lora_target_modules` does not fit the model.
         """
         for name, module in model.named_modules():
             if type(module).__name__ in _WITHOUT_ADAPTER:
@@ -144,7 +144,7 @@ class PlannedLora(PlannedDense):
             target_modules=_target_modules(request),
         )
         with warnings.catch_warnings():
-            # PEFT 0.21 asks by the name that transformers 5.23 retires.
+            # PEFT 0.21 reads an attribute that transformers 5.23 deprecates.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             try:
                 adapted: Any = get_peft_model(model, config)
@@ -159,7 +159,7 @@ class PlannedLora(PlannedDense):
         return adapted
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
-        """The rank, what has adapters, their dropout, and 4-bit weights."""
+        """Return LoRA's options: rank, dropout, target modules and 4-bit weights."""
         names = ("lora_dropout", "lora_target_modules", "load_in_4bit")
         return ("--lora_rank", str(request.lora_rank), *given_arguments(request, names))
 
@@ -171,6 +171,6 @@ def _optimizer_over(parameters: Iterable[nn.Parameter], request: PlanRequest) ->
 
 
 def _target_modules(request: PlanRequest) -> list[str] | str:
-    """As PEFT takes them: names in a list, or its shorthand, which it knows as a string alone."""
+    """Return the target modules as PEFT takes them: a list of names, or the shorthand `all-linear` as a string."""
     names = request.lora_target_modules
     return _ALL_LINEAR if names in (None, (_ALL_LINEAR,)) else list(names or ())

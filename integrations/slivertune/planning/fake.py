@@ -1,4 +1,4 @@
-"""Tensors with sizes and no data, and overrides of what reads their values: operators, and the making of masks."""
+"""Fake tensors, which have sizes and no data, and overrides of operators and masks that would read their values."""
 
 import warnings
 from collections.abc import Iterator
@@ -21,24 +21,24 @@ from slivertune.planning.kernels import Kernels, kernels_of
 from slivertune.planning.operator_cache import CachedFakeTensorMode
 
 _MASKS = "sdpa"
-"""The implementation of attention whose masks are made."""
+"""Name of the attention implementation whose mask function is replaced."""
 
 
 @contextmanager
 def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
-    """Every tensor made inside has a size and no data; its operators keep what they keep on a GPU, or on the CPU.
+    """Make every tensor created inside fake, and let operators save for the backward what real kernels save.
 
-    Tensors say that they lie on the CPU; "device" is the ledger's word for where the model computes.
+    Fake tensors report that they are on the CPU; "device" is the ledger's word for where the model computes.
 
     Args:
-        kernels: Whose operators.
+        kernels: Device whose kernels the operators imitate, a GPU or the CPU.
 
     Raises:
-        ValueError: If the code inside can't go on without knowing a value.
+        ValueError: If the code inside needs the value of a tensor.
     """
     try:
         with CachedFakeTensorMode(), kernels_of(kernels), one_sequence_a_row(), warnings.catch_warnings():
-            # The streamed step compares storages by address, which is right for those without data, too.
+            # The streamed step compares storages by address, which is correct for fake tensors, too.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -51,11 +51,11 @@ def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
 
 
 class FakeOverrides(TorchDispatchMode):
-    """Overrides operators that read values, which an optimizer's step calls; entered for backward and step alone.
+    """Overrides operators of an optimizer's step that read values, for backward and step only.
 
-    A single number is one; a search for what is true finds nothing; random positions are all different. The first
-    decides no size in any optimizer here (step counts, code books); the second is the ties of
-    equal gradients, which are few; the third is SFT's first choice, out of many more than it takes.
+    A single value reads as 1, which decides no size in any optimizer here (step counts, code books). `nonzero` finds
+    nothing, since it searches for ties of equal gradients, which are few. `unique` returns all values that it gets:
+    the random positions of SFT's first selection, out of many more than it takes.
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class FakeOverrides(TorchDispatchMode):
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """Let models without data skip the mask that they would skip with data.
+    """Let fake models skip the attention mask that real models would skip.
 
-    transformers reads position ids to find out whether several sequences are packed into one, and makes a mask of n x n
-    where it can't read them. A plan's sequences are never packed, so the answer is known: none.
+    transformers reads position ids to find out whether several sequences are packed into one row, and makes a mask of
+    n x n if it can't read them. A plan's sequences are never packed, so that no mask is needed.
 
-    For the time being an entry stands in transformers' registry, which passes on whatever is not asked for a plan.
+    Inside, an entry in transformers' registry is replaced. The replacement forwards all calls that are not a plan's.
     """
     registry: Any = ALL_MASK_ATTENTION_FUNCTIONS
     function, had_own = registry[_MASKS], has_own(registry, _MASKS)

@@ -1,8 +1,8 @@
-"""Linear layers in NF4, by their sizes: bitsandbytes' own need values, which a plan has not.
+"""Linear layers in NF4 as fake tensors, since bitsandbytes' own layers need values that a plan does not have.
 
-A weight of n elements takes n / 2 bytes of codes, a byte for the scale of every 64 elements, and, since these are
-quantised again, four bytes for every 256 scales (QLoRA, section 3). A product takes a dense copy of the weight for as
-long as it lasts; nothing of it is kept for the backward.
+A weight of n elements takes n / 2 bytes of codes and 1 byte of scale per 64 elements. The scales are quantised again,
+with 4 bytes per 256 scales (QLoRA, section 3). A product makes a dense copy of the weight and frees it at its end;
+nothing of the copy is saved for the backward.
 """
 
 import math
@@ -17,33 +17,33 @@ from torch.autograd.function import once_differentiable
 from slivertune.core.layers import find_layers
 
 _BLOCK = 64
-"""Weights that share a scale."""
+"""Elements of a weight that share a scale."""
 _SCALES_BLOCK = 256
-"""Scales that share a scale of their own."""
+"""Scales that share a second-level scale."""
 _TABLE_SIZE = 16 + 256 + 1
-"""Values of the codes, of the scales' codes, and the scales' mean; fp32."""
+"""Number of fp32 values in a weight's tables: values of the codes, values of the scales' codes, mean of the scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodedState:
-    """What bitsandbytes' codes carry as their `quant_state`, as far as sizes depend on it."""
+    """Parts of bitsandbytes' `quant_state` that decide sizes."""
 
     shape: tuple[int, ...]
-    """Extents of the dense weight."""
+    """Shape of the dense weight."""
     dtype: torch.dtype
-    """What the dense weight was stored in."""
+    """Dtype of the dense weight."""
 
     def dense_copy(self, codes: torch.Tensor) -> torch.Tensor:
-        """A dense copy of the weight."""
+        """Allocate a dense copy of the weight."""
         return codes.new_empty(self.shape, dtype=self.dtype)
 
 
 class CodedLinear(nn.Linear):
-    """A linear layer whose frozen weight is held in NF4 with double quantisation; it computes sizes alone.
+    """Linear layer with a frozen weight in NF4 with double quantisation, which computes only sizes.
 
     Args:
-        dense: The layer it stands for.
-        compute_dtype: In what the product is computed.
+        dense: Layer that it replaces.
+        compute_dtype: Dtype in which the product is computed.
     """
 
     compute_type_is_set = True
@@ -64,7 +64,7 @@ class CodedLinear(nn.Linear):
         self.register_buffer("tables", torch.empty(_TABLE_SIZE, device=device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name for it
-        """The product, in the input's dtype.
+        """Compute the product, in the input's dtype.
 
         Args:
             input: Shape (..., in).
@@ -78,7 +78,7 @@ class CodedLinear(nn.Linear):
 
 
 class _CodedProduct(torch.autograd.Function):
-    """Y = X W^T + b with a W that is made dense for the moment."""
+    """Computes Y = X W^T + b with a temporary dense copy of W."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, codes: Any, bias: torch.Tensor | None) -> torch.Tensor:
@@ -96,11 +96,11 @@ class _CodedProduct(torch.autograd.Function):
 
 
 def hold_in_4bit(model: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Put the linear layers of a model's blocks into NF4, as `slivertune train` does.
+    """Replace the linear layers of a model's blocks by NF4 ones, as `slivertune train` does.
 
     Args:
-        model: The model; changed.
-        compute_dtype: In what products are computed.
+        model: Model, changed in place.
+        compute_dtype: Dtype in which products are computed.
     """
     in_blocks = {name for layer in find_layers(model) if layer.kind == "block" for name in layer.parameter_names}
     modules = dict(model.named_modules())
@@ -111,5 +111,5 @@ def hold_in_4bit(model: nn.Module, compute_dtype: torch.dtype) -> None:
 
 
 def num_weights(module: nn.Module) -> int:
-    """Weights of a module and all in it; one in 4 bits counts as one, a tied one once."""
+    """Count the elements of a module's weights: a 4-bit weight by its dense elements, a tied weight once."""
     return sum(math.prod(getattr(each, "quant_state", each).shape) for each in module.parameters())

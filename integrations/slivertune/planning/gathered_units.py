@@ -1,10 +1,10 @@
-"""What FSDP2 gathers and reduces in a step, as tensors without data, in the moments when it does.
+"""FSDP2's buffers in a step, as fake tensors that are allocated and freed when FSDP2 does so.
 
-`fully_shard` works on units: here those that accelerate makes of a transformers model (its blocks, the embedding, the
-final norm with the head, and what is left). In a forward each unit comes in one flat buffer and is copied out of it;
-the buffer lives until the next unit is copied out. A backward gathers each unit again, and the one below it ahead of
-time; the gradients of a unit are copied into one buffer, which lives until the next unit is done, and a rank keeps its
-share. The order of all this is that of torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+`fully_shard` works on units: here the units that accelerate makes of a transformers model (its blocks, the embedding,
+the final norm with the head, and the rest). In a forward, each unit is gathered into one flat buffer and copied out of
+it. The buffer lives until the next unit is copied out. A backward gathers each unit again and prefetches the unit
+below it. The gradients of a unit are copied into one buffer, which lives until the next unit is done, and a rank keeps
+its shard. The order follows torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
 
 import math
@@ -25,21 +25,21 @@ class GatheredUnit:
     """Modules whose parameters are gathered together."""
 
     modules: tuple[nn.Module, ...]
-    """They run one after the other."""
+    """Modules of the unit, which run one after the other."""
     parameters: tuple[nn.Parameter, ...]
-    """Theirs, but for those of units inside of them."""
+    """Parameters of these modules, without the parameters of units inside them."""
     stays: bool
-    """Whether it stays gathered between forward and backward."""
+    """Whether the unit remains gathered between forward and backward."""
     phase: Literal["idle", "forward", "backward", "done"] = "idle"
-    """What the unit does; done until the backward is over."""
+    """Phase of the unit; `done` from the end of its own backward to the end of the whole backward."""
     num_run: int = 0
-    """Modules that ran in this forward."""
+    """Number of its modules that ran in this forward."""
     buffer: torch.Tensor | None = None
-    """The flat buffer that the weights came in, until they are copied out."""
+    """Flat buffer of the gathered weights, until they are copied out."""
     weights: torch.Tensor | None = None
-    """The whole weights."""
+    """Whole weights, copied out of the buffer."""
     shards: list[torch.Tensor] = field(default_factory=list)
-    """This rank's share of the gradients."""
+    """Shards of the gradients that this rank keeps."""
 
     @property
     def num_bytes(self) -> int:
@@ -48,16 +48,16 @@ class GatheredUnit:
 
 
 def units_of(model: Any) -> list[GatheredUnit]:
-    """The units that accelerate makes of a model with its policy by the model's own classes of blocks.
+    """List the units that accelerate makes of a model with its policy by the model's own block classes.
 
-    Training refuses such a class if it holds the input embedding (`RobertaEmbeddings`), so those are left out.
+    Classes that contain the input embedding (`RobertaEmbeddings`) are left out, since training refuses them.
 
     Args:
-        model: A transformers model, or a PEFT model around one. What trains beside sharded weights (SFT's vectors) and
-            codes of 4 bits are in no unit.
+        model: A transformers model, or a PEFT model around one. Parameters that train beside sharded weights (SFT's
+            vectors) and 4-bit codes are in no unit.
 
     Returns:
-        The units; the last is what is left, and may be empty.
+        Units; the last one has the rest of the parameters and may be empty.
     """
     taken: set[int] = set()
     units: list[GatheredUnit] = []
@@ -73,7 +73,7 @@ def units_of(model: Any) -> list[GatheredUnit]:
     bottom, head = model.get_input_embeddings(), model.get_output_embeddings()
     blocks = set(getattr(model, "_no_split_modules", None) or ())
     blocks -= {type(module).__name__ for module in model.modules() if any(each is bottom for each in module.children())}
-    # The children of a module come after it; they are units before it is.
+    # `modules()` yields a module before its children, but the children become units first.
     for module in reversed([each for each in model.modules() if type(each).__name__ in blocks]):
         add(module, stays=False)
     if head is not None and head.weight is bottom.weight:
@@ -86,7 +86,7 @@ def units_of(model: Any) -> list[GatheredUnit]:
 
 
 def can_be_shared(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 cuts a parameter: not the codes of 4-bit weights."""
+    """Return whether FSDP2 shards a parameter (it does not shard the codes of 4-bit weights)."""
     return parameter.is_floating_point()
 
 
@@ -97,15 +97,15 @@ def _final_norm(model: Any) -> nn.Module | None:
 
 
 class GatheredUnits:
-    """Stands in for FSDP2 on a model, until `remove`.
+    """Imitates FSDP2 on a model, until `remove`.
 
-    Whole gradients that a rank has handed on count as gone (for a place that is not the device).
+    Whole gradients count as freed once they are reduced (they are claimed for a tier other than the device).
 
     Args:
-        model: The model, among tensors without data.
-        num_gpus: Ranks.
-        num_backwards: Backwards of an update; gradients are reduced in the last.
-        offloads: Whether weights and gradients wait on the host.
+        model: Model of fake tensors.
+        num_gpus: Number of ranks.
+        num_backwards: Number of backward passes per update; the last one reduces the gradients.
+        offloads: Whether weights and gradients are offloaded to the host.
     """
 
     def __init__(self, model: nn.Module, *, num_gpus: int, num_backwards: int, offloads: bool) -> None:
@@ -124,7 +124,7 @@ class GatheredUnits:
                 self._handles.append(module.register_forward_hook(after))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -190,7 +190,7 @@ class GatheredUnits:
             self._gather(self._order[place - 1])
 
     def after_backward(self, unit: GatheredUnit) -> None:
-        """The gradients of all that a unit got are there, and its own."""
+        """End a unit's backward: free its weights, and in the update's last backward reduce its gradients."""
         unit.phase, unit.weights, self._reduced = "done", None, None
         whole = [each.grad for each in unit.parameters if each.grad is not None and each.requires_grad]
         if not whole or self._backwards + 1 < self._num_backwards:
@@ -230,7 +230,7 @@ class GatheredUnits:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Passes tensors on, and says when all their gradients are there."""
+    """Passes tensors on, and reports when all their gradients are complete."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: GatheredUnits, unit: GatheredUnit, *tensors: torch.Tensor) -> Any:

@@ -1,9 +1,9 @@
-"""The experts' matrix products of a mixture of experts, by their sizes.
+"""Matrix products of the experts in a mixture of experts, as fake tensors.
 
-transformers sorts the tokens by their experts and multiplies each run of them by its expert's matrix, in one call of
-torch's `grouped_mm`. What such a product keeps and returns depends on how many tokens and choices there are, and not on
-which experts they choose: a plan needs no values. torch knows the sizes for bf16 alone and counts no operations; this
-stands for it in every dtype.
+transformers sorts the tokens by expert and multiplies each expert's tokens by its matrix, in one call of torch's
+`grouped_mm`. The sizes that such a product saves and returns depend on the number of tokens and of choices, but not on
+the experts that are chosen, so that a plan needs no values. torch knows these sizes for bf16 only and counts no
+operations. The replacement here works in every dtype and counts them.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 _ALIGNMENT_BYTES = 16
-"""Rows of both factors must begin at a multiple of this, on a GPU and on the CPU."""
+"""Alignment of the rows of both factors in bytes, on a GPU and on the CPU."""
 
 
 def multiply_in_groups(
@@ -25,21 +25,21 @@ def multiply_in_groups(
     out_dtype: torch.dtype | None = None,
     tell: Callable[[int, int], None],
 ) -> torch.Tensor:
-    """Stand in for `torch.nn.functional.grouped_mm`; the values of the result are arbitrary.
+    """Replace `torch.nn.functional.grouped_mm` by a product with arbitrary values.
 
     Args:
         mat_a: Rows sorted by group, shape (rows, in).
-        mat_b: A matrix for each group, shape (groups, in, out).
-        offs: Where each group's rows end, int32.
+        mat_b: One matrix per group, shape (groups, in, out).
+        offs: End of each group's rows, int32.
         bias: Not supported, as in torch.
-        out_dtype: That of `mat_a`, as in torch.
-        tell: Called with the floating-point operations of each product, and the bytes that it reads and writes.
+        out_dtype: Dtype of `mat_a`, as in torch.
+        tell: Function that receives the floating-point operations of each product, and the bytes read and written.
 
     Returns:
-        Shape (rows, out).
+        Product, shape (rows, out).
 
     Raises:
-        ValueError: If the factors have another form, or rows that torch's kernels do not take.
+        ValueError: If the factors have other shapes, or rows that torch's kernels do not accept.
     """
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
         raise ValueError(
@@ -57,14 +57,14 @@ def multiply_in_groups(
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Y_g = X_g W_g for the rows of each group g."""
+    """Computes Y_g = X_g W_g for the rows of each group g."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, tell: Callable[[int, int], None]) -> torch.Tensor:
-        # Each factor is kept for the other's gradient: frozen experts keep no rows.
+        # Each factor is saved for the other's gradient, so that frozen experts save no rows.
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, matrices if ctx.needs_input_grad[0] else None)
         product = rows.new_empty(rows.shape[0], matrices.shape[2])
-        # Each row meets one matrix, with two operations a product and sum; all matrices are read, as by a large batch.
+        # Each row has one matrix and 2 operations per multiply-add. All matrices are read, as with a large batch.
         ctx.work = 2 * rows.numel() * matrices.shape[2], rows.nbytes + matrices.nbytes + product.nbytes
         ctx.forms, ctx.tell = [(each.shape, each.stride(), each.dtype) for each in (rows, matrices)], tell
         tell(*ctx.work)

@@ -1,4 +1,4 @@
-"""HiFT as a request asks for it, over a model without data."""
+"""HiFT's optimizer for a planned run, over a model of fake tensors."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def hift_over(
     updates_a_turn: int = 1,
     max_grad_norm: float | None = None,
 ) -> HiFT:
-    """Make the optimizer. State that would be stored in files lies in host memory, from which it is copied alike.
+    """Make the optimizer, with host memory in place of `state="disk"`, since both are copied in the same way.
 
     Args:
-        model: The model.
-        request: HiFT's settings and the base optimizer.
-        updates_a_turn: As many as are run; the request's own number changes nothing that is seen of one.
+        model: Model of fake tensors.
+        request: Run, with HiFT's settings and the base optimizer.
+        updates_a_turn: Updates per turn of a group, as many as the plan runs. `steps_per_group` is not used.
         max_grad_norm: As in `HiFTConfig`.
     """
     optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
@@ -48,12 +48,12 @@ def hift_over(
 
 
 def meet_gradients(optimizer: HiFT, model: nn.Module, forward: Forward) -> None:
-    """Bring an optimizer to its step without the model's forward and backward, which take long.
+    """Prepare an optimizer for its step without the model's slow forward and backward.
 
     Args:
-        optimizer: All parameters of its active group get a gradient.
-        model: The model.
-        forward: Its forward, which ends once HiFT has seen its inputs.
+        optimizer: HiFT's optimizer; all parameters of its active group get a gradient.
+        model: Model that the optimizer trains.
+        forward: Forward of the model, stopped as soon as HiFT has seen its inputs.
     """
 
     def stop(*ignored: Any) -> None:
@@ -67,11 +67,11 @@ def meet_gradients(optimizer: HiFT, model: nn.Module, forward: Forward) -> None:
     finally:
         handle.remove()
     parameters = [weight.parameter for weight in optimizer.weights_of(optimizer.active_group)]
-    # Expanded, so that what is accumulated is a copy, and the only one.
+    # The gradients are expanded scalars, so that the accumulated copy is the only one that takes memory.
     gradients = [parameter.new_empty(()).expand_as(parameter) for parameter in parameters]
     with FakeOverrides():
         torch.autograd.backward(parameters, gradients)
 
 
 class _EnoughSeenError(Exception):
-    """Ends a forward."""
+    """Stops a forward."""

@@ -1,4 +1,4 @@
-"""HiFT's groups: which differ, and a step of each that does."""
+"""Plans of HiFT: find the groups that differ, and measure the steps of each."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,14 +53,14 @@ NAMED_ALIKE = (
     "weights",
     "resident_bytes",
 )
-"""HiFT's settings that a plan reads, and that training has by the same names and values; `master` is told otherwise."""
+"""Settings of HiFT that a plan reads and that training has by the same names and values; `master` differs."""
 
 
 _FP32 = 4
 
 
 class SlowStreams(CopyStreams):
-    """Copies of which nobody knows when they end: what leaves stays alive until HiFT lets the computation wait."""
+    """Copy streams whose copies end at unknown times: an outbound tensor lives until the computation waits for it."""
 
     @override
     @contextmanager
@@ -83,51 +83,51 @@ class SlowStreams(CopyStreams):
 
 @dataclass(frozen=True, slots=True)
 class _KnownTurn:
-    """What a group's turn leaves known for other batches."""
+    """Measurements of a group's turn that hold for other batches."""
 
     first: UpdatePeak
     second: UpdatePeak
     state: dict[str, Any]
-    """Of the optimizer, between the two."""
+    """State of the optimizer between the two updates."""
 
 
 class HiFTRun:
-    """HiFT over a model without data, one group's turn at a time.
+    """HiFT over a model of fake tensors, one group's turn at a time.
 
     Args:
-        model: The model.
-        request: HiFT's settings and the base optimizer.
-        is_shared: Whether the ranks share the state out: then it is computed from sizes, and must not come to the
-            device beside the backward that is run.
+        model: Model of fake tensors.
+        request: Run, with HiFT's settings and the base optimizer.
+        is_shared: Whether the ranks shard the optimizer state. The state is then computed from sizes, and must not be
+            on the device during the backward that is run.
     """
 
     def __init__(self, model: nn.Module, request: PlanRequest, *, is_shared: bool = False) -> None:
         self._model = model
         self._request = request
         self._meter = GradientMeter(model)
-        # Two updates a turn: the first makes a group's state, the second meets it where it waits. What is thrown away
-        # after each turn is never met again.
+        # Two updates per turn: the first creates a group's state, the second finds it offloaded. State that is
+        # discarded after every update is never found again.
         throws_away = request.state == "discard" and request.steps_per_group == 1
         self._num_updates = 1 if throws_away or is_shared else 2
         with self._streams():
             self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
             with FakeOverrides():
-                self.optimizer.state_sizes()  # trial steps on parameters of its own, which are no update's
+                self.optimizer.state_sizes()  # trial steps on parameters of its own, in no update
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         self._at_start = self.optimizer.state_dict()
         self._known: dict[int, _KnownTurn] = {}
 
     def measure(self, group: Group, forward: Forward) -> StepPeak:
-        """The larger peak of a group's first turn and of a later one; the state of all other groups is gone.
+        """Measure the larger peak of a group's first update and of a later one, without the state of other groups.
 
-        A second call for the same group runs the forward and the backward alone.
+        A second call for the same group runs only the forward and the backward, if `_can_be_taken_up`.
 
         Args:
-            group: The group.
-            forward: The model's forward.
+            group: Group to measure.
+            forward: Forward of the model on its batch.
 
         Returns:
-            The peak; `after` is of the last update, or of the first of a turn that throws its state away.
+            Larger peak; `after` is of the last update, or of the first one if the state is discarded after a turn.
         """
         with self._streams():
             if group.index in self._known:
@@ -136,7 +136,7 @@ class HiFTRun:
             return peak or self._measure_all(group, forward)
 
     def _streams(self) -> AbstractContextManager[None]:
-        """Those on which copies are made; on the CPU in order, one after the other."""
+        """Return the context of copy streams: `SlowStreams` for a GPU, copies in plain order for the CPU."""
         return streams_made_by(SlowStreams) if self._request.kernels == "gpu" else nullcontext()
 
     def _measure_all(self, group: Group, forward: Forward) -> StepPeak:
@@ -145,10 +145,10 @@ class HiFTRun:
         with Ledger(self._model) as ledger:
             for _ in range(self._num_updates):
                 peaks.append(self._measure_step(ledger, forward))
-                # Sequences of text reach no image tower, whose turns pass without an update.
+                # Text reaches no image tower, so that the turns of the tower's groups pass without an update.
                 if self.optimizer.skipped_turns and (self._request.task != "image_text" or self._request.images):
                     raise RuntimeError(f"group {group.index} lost its turn: no gradient reached its parameters")
-        # What a turn throws away at its end waits between the updates before.
+        # State that is discarded at the end of a turn is offloaded between the updates of the turn.
         last = 0 if self._request.state == "discard" else -1
         return replace(largest_of(peaks), after=peaks[last].after, work=peaks[-1].work)
 
@@ -163,10 +163,10 @@ class HiFTRun:
         )
 
     def _measure_second(self, group: Group, forward: Forward) -> StepPeak | None:
-        """As `_measure_all`; None where the backward does not reach all of the group.
+        """Measure as `_measure_all` does, but run only the step of the first update, with arbitrary gradients.
 
-        Of the first update its step alone is made, under gradients of which nobody asks where they come from: its
-        forward and backward have what those of the second have, and no state yet.
+        The first forward and backward have the tensors of the second ones, and no state yet. None means that the
+        backward does not reach all parameters of the group.
         """
         parameters = self._parameters_of(group)
         self._begin_turn(group, self._at_start)
@@ -176,7 +176,7 @@ class HiFTRun:
             backward = ledger.peak
             phase: Phase = "step"
             first = measure_update(ledger, self.optimizer)
-            if backward.device > first.census.device:  # where the backward steps
+            if backward.device > first.census.device:  # if the backward steps
                 first, phase = replace(first, census=backward), "backward"
             self._meter.forget(parameters)
             second = self._measure_step(ledger, forward)
@@ -194,7 +194,7 @@ class HiFTRun:
 
     @property
     def _can_be_taken_up(self) -> bool:
-        """Whether a turn's state waits between its updates, none of which is made in a backward."""
+        """Whether a turn's state is offloaded between its updates, and no update is made in a backward."""
         request = self._request
         return request.state in ("host", "disk") and request.gradients != "stepped"
 
@@ -203,7 +203,7 @@ class HiFTRun:
         return replace(larger_of_two(first, second, phase), after=after)
 
     def _begin_turn(self, group: Group, state: dict[str, Any], num_updates: int = 0) -> None:
-        """Let it be a group's turn, after so many of its updates."""
+        """Start a group's turn, after `num_updates` of its updates."""
         turn = {"updates": group.index * self._num_updates + num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**state, "hift": {**state["hift"], **turn}})
         with FakeOverrides():
@@ -214,15 +214,15 @@ class HiFTRun:
         return [named[name] for name in group.parameter_names]
 
     def waiting_bytes(self, peak: StepPeak, group: Group) -> int:
-        """Host bytes of what waits of a group's state between its turns.
+        """Return the host bytes of a group's offloaded state between its turns.
 
         Args:
-            peak: Of the group.
-            group: Measured last.
+            peak: Peak of the group.
+            group: Group that was measured last.
         """
         if self._request.waiting is None:
             return peak.after.host - self.optimizer.waiting_weight_bytes
-        # Masters of other groups wait from the beginning, and those of the next are on their way.
+        # Masters of other groups are on the host from the beginning, and masters of the next group are in flight.
         state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
         tensors = [
             value
@@ -234,11 +234,11 @@ class HiFTRun:
         return sum(storages.values())
 
     def plan_of(self, peak: StepPeak, members: Sequence[Group]) -> GroupPlan:
-        """The plan of groups alike, the first of which was measured last.
+        """Return the plan of equal groups, of which the first was measured last.
 
         Args:
-            peak: Of the first.
-            members: All of them.
+            peak: Peak of the first group.
+            members: All equal groups.
         """
         group = members[0]
         parameters = self._parameters_of(group)
@@ -250,7 +250,7 @@ class HiFTRun:
                     num_bytes["master" if key == "master" else "state"] += value.nbytes
         num_parameters = sum(parameter.numel() for parameter in parameters)
         if self._request.state == "discard":
-            # It waits between a turn's updates; now it is thrown away.
+            # The state was offloaded between the turn's updates, and is discarded now.
             waiting = self.waiting_bytes(peak, group)
             num_bytes["master"] = min(waiting, _FP32 * num_parameters) if self._request.master_kind == "fp32" else 0
             num_bytes["state"] = waiting - num_bytes["master"]
@@ -266,14 +266,15 @@ class HiFTRun:
         )
 
     def updates_of(self, peak: StepPeak, members: Sequence[Group], place: int) -> list[UpdateWork]:
-        """What the updates of groups alike compute and copy.
+        """Return the work of each update of equal groups.
 
-        All but the backward is as in the lowest group's step, which was run. A backward is shorter by the blocks below.
+        Forward and step are those of the lowest group, which was run. A higher group's backward is shorter, by the
+        blocks below it.
 
         Args:
-            peak: Of the first.
-            members: All of them.
-            place: Of their plan among the plan's groups.
+            peak: Peak of the first group.
+            members: All equal groups.
+            place: Index of their plan among the plan's groups.
         """
         index_of = {path: index for index, (path, _) in enumerate(find_blocks(self._model, are_needed=False))}
         blocks = [{index_of[layer.name] for layer in each.layers if layer.kind == "block"} for each in members]
@@ -283,16 +284,16 @@ class HiFTRun:
                 group=place,
                 is_part=partial(_is_part, trained, blocks[0]),
                 trained=blocks[0],
-                usual=0 if self._request.gradients == "stepped" else -1,  # the last backward alone steps
+                usual=0 if self._request.gradients == "stepped" else -1,  # only the last backward steps
             )
             for trained in blocks
         ]
 
 
 def _is_part(trained: set[int], run: set[int], place: Place) -> bool:
-    """Whether a backward that trains some blocks has a part of one that was run to train others, below them.
+    """Return whether the backward that trains `trained` has a place of the backward that was run for lower blocks.
 
-    What trained there stands for what trains here.
+    The work of the blocks that trained in the run stands for the work of the blocks in `trained`.
     """
     if place is None or not trained:
         return True
@@ -303,7 +304,7 @@ def _is_part(trained: set[int], run: set[int], place: Place) -> bool:
 
 
 class PlannedHiFT(PlannedMethod):
-    """HiFT: of groups alike, the one with the largest peak is run."""
+    """HiFT: runs the steps of the equal groups that may have the largest peak."""
 
     settings = frozenset({*NAMED_ALIKE, "master", "save_total_limit"})
     bf16_precision = "mixed_hi"
@@ -311,11 +312,11 @@ class PlannedHiFT(PlannedMethod):
     averages_in_buckets = True
 
     def waits_on_host(self, request: PlanRequest) -> bool:
-        """Whether state is on the GPU in its own step alone."""
+        """Return whether optimizer state is on the GPU only in its own step."""
         return request.state != "device"
 
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
-        """Measures with one optimizer, whose updates are made for the first batch alone."""
+        """Return a measurer with one optimizer, which makes its updates for the first batch only."""
         run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
         return partial(self._measure, run, model, layout)
 
@@ -327,8 +328,8 @@ class PlannedHiFT(PlannedMethod):
             for members in alike(run.optimizer.groups, model):
                 peak = measure_alike(partial(run.measure, forward=forward), members, request)
                 if layout == "fsdp2" and len(members) > 1:
-                    # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on
-                    # its way.
+                    # FSDP2 prefetches a block during the backward of every block but the lowest, which has the
+                    # embedding below it.
                     both = (peak.before_step, run.measure(members[1], forward).before_step)
                     peak = replace(peak, before_step=max(both, key=lambda census: census.device))
                 updates += run.updates_of(peak, members, len(groups))
@@ -350,11 +351,11 @@ class PlannedHiFT(PlannedMethod):
         )
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
-        """Groups, and where their state waits."""
+        """Return the options of HiFT: its groups, and the place of their state."""
         arguments = given_arguments(request, (*NAMED_ALIKE, "save_total_limit"))
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
-        # fp32 weights have no masters, whatever this says; bf16 ones have, unless it says otherwise.
+        # fp32 weights never have masters; bf16 weights have fp32 masters by default.
         if request.has_bf16_weights and request.master_kind != "fp32":
             arguments += ["--master", request.master_kind]
         if request.gradients == "stepped":
@@ -363,9 +364,9 @@ class PlannedHiFT(PlannedMethod):
 
 
 def _waiting_bytes(request: PlanRequest, waiting: Sequence[int], layout: Layout) -> tuple[int, int]:
-    """Bytes of host memory and of the disk, given what waits of each group."""
+    """Return the bytes in host memory and on disk, from the offloaded bytes of each group."""
     if request.state == "discard":
-        return max(waiting), 0  # one group's is there at a time
+        return max(waiting), 0  # only one group has state at a time
     if request.state != "disk":
         return sum(waiting), 0
     if layout == "fsdp2":
@@ -374,14 +375,14 @@ def _waiting_bytes(request: PlanRequest, waiting: Sequence[int], layout: Layout)
 
 
 def _checkpoint_bytes(request: PlanRequest, groups: Sequence[GroupPlan], model: nn.Module) -> int:
-    """Bytes of a checkpoint: exact weights, masters and optimizer state."""
+    """Return the bytes of a checkpoint: exact weights, master weights and optimizer state."""
     sizes = [size for group in groups for size in [group.state_and_master_bytes] * len(group.indices)]
     state_bytes = max(sizes) if request.state == "discard" else sum(sizes)
     return state_bytes + num_weights(model) * (2 if request.has_bf16_weights else 4)
 
 
 def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:
-    """Add what stays on the device of the groups whose turn it is not."""
+    """Add to each group's peak the resident state of all other groups."""
     total = sum(group.state_and_master_bytes * len(group.indices) for group in groups)
     return [
         replace(

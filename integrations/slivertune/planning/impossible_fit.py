@@ -1,4 +1,4 @@
-"""What to say where nothing that may be changed makes a run fit."""
+"""Message for a run that no allowed change makes fit."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import fields
@@ -18,13 +18,13 @@ def describe_impossible(
     candidates: Sequence[Candidate],
     fixed: Collection[str],
 ) -> str:
-    """Say what is short, the least that would do and by which settings, and what the user had fixed.
+    """Describe the shortages, the smallest machine that would do with its settings, and the fields that the user fixed.
 
     Args:
-        start: The run as it was asked for.
-        requirements: Of all that was planned.
-        limits: What there is.
-        candidates: What could be changed.
+        start: Run as it was requested.
+        requirements: Requirements of all planned runs.
+        limits: Memory and disk of the machine.
+        candidates: Settings that the search could change.
         fixed: Fields that had to stay as they are.
     """
     least = min(requirements, key=lambda each: (each.missing_bytes(limits), each.device_bytes))
@@ -57,11 +57,11 @@ def describe_impossible(
 
 
 def shortages(requirement: MemoryRequirement, limits: Limits) -> list[str]:
-    """What is short beside the GPU.
+    """List the shortages of host memory and disk.
 
     Args:
-        requirement: What a run takes.
-        limits: What there is.
+        requirement: Memory and disk that a run needs.
+        limits: Memory and disk of the machine.
     """
     missing = {
         "host memory": requirement.missing_host_bytes(limits),
@@ -71,11 +71,11 @@ def shortages(requirement: MemoryRequirement, limits: Limits) -> list[str]:
 
 
 def changed_fields(old: PlanRequest, new: PlanRequest) -> dict[str, tuple[Any, Any]]:
-    """Fields that differ, with both values.
+    """Return the fields that differ, each with its old and new value.
 
     Args:
-        old: The one.
-        new: The other.
+        old: Request before the change.
+        new: Request after the change.
     """
     pairs = {item.name: (getattr(old, item.name), getattr(new, item.name)) for item in fields(PlanRequest)}
     return {name: (before, after) for name, (before, after) in pairs.items() if before != after}

@@ -1,13 +1,13 @@
-"""What a GPU's kernels keep and take, for a step that runs on the CPU.
+"""Stand-ins for GPU kernels in a step that runs on the CPU, with the GPU's memory use.
 
-A plan's tensors say that they lie on the CPU, so torch would give them the CPU's operators. Three of these keep other
-things for the backward than those of a GPU, and are answered here in their place: attention, dropout, and what autocast
-computes in fp32. A fourth, the experts' grouped products, torch knows without data in one dtype alone
-(`grouped_products`). All else is the same on both.
+A plan's tensors claim to be on the CPU, so torch would run the CPU's operators. Three of these save other tensors for
+the backward than on a GPU: attention, dropout, and operators that autocast runs in fp32. This module replaces them. It
+also replaces the experts' grouped products, which torch supports on fake tensors in one dtype only
+(`grouped_products`). All other operators are the same on both devices.
 
-The attention kernel is the one that torch picks on a GPU. Flash and memory-efficient attention keep queries, keys,
-values, their output and the logarithms of the softmax's sums (and the mask, if there is one); no scores are ever
-stored. A run on the CPU (`kernels="cpu"`) is planned with the CPU's own.
+The attention kernel is the one that torch selects on a GPU. Flash and memory-efficient attention save queries, keys,
+values, the output, the log-sum-exp of the scores, and the mask if there is one. They never store scores. The plan of a
+run on the CPU (`kernels="cpu"`) uses the CPU's own attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,32 +23,32 @@ from slivertune.core.torch_internals import GROUPED_PRODUCT, plain_attention
 from slivertune.planning.grouped_products import multiply_in_groups
 
 Kernels = Literal["gpu", "cpu"]
-"""Where a step is to run, and so whose kernels it is to count."""
+"""Device on which a step is to run. A plan counts the kernels of this device."""
 KernelName = Literal["flash", "efficient", "math"]
 
 _LARGEST_FLASH_HEAD = 256
 _EFFICIENT_ROWS = 32
-"""The memory-efficient kernel pads the rows of its logarithms to a multiple of this."""
+"""Multiple to which the memory-efficient kernel pads the rows of its log-sum-exp."""
 
 
 def pick_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> KernelName:
-    """Which kernel torch picks on a GPU since 8.0 (Ampere) for these inputs.
+    """Return the kernel that torch selects for these inputs on a GPU of compute capability 8.0 (Ampere) or later.
 
     Args:
         query: Shape (batch, heads, n, head size).
         key: Shape (batch, key heads, m, head size).
-        value: As `key`, with a head size of its own.
-        mask: What is added to the scores, or which of them count; None for none.
+        value: Same shape as `key`, but with its own head size.
+        mask: Float mask that is added to the scores, or bool mask that selects them; None for no mask.
 
     Returns:
-        Flash for 16 bits without a mask; the memory-efficient one for fp32 and masks; where that has no form for it
-        (fp32 heads that share keys, without a mask), plain operators that store all scores.
+        "flash" for 16-bit inputs without a mask, with one head size of at most 256. Else "efficient" (memory-efficient
+        attention), or "math" (plain operators that store all scores) if heads share keys without a mask.
     """
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     same_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
     if is_half and mask is None and same_size and query.shape[-1] <= _LARGEST_FLASH_HEAD:
         return "flash"
-    # TokenTune alone gives a mask with shared keys here; on a GPU it folds the queries into rows of a key's head.
+    # Only TokenTune passes a mask with shared keys. On a GPU it folds the queries into rows of a key's head.
     if query.shape[1] == key.shape[1] or mask is not None:
         return "efficient"
     return "math"
@@ -64,21 +64,21 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Stand in for `torch.nn.functional.scaled_dot_product_attention`; the values of the result are arbitrary.
+    """Replace `torch.nn.functional.scaled_dot_product_attention` by a call whose result has arbitrary values.
 
     Args:
         query: Shape (batch, heads, n, head size).
         key: Shape (batch, key heads, m, head size).
-        value: As `key`, with a head size of its own.
-        attn_mask: Bool or float, broadcast to (batch, heads, n, m).
-        dropout_p: Kept as a seed alone by the kernels that store no scores.
+        value: Same shape as `key`, but with its own head size.
+        attn_mask: Bool or float mask, broadcast to (batch, heads, n, m).
+        dropout_p: Dropout probability. Kernels that store no scores save only a seed for it.
         is_causal: As in torch.
         scale: As in torch.
-        enable_gqa: Whether several heads of queries share one of keys.
+        enable_gqa: Whether several query heads share one key head.
 
     Returns:
-        Shape (batch, heads, n, value's head size), laid out in memory as the kernel does: by flash attention as the
-        queries are, else with heads beside head sizes.
+        Tensor of shape (batch, heads, n, value's head size), in the kernel's memory order: that of the queries for
+        flash attention, else (batch, n, heads, head size).
     """
     kernel = pick_kernel(query, key, value, attn_mask)
     if kernel == "math":
@@ -96,10 +96,10 @@ _listeners: list[Callable[[int, int], None]] = []
 
 @contextmanager
 def attention_seen_by(listener: Callable[[int, int], None]) -> Iterator[None]:
-    """Tell of each kernel that stands for attention or for experts, which no operator shows.
+    """Report each kernel that stands for attention or experts, and so calls no operator, to a listener.
 
     Args:
-        listener: Called with a kernel's floating-point operations, and the bytes of memory that it reads and writes.
+        listener: Callback that takes a kernel's floating-point operations, and the bytes that it reads and writes.
     """
     _listeners.append(listener)
     try:
@@ -109,26 +109,26 @@ def attention_seen_by(listener: Callable[[int, int], None]) -> Iterator[None]:
 
 
 def _tell(flops_per_score: int, is_causal: bool, query: torch.Tensor, *others: torch.Tensor) -> None:
-    """Tell listeners of a kernel that reads or writes the queries and these others, the keys first."""
+    """Report a kernel that reads or writes the queries and the other tensors, of which the keys come first."""
     scores = query.shape[:3].numel() * others[0].shape[2]
     if is_causal:
-        scores //= 2  # blocks above the diagonal are left out
+        scores //= 2  # the kernel skips blocks above the diagonal
     tell_listeners(flops_per_score * scores, sum(each.nbytes for each in (query, *others)))
 
 
 def tell_listeners(flops: int, num_bytes: int) -> None:
-    """Tell listeners of a kernel that no operator shows.
+    """Report a kernel that calls no operator to all listeners.
 
     Args:
-        flops: Its floating-point operations.
-        num_bytes: Of memory that it reads and writes.
+        flops: Floating-point operations of the kernel.
+        num_bytes: Bytes of memory that it reads and writes.
     """
     for listener in _listeners:
         listener(flops, num_bytes)
 
 
 class _Fused(torch.autograd.Function):
-    """A kernel that stores no scores, by its sizes."""
+    """Fused attention that stores no scores, as tensors of the right sizes only."""
 
     @staticmethod
     def forward(
@@ -142,14 +142,14 @@ class _Fused(torch.autograd.Function):
     ) -> torch.Tensor:
         batch, heads, length, _ = query.shape
         if kernel == "flash":
-            out = torch.empty_like(query)  # laid out as the queries are, which decides whether the next product copies
+            out = torch.empty_like(query)  # the queries' layout decides whether the next product copies
         else:
             out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         rows = length if kernel == "flash" else -(-length // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
         logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
         ctx.kernel, ctx.is_causal = kernel, is_causal
         ctx.save_for_backward(query, key, value, mask, out, logarithms)
-        # Two products, of queries and keys and of weights and values, and two operations a product and sum.
+        # Two products (queries by keys, weights by values), with two operations per multiply-add.
         _tell(2 * (query.shape[-1] + value.shape[-1]), is_causal, query, key, value, out)
         return out
 
@@ -157,7 +157,7 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, _, out, logarithms = ctx.saved_tensors
-        # Sums of gradient times output, one a row of the logarithms, live as long as the kernel runs.
+        # The sums of gradient times output, one per row of the log-sum-exp, live while the kernel runs.
         temporaries = [torch.empty_like(logarithms)]
         if ctx.kernel == "flash":
             temporaries.append(torch.empty_like(query, dtype=torch.float32))  # the queries' gradient, summed in fp32
@@ -165,25 +165,25 @@ class _Fused(torch.autograd.Function):
                 by_query_head = (query.shape[0], query.shape[1], key.shape[2], key.shape[3])
                 temporaries += [key.new_empty(by_query_head), value.new_empty(by_query_head)]
         gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        # Five products: the scores again, and the gradients of weights, values, queries and keys.
+        # Five products: recomputed scores, and the gradients of weights, values, queries and keys.
         flops_per_score = 2 * (3 * query.shape[-1] + 2 * value.shape[-1])
         _tell(flops_per_score, ctx.is_causal, query, key, value, out, gradient, *gradients)
         return *gradients, None, None, None
 
 
 def kernels_of(kernels: Kernels) -> TorchFunctionMode:
-    """Let torch's functions keep what they would keep on a GPU, or what they do keep on the CPU.
+    """Return a mode in which torch's functions save the same tensors as on a GPU, or as on the CPU.
 
     Args:
-        kernels: Whose.
+        kernels: Device whose kernels count.
     """
     return GpuKernels() if kernels == "gpu" else KnownKernels()
 
 
 class KnownKernels(TorchFunctionMode):
-    """While entered, torch knows all functions without data; a context manager.
+    """Context manager in which torch supports all functions on fake tensors.
 
-    No one's code is changed: the mode sees each call of a torch function and answers those that it has to.
+    No other code is changed: the mode sees each call of a torch function and replaces the calls that need it.
     """
 
     def __torch_function__(
@@ -195,7 +195,7 @@ class KnownKernels(TorchFunctionMode):
 
 
 class GpuKernels(KnownKernels):
-    """While entered, torch's functions also keep what they would keep on a GPU."""
+    """Context manager in which torch's functions also save the tensors that they would save on a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,8 +211,8 @@ class GpuKernels(KnownKernels):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-# https://docs.pytorch.org/docs/2.13/amp.html: "CUDA Ops that can autocast to float32", as far as language models call
-# them; the CPU's autocast leaves these in bf16.
+# https://docs.pytorch.org/docs/2.13/amp.html: "CUDA Ops that can autocast to float32", only those that language models
+# call. The CPU's autocast leaves them in bf16.
 _IN_FP32 = frozenset(
     {
         F.cosine_similarity,
@@ -261,7 +261,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """As the fused kernel of a GPU: a mask of one byte an element, where the CPU keeps the noise itself."""
+    """Apply dropout with a mask of 1 byte per element, as a GPU's fused kernel does. The CPU saves the noise itself."""
     if not training or p == 0:
         return input
     output: torch.Tensor = torch.native_dropout(input, p, True)[0]

@@ -1,7 +1,7 @@
-"""Values that tensors without data have after all: those that follow from sizes and positions alone.
+"""Known values of fake tensors: values that follow from sizes and positions alone.
 
-Where an image's patches lie, which tokens stand for it and how they are cut into windows decides the sizes of what a
-vision model computes. Such integers come from no weight, so that they are computed beside their tensors without data.
+The sizes in a vision model depend on integers: positions of an image's patches, tokens that stand for the image, and
+windows into which they are cut. These integers depend on no weight, so they are computed next to their fake tensors.
 """
 
 from collections.abc import Iterator
@@ -24,24 +24,24 @@ from slivertune.core.torch_internals import (
 )
 
 _LARGEST = 2**18
-"""Elements of a tensor up to which its values are computed."""
+"""Largest number of elements of a tensor whose values are computed."""
 
 _values: Any = WeakTensorKeyDictionary()
 
 
 def set_values(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Say what a tensor without data would hold.
+    """Set the values that a fake tensor would hold, and return the tensor.
 
     Args:
-        tensor: The tensor.
-        values: A real one of its shape.
+        tensor: Fake tensor.
+        values: Real tensor of the same shape.
     """
     _values[tensor] = values
     return tensor
 
 
 class KnownValues(TorchDispatchMode):
-    """While entered, operators whose tensors all have known values have a known result, and `item` reads it."""
+    """Context manager in which operators on tensors of known values have known results, which `item` reads."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,12 +72,12 @@ class KnownValues(TorchDispatchMode):
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
-    """Whether values are known; those of a tensor that was just made from a list stand in itself."""
+    """Return whether a tensor's values are known. A tensor that was just made from a list holds them itself."""
     return tensor in _values or not isinstance(tensor, FakeTensor)
 
 
 def _is_determined(func: Any, results: list[torch.Tensor]) -> bool:
-    """Whether values are worth computing: none are random, and none are left as memory happened to be."""
+    """Return whether values are worth computing: none are random, and none are uninitialized memory."""
     name = func.overloadpacket.__name__
     return not (name.startswith(("empty", "new_empty", "rand", "normal", "uniform", "bernoulli", "native_dropout")))
 
@@ -107,10 +107,10 @@ def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def knowing(enabled: bool) -> Iterator[None]:
-    """Compute known values, or nothing.
+    """Compute known values inside this context, if enabled.
 
     Args:
-        enabled: Which.
+        enabled: Whether to compute them.
     """
     if not enabled:
         yield

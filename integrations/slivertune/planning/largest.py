@@ -13,37 +13,37 @@ from slivertune.planning.search import Tell
 LargestField = Literal["batch_size", "seq_length"]
 
 STEPS: dict[LargestField, int] = {"batch_size": 1, "seq_length": 128}
-"""Values are multiples of these; lengths of the tiles of attention and matrix kernels."""
+"""Numbers of which all values are multiples. 128 tokens are a tile of attention and matrix kernels."""
 _MOST_STEPS = 2**16
 _MOST_BY_LINE = 5
 _MOST_GROWTH = 16
-"""From one value to the next: where the batch hardly counts yet a line leads anywhere, and large batches take long."""
+"""Largest factor from one value to the next. A line through tiny batches overshoots, and large batches take long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Largest:
-    """The largest value that fits, and the one after it, which does not."""
+    """Largest value that fits, and the next value, which does not."""
 
     field: LargestField
     value: int
     requirement: MemoryRequirement
-    """With it."""
+    """Memory that the run requires with `value`."""
     next_value: int | None
-    """None where the value is the most that the model takes."""
+    """Next value, which does not fit, or None if `value` is the most that the model takes."""
     next_device_bytes: int | None
-    """What a GPU would need with the next one."""
+    """Bytes that a GPU would need with `next_value`."""
     limits: Limits
-    """What there is."""
+    """Memory that the run may fill."""
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the result in one line."""
         text = f"{self.field} {self.value:,} is the largest that fits {describe_limits(self.limits)}"
         if self.next_value is None or self.next_device_bytes is None:
             return f"{text}, and the most that the model takes"
         return f"{text}; {self.next_value:,} would need {format_bytes(self.next_device_bytes)} on the GPU"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "field": self.field,
             "value": self.value,
@@ -63,22 +63,22 @@ def find_largest(
 ) -> Largest:
     """Plan values until one fits and the next does not.
 
-    A peak grows in straight pieces, so that the next value to try is taken from the line through two. Four plans where
-    there is but one piece: of 1, 2, the largest and the next.
+    A peak is piecewise linear in the value, so a line through two plans gives the next value to try. If the peak is
+    linear, this takes four plans: of 1, 2, the largest value and the next.
 
     Args:
-        request: The run; its own value of the field is not read.
-        field: What grows.
-        limits: What there is.
-        estimate: Plans a request.
-        most: The largest value to try; None for no bound.
-        tell: Told of each plan.
+        request: Run to plan; its own value of the field is not read.
+        field: Field whose value grows.
+        limits: Memory that the run may fill.
+        estimate: Function that plans a request.
+        most: Largest value to try; None for no bound.
+        tell: Function that takes a line per plan.
 
     Returns:
         The largest value.
 
     Raises:
-        ValueError: If not even the smallest value fits, or no bound was found.
+        ValueError: If even the smallest value does not fit, or no bound was found.
     """
     step = STEPS[field]
     last = _MOST_STEPS if most is None else max(1, most // step)
@@ -115,9 +115,9 @@ def find_largest(
 
 
 def _next(known: Mapping[int, MemoryRequirement], low: int, high: int, limits: Limits) -> int:
-    """What to try between a value that fits and one that does not: the largest that fits by the line through two."""
+    """Return the next index to try between `low`, which fits, and `high`, by a line through two plans."""
     first, second = (low, high) if high in known else (max((each for each in known if each < low), default=low), low)
-    # A line that turns in between would be followed in small steps.
+    # If the line bends in between, it leads there in small steps only. Every other plan then halves the interval.
     if high in known and len(known) > _MOST_BY_LINE and len(known) % 2:
         return (low + high) // 2
     grown = known[second].device_bytes - known[first].device_bytes

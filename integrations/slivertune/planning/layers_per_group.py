@@ -1,4 +1,4 @@
-"""`--layers_per_group auto`: the most layers a step whose copies hide behind the computation, and whose bytes fit."""
+"""`--layers_per_group auto`: the most layers per step that fit in memory and whose copies overlap with computation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,23 +16,23 @@ from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Tell
 
 HIDDEN_SHARE = 0.05
-"""Copies hide where computation stands still for them no longer than this share of a cycle's time."""
+"""Largest share of a cycle's time for which computation may stall if its copies are to count as overlapped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A number of layers a step that was looked at."""
+    """Trial of a number of layers per step."""
 
     layers_per_group: int
     requirement: MemoryRequirement
-    """What it takes, with nothing loaded ahead."""
+    """Memory that the run requires without prefetching."""
     exposed_share: float | None
-    """The part of a cycle in which computation stands still for copies; None of what does not fit."""
+    """Share of a cycle in which computation stalls for copies, or None if the run does not fit."""
     seconds_per_step: float | None
-    """Mean over the cycle; None of what does not fit."""
+    """Mean seconds per step over the cycle, or None if the run does not fit."""
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the trial in one line."""
         layers = f"{self.layers_per_group} layer{'s' if self.layers_per_group > 1 else ''} a step"
         if self.exposed_share is None or self.seconds_per_step is None:
             return f"{layers}: {format_bytes(self.requirement.device_bytes)} on the GPU, does not fit"
@@ -41,23 +41,23 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayersChoice:
-    """How a number of layers a step was chosen."""
+    """Choice of a number of layers per step."""
 
     trials: tuple[Trial, ...]
-    """What was looked at, the most layers first; the last is what was chosen."""
+    """Trials, the most layers first. The last trial is chosen."""
     card: Card
-    """For which."""
+    """GPU whose rates decided."""
     limits: Limits
-    """What there is."""
+    """Memory that the run may fill."""
 
     @property
     def chosen(self) -> Trial:
-        """What was chosen."""
+        """The chosen trial."""
         return self.trials[-1]
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """Reason for the choice."""
         chosen = self.chosen
         assert chosen.exposed_share is not None
         if chosen.exposed_share > HIDDEN_SHARE:
@@ -69,14 +69,14 @@ class LayersChoice:
         return f"the most of those tried that fits and hides its copies; {too_many.layers_per_group} {what}"
 
     def lines(self) -> list[str]:
-        """What was chosen, for which card, why, and what was looked at."""
+        """Return the choice with its GPU and its reason, and the trials, one line each."""
         rates = self.card.rates()
         card = f"{rates.flops / 1e12:.0f} TFLOP/s, {rates.bus_bandwidth / 1e9:.1f} GB/s each way"
         chosen = f"{self.chosen.layers_per_group} layers_per_group for a {self.card.name} ({card}): {self.reason}"
         return [f"chose {chosen}", *(f"  {trial.describe()}" for trial in self.trials)]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "layers_per_group": self.chosen.layers_per_group,
             "reason": self.reason,
@@ -104,24 +104,24 @@ def choose_layers_per_group(
     prefetch_bytes: int | None = None,
     tell: Tell = lambda line: None,
 ) -> LayersChoice:
-    """Plan fewer and fewer layers a step, until their bytes fit and their copies hide.
+    """Plan fewer and fewer layers per step until the run fits and its copies overlap with computation.
 
     The number of groups doubles from one trial to the next.
 
     Args:
-        request: The run: HiFT on one GPU; its `layers_per_group` is not read.
+        request: Run of HiFT on one GPU; its `layers_per_group` is not read.
         config: The model's configuration.
-        card: Whose rates decide.
-        limits: The memory of the card that is to be used, and of the host.
-        prefetch_bytes: What pieces of state may hold ahead of their step; None for what HiFT takes by itself, which is
-            what the plan leaves of the limit, less HiFT's margin.
-        tell: Told of each trial.
+        card: GPU whose rates decide.
+        limits: Memory of the GPU and of the host that the run may fill.
+        prefetch_bytes: GPU memory that may hold prefetched optimizer state, in bytes; None for HiFT's own choice, which
+            is the part of the limit that the plan leaves free, less HiFT's margin.
+        tell: Function that takes a line per trial.
 
     Returns:
         The choice.
 
     Raises:
-        ValueError: If not even one layer a step fits, or copies between host and GPU decide nothing.
+        ValueError: If even one layer per step does not fit, or copies between host and GPU decide nothing.
     """
     check_has_copies(request)
     trials = []
@@ -140,7 +140,7 @@ def check_has_copies(request: PlanRequest) -> None:
     """Refuse runs in which copies between host and GPU decide nothing.
 
     Raises:
-        ValueError: Naming the setting and the way out.
+        ValueError: If a setting rules such copies out; names the setting and the way out.
     """
     for name, value, known in (("method", request.method, "hift"), ("layout", request.layout, "single")):
         if value != known:
@@ -153,17 +153,17 @@ def check_has_copies(request: PlanRequest) -> None:
 
 
 def count_layers(request: PlanRequest, config: PreTrainedConfig) -> int:
-    """The layers that HiFT finds in a model, embedding and head included.
+    """Count the layers that HiFT finds in a model, embedding and head included.
 
     Args:
-        request: Names the model's head.
+        request: Run that names the model's head, and the layers if they are given.
         config: The model's configuration.
     """
     return len(find_layers(build_model(request, config), layers_in(request.layers)))
 
 
 def _halved(num_layers: int) -> Iterator[int]:
-    """The layers of the largest group, of one group, two, four, ...; at last one layer."""
+    """Yield the number of layers in the largest of 1, 2, 4, ... groups, and at last 1."""
     num_groups = 1
     while num_groups < num_layers:
         yield -(-num_layers // num_groups)

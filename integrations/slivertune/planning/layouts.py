@@ -1,19 +1,19 @@
-"""Runs on several GPUs, by their sizes: what an engine adds to the step of one GPU, and what it shares out.
+"""Memory of runs on several GPUs, from sizes: the bytes that an engine adds to one GPU's step, and those it shards.
 
-Engines can't run without data, so what follows is arithmetic on a plan of one GPU. P stands for the parameters' bytes,
-G for the gradients of what trains in a step, S for its optimizer state with fp32 masters, N for the ranks:
+Engines can't run on fake tensors, so this module computes with the plan of one GPU. P is the bytes of all parameters, G
+of the gradients that a step makes, S of their optimizer state with fp32 master weights, and N the number of ranks:
 
-* `ddp`, and SFT under `zero1` and `zero2`: all of one GPU's, and the buckets in which gradients are averaged; HiFT's
-  stand in the step that is run.
-* `zero1`, `zero2`: P, the gradients, S / N for as long as the group has its turn, a reduce bucket in the backward, and
-  in the step a rank's part of the gradients in fp32.
-* `zero3`: (P + G + S) / N, a reduce bucket, and the gathered weights, which stay up to a billion of them.
-* `fsdp2`: P / N, the state's pieces; what is gathered and reduced stands in the step that is run.
+* `ddp`, and SFT under `zero1` and `zero2`: all bytes of one GPU, and the buckets in which gradients are averaged.
+  HiFT's buckets are part of the measured step.
+* `zero1`, `zero2`: P, the gradients, S / N while the group trains, a reduce bucket in the backward, and in the step the
+  rank's share of the gradients in fp32.
+* `zero3`: (P + G + S) / N, a reduce bucket, and the gathered weights, of which up to 1e9 stay gathered.
+* `fsdp2`: P / N and the chunks of state. Gathered and reduced tensors are part of the measured step.
 
-With parameters on the host, P and (under FSDP2, whose optimizer then steps there) G and S wait there, too.
+If parameters are offloaded, P is in host memory. Under FSDP2, whose optimizer then steps on the host, so are G and S.
 
-What a layout allocates while a backward makes gradients is put on the model as a stand-in, in the moments when it does.
-Buckets of ours are the real ones, with no other rank. The ledger counts all of them.
+A stand-in on the model makes a layout's allocations during a backward, at the moments when the engine makes them. Our
+own buckets are real, but without other ranks. The ledger counts all of them.
 """
 
 import math
@@ -37,31 +37,31 @@ from slivertune.planning.request import PlanRequest
 from slivertune.sft.gradient_sync import BUCKET_ELEMENTS
 
 _MOST_LIVE_ELEMENTS = 10**9
-"""Weights that ZeRO-3 leaves gathered for their next use, unless its configuration says otherwise
+"""Number of weights that ZeRO-3 keeps gathered for their next use, unless its configuration says otherwise
 (stage3_max_live_parameters and stage3_max_reuse_distance)."""
 _FP32 = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """What a model's layers take, in bytes of their weights as they are stored."""
+    """Sizes of a model's layers, with weights in the dtype in which they are stored."""
 
     largest: int
-    """The largest layer: embedding, block or head."""
+    """Bytes of the largest layer: embedding, block or head."""
     largest_block: int
-    """The largest block."""
+    """Bytes of the largest block."""
     outside_blocks: int
-    """Embedding and head together."""
+    """Bytes of embedding and head together."""
     bucket_elements: int
-    """Elements of ZeRO's reduce bucket, where the configuration says "auto": the hidden size, squared."""
+    """Elements of ZeRO's reduce bucket if the configuration says "auto": the hidden size, squared."""
     itemsize: int
-    """Bytes of a weight."""
+    """Bytes per weight, in the widest dtype."""
     looked_up: int
-    """The input embedding, unless the head is tied to it: nothing of it is needed once the tokens are looked up."""
+    """Bytes of the input embedding, which is not needed after the tokens' look-up, or 0 if it is tied to the head."""
     stored: int
-    """All weights and buffers."""
+    """Bytes of all weights and buffers."""
     shared: int
-    """All weights that FSDP2 cuts."""
+    """Bytes of all weights that FSDP2 shards."""
 
 
 def sizes_of(model: Any) -> LayerSizes:
@@ -88,15 +88,15 @@ def sizes_of(model: Any) -> LayerSizes:
 
 
 def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
-    """Turn the plan of a run on one GPU into that of the same run on several.
+    """Convert the plan of a run on one GPU into the plan of the same run on several GPUs.
 
     Args:
-        plan: Of one GPU.
-        request: The run; its layout is not `single`.
-        sizes: The model's layers.
+        plan: Plan of the run on one GPU.
+        request: Run whose layout is not `single`.
+        sizes: Sizes of the model's layers.
 
     Returns:
-        The plan of each of the GPUs, and of its process on the host.
+        The plan of each GPU, and of its process on the host.
     """
     groups = tuple(_spread_group(group, plan, request, sizes) for group in plan.groups)
     peak = max((group.peak for group in groups), key=lambda moment: moment.total)
@@ -115,9 +115,9 @@ def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: Lay
     method = planned(request.method)
     if request.layout == "ddp" or (method.steps_itself and request.layout in ("zero1", "zero2")):
         if method.averages_in_buckets:
-            # Its buckets were part of the step that was run.
+            # The measured step had its buckets.
             return group
-        # SFT's last group is the one outside of phases.
+        # SFT's last group is outside of estimation phases.
         moments = [_with_buckets(group, request, is_estimating=group is not plan.groups[-1])]
     elif request.layout == "fsdp2":
         moments = _fsdp2_moments(group, request, sizes)
@@ -129,10 +129,10 @@ def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: Lay
 
 
 def _with_buckets(group: GroupPlan, request: PlanRequest, *, is_estimating: bool) -> Moment:
-    """Torch's buckets copy all gradients for good; SFT copies the few when a backward is over, also under ZeRO."""
+    """Add buckets: torch copies all gradients permanently, SFT its few after a backward (also under ZeRO)."""
     if not planned(request.method).steps_itself:
         return replace(group.peak, residual=group.peak.residual + group.gradient_bytes)
-    # Inside of a phase, beside the deltas' gradients, go those of about as many candidates; outside there are none.
+    # Inside a phase, about as many candidates as deltas have gradients, too. Outside there are no candidates.
     copied = min((2 if is_estimating else 1) * group.gradient_bytes, BUCKET_ELEMENTS * _FP32)
     return max(
         group.peak,
@@ -142,12 +142,12 @@ def _with_buckets(group: GroupPlan, request: PlanRequest, *, is_estimating: bool
 
 
 def _zero_moments(group: GroupPlan, request: PlanRequest) -> list[Moment]:
-    """ZeRO-1 and 2: weights whole, state shared out and on the device throughout the group's turn."""
+    """Return the moments of ZeRO-1 and 2: whole weights, and sharded state on the device while the group trains."""
     ranks = request.num_gpus
     state = math.ceil(_zero_state_bytes(group) / ranks)
-    # What a rank keeps of the gradients, and the same laid out flat.
+    # The step has the rank's share of the gradients, and a flat copy of it.
     return [
-        # The reduce bucket was part of the step that was run.
+        # The measured step had the reduce bucket.
         replace(_before_step(group), state=state),
         _moment(
             group,
@@ -161,12 +161,12 @@ def _zero_moments(group: GroupPlan, request: PlanRequest) -> list[Moment]:
 
 
 def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> list[Moment]:
-    """ZeRO-3: everything shared out; weights are gathered for a layer and the next, and stay for their next use."""
+    """Return the moments of ZeRO-3. It shards all, and gathers a layer and the next, which stay for their next use."""
     ranks, weights = request.num_gpus, group.peak.parameters
     own = 0 if request.offload_parameters else math.ceil(weights / ranks)
     gathered = min(weights, max(sizes.largest + sizes.largest_block, _MOST_LIVE_ELEMENTS * sizes.itemsize))
     if planned(request.method).steps_itself:
-        # Its vectors are on every rank, whole, and ZeRO has no bucket. It trains no embedding, which is released early.
+        # Every rank has whole vectors, and ZeRO has no bucket. The method trains no embedding, which is released early.
         return [replace(_before_step(group), parameters=own + min(gathered, weights - sizes.looked_up))]
     state, gradients = math.ceil(_zero_state_bytes(group) / ranks), math.ceil(group.gradient_bytes / ranks)
     return [
@@ -183,12 +183,12 @@ def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
 
 
 def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> list[Moment]:
-    """FSDP2: what is gathered, whole gradients and their reduction were part of the step that was run."""
+    """Return the moments of FSDP2. The measured step had gathered weights, whole gradients and their reduction."""
     ranks, offloads, method = request.num_gpus, request.offload_parameters, planned(request.method)
     own = sizes.stored - sizes.shared + (0 if offloads else math.ceil(sizes.shared / ranks))
     resident_state = 0
     if method.steps_itself:
-        resident_state = group.peak.state  # its vectors and indices are on every rank, whole
+        resident_state = group.peak.state  # vectors and indices are whole on every rank
     elif not method.waits_on_host(request):
         resident_state = 0 if offloads else math.ceil(group.peak.state / ranks)
     before = _before_step(group)
@@ -199,7 +199,7 @@ def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
             whole = math.ceil(group.state_and_master_bytes / ranks)
             moving = min(2 * request.stream_bytes, whole) if request.stream_bytes else whole
         gradients = math.ceil(group.gradient_bytes / ranks)
-        # State begins to come when the first gradients have been reduced, and the layer below was gathered in vain.
+        # State begins to load once the first gradients are reduced. The layer below was gathered without need.
         reduced = min(group.gradient_bytes, max(sizes.largest, sizes.outside_blocks))
         moments.append(_moment(group, "backward", own + sizes.largest_block, gradients + reduced, moving))
         moments.append(_moment(group, "step", own, gradients, moving))
@@ -217,7 +217,7 @@ def _moment(group: GroupPlan, phase: Phase, parameters: int, gradients: int, sta
 
 
 def _zero_state_bytes(group: GroupPlan) -> int:
-    """ZeRO keeps fp32 masters of all that it trains, whatever the weights are stored in."""
+    """Return the bytes of state with fp32 masters, which ZeRO keeps for weights of any dtype that train."""
     return group.state_bytes + group.num_parameters * _FP32
 
 
@@ -226,7 +226,7 @@ def _fp32_gradients(group: GroupPlan, ranks: int) -> int:
 
 
 def _host_bytes(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> int:
-    """What each process keeps in host memory; activations are its own."""
+    """Return the bytes that each process keeps in host memory. Activations are not sharded."""
     ranks, activations = request.num_gpus, max(group.host_activation_bytes for group in plan.groups)
     state = plan.host_bytes - activations
     if request.layout == "ddp":
@@ -245,14 +245,14 @@ def _host_bytes(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> int:
 
 
 class _NoOtherRank:
-    """A mean over one rank, which takes no memory."""
+    """Handle of an average over one rank, which takes no memory."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once, since nothing is in flight."""
 
 
 class _KeepsInput(torch.autograd.Function):
-    """Passes an output on, and keeps an input for as long as the backward may need it."""
+    """Passes an output through, and saves an input for as long as the backward may need it."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ def _keep_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: tor
 
 
 def _watch_reduce_bucket(model: nn.Module, num_elements: int, stack: ExitStack) -> None:
-    """ZeRO-1 and 2: one bucket from the first gradient of a backward to its end."""
+    """Allocate the reduce bucket of ZeRO-1 and 2 from the first gradient of a backward to its end."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     buckets: list[torch.Tensor] = []
 
@@ -286,11 +286,11 @@ def _watch_reduce_bucket(model: nn.Module, num_elements: int, stack: ExitStack) 
 
 @contextmanager
 def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) -> Iterator[None]:
-    """Put the stand-in of a layout's engine on a model, for a time.
+    """Attach the stand-in of a layout's engine to a model inside this context.
 
     Args:
-        request: The layout, and how the model is trained.
-        model: The model.
+        request: Run with the layout and the method.
+        model: Model to attach it to.
         bucket_elements: Elements of ZeRO's reduce bucket.
     """
     method, layout = planned(request.method), request.layout
@@ -305,7 +305,7 @@ def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) ->
                 ).remove
             )
         elif layout == "zero3":
-            # Its matrix products keep their inputs, also those of frozen weights.
+            # ZeRO-3's matrix products save their inputs, also for frozen weights.
             for module in model.modules():
                 if isinstance(module, nn.Linear):
                     stack.callback(module.register_forward_hook(_keep_input).remove)

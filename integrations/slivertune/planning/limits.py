@@ -1,4 +1,4 @@
-"""What a run may fill: what was given, and on the machine that trains what it has free."""
+"""Limits of a run: the given ones, and the free memory of this machine if the run trains here."""
 
 import shutil
 from dataclasses import replace
@@ -16,17 +16,17 @@ _PLACES: dict[LimitName, tuple[str, str, str]] = {
     "host_bytes": ("host memory", "--fit_host", "64GiB"),
     "disk_bytes": ("disk", "--fit_disk", "500GiB"),
 }
-"""What each is called, the option that limits it, and a size."""
+"""Name of each place in messages, option that limits it, and example of a size."""
 
 
 def trains_here(gpu: str | None) -> bool:
-    """Whether the machine that plans has the GPU that trains.
+    """Return whether the machine that plans has the GPU that trains.
 
     Args:
-        gpu: The card that was named; None for the one that is here.
+        gpu: Name of the GPU; None for the GPU of this machine.
 
     Raises:
-        ValueError: If no such card is known.
+        ValueError: If no such GPU is known.
     """
     if not torch.cuda.is_available():
         return False
@@ -41,17 +41,17 @@ def limits_of(
     here: bool = False,
     num_gpus: int = 1,
 ) -> Limits:
-    """The limits of a run; where it trains on this machine, those that were not given are what is free here.
+    """Return the limits of a run. If it trains here, limits that were not given are this machine's free memory.
 
-    Host memory is what the machine and the control groups of this process leave, the disk that of the present folder,
-    where the printed command puts its state; the processes of the GPUs here share both.
+    The machine and the control groups of this process bound host memory. The disk is that of the current folder, where
+    the printed command stores its state. The processes of this machine's GPUs share both.
 
     Args:
-        device_bytes: Memory of one GPU.
-        host_bytes: Host memory for one process; None where it was not given.
-        disk_bytes: Disk for one process; None where it was not given.
-        here: Whether it trains on this machine.
-        num_gpus: GPUs of the run.
+        device_bytes: Memory of one GPU, in bytes.
+        host_bytes: Host memory for one process, in bytes; None if it was not given.
+        disk_bytes: Disk space for one process, in bytes; None if it was not given.
+        here: Whether the run trains on this machine.
+        num_gpus: Number of the run's GPUs.
     """
     limits = Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
     if not here:
@@ -67,10 +67,10 @@ def limits_of(
 
 
 def describe_limits(limits: Limits) -> str:
-    """All limits in a few words; the GPU's memory alone is its size alone.
+    """Describe all limits in a few words. If only the GPU is limited, return just its size.
 
     Args:
-        limits: What there is.
+        limits: Limits to describe.
     """
     parts = [format_bytes(limits.device_bytes)]
     for name, (place, _, _) in _PLACES.items():
@@ -82,11 +82,11 @@ def describe_limits(limits: Limits) -> str:
 
 
 def unlimited_needs(requirement: MemoryRequirement, limits: Limits) -> list[str]:
-    """What a run takes where nothing was said of what there is, a line each.
+    """Return a line for each place that a run needs and that has no limit.
 
     Args:
-        requirement: What it takes.
-        limits: What there is.
+        requirement: Memory that the run requires.
+        limits: Limits of the run.
     """
     each = " for each process" if requirement.plan.request.num_gpus > 1 else ""
     needs = [(getattr(requirement, name), getattr(limits, name), *about) for name, about in _PLACES.items()]
@@ -98,11 +98,11 @@ def unlimited_needs(requirement: MemoryRequirement, limits: Limits) -> list[str]
 
 
 def fit_json(requirement: MemoryRequirement, limits: Limits) -> dict[str, Any]:
-    """The limits, which of them were assumed, and whether each is kept; None where there is none.
+    """Return the limits as JSON, with the assumed ones and whether each is kept (None for no limit).
 
     Args:
-        requirement: What a run takes.
-        limits: What there is.
+        requirement: Memory that the run requires.
+        limits: Limits of the run.
     """
     return {
         **limits_json(limits),
@@ -115,10 +115,10 @@ def fit_json(requirement: MemoryRequirement, limits: Limits) -> dict[str, Any]:
 
 
 def limits_json(limits: Limits) -> dict[str, Any]:
-    """Plain JSON.
+    """Return limits as plain JSON.
 
     Args:
-        limits: What there is.
+        limits: Limits to convert.
     """
     return {
         "limit_bytes": limits.device_bytes,

@@ -1,4 +1,4 @@
-"""A plan from a request: the real step of every distinct group, on the model's own classes without data."""
+"""Plans made by running the real step of each distinct group, on the model's own classes with fake tensors."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -45,19 +45,19 @@ _MODELS: dict[TaskName, Any] = {
 
 
 def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
-    """Find out what a run needs, by running its steps on tensors without data.
+    """Plan a run by running its steps on fake tensors.
 
-    Costs seconds and a few hundred megabytes, whatever the size of the model.
+    Takes seconds and a few hundred MB of memory, whatever the size of the model.
 
     Args:
-        request: The run.
+        request: Run to plan.
         config: The model's configuration.
 
     Returns:
         The plan, without any allowance.
 
     Raises:
-        ValueError: If the method does not fit the model, or the model can't be run without data.
+        ValueError: If the method does not fit the model, or the model can't run on fake tensors.
     """
     if request.layout != "single":
         sizes = sizes_of(build_model(request, config))
@@ -67,14 +67,14 @@ def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
 
 @contextmanager
 def plans_of_batches(request: PlanRequest, config: PreTrainedConfig) -> Iterator[Callable[[PlanRequest], Plan]]:
-    """Plan runs that differ in `batch_size`, `seq_length` or `token_ratio`: what no batch changes is made once.
+    """Plan runs that differ in `batch_size`, `seq_length` or `token_ratio`, and make their common parts once.
 
     Args:
         request: Any of the runs.
         config: The model's configuration.
 
     Yields:
-        Plans one of them as `make_plan` does, to the byte.
+        A function that plans one of the runs, with the same bytes as `make_plan`.
     """
     if request.layout == "single":
         with built(request, config) as (model, _):
@@ -86,14 +86,14 @@ def plans_of_batches(request: PlanRequest, config: PreTrainedConfig) -> Iterator
 
 
 def on_one_gpu(request: PlanRequest) -> PlanRequest:
-    """The same run on one GPU, in the step that each of several makes.
+    """Return the same run on one GPU, with the step that each of several GPUs makes.
 
     Args:
         request: The run.
     """
     alone = replace(request, layout="single", num_gpus=1, offload_parameters=False)
     if request.layout in ("fsdp2", "zero3"):
-        # The head's weight is gathered for the head's own forward alone, so that training computes all logits.
+        # The head's weight is gathered only for the head's own forward, so training computes all logits.
         return replace(alone, chunked_cross_entropy=False)
     return alone
 
@@ -105,17 +105,17 @@ def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanReq
 
 @contextmanager
 def built(request: PlanRequest, config: PreTrainedConfig) -> Iterator[tuple[Any, Forward]]:
-    """Make the model that a run trains, among tensors without data.
+    """Make the model that a run trains, with fake tensors.
 
     Args:
         request: The run, on one GPU.
         config: The model's configuration.
 
     Yields:
-        The model, with sizes; and its forward on the run's batch.
+        The model with its sizes, and its forward on the run's batch.
 
     Raises:
-        ValueError: If the configuration does not fit, or the code inside can't go on without knowing a value.
+        ValueError: If the configuration does not fit, or the code inside needs a value that is not known.
     """
     model = build_model(request, config)
     with without_data(request.kernels):
@@ -158,17 +158,17 @@ def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
 
 
 def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
-    """Make the model that a run trains, on the meta device, in training mode, with what its method puts into it.
+    """Make the model that a run trains on the meta device, in training mode, with the changes of its method.
 
     Args:
-        request: Names the head, the dtype of the weights and the method.
-        config: The model's configuration; it is only read.
+        request: Run that names the head, the dtype of the weights and the method.
+        config: The model's configuration; only read.
 
     Returns:
         A transformers model, or a PEFT model around one.
 
     Raises:
-        ValueError: If the configuration is not that of a model with such a head.
+        ValueError: If the configuration does not belong to a model with such a head.
         ImportError: If the method needs a package that is not installed.
     """
     config = copy.deepcopy(config)
@@ -199,7 +199,7 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
 
 
 def _again(request: PlanRequest) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """In what a checkpoint is computed, and computed again: in a backward, torch takes function modes off."""
+    """Return the contexts of a block's first computation and of its recomputation, where torch drops function modes."""
     return nullcontext(), _as_in_forward(request)
 
 
@@ -210,10 +210,10 @@ def _as_in_forward(request: PlanRequest) -> Iterator[None]:
 
 
 def give_sizes(model: nn.Module) -> None:
-    """Replace what lies on the meta device by tensors that say they lie where the model computes.
+    """Replace tensors on the meta device by fake tensors on the device where the model computes.
 
     Args:
-        model: The model; changed. Called among tensors without data. Parameters that are tied stay tied.
+        model: Model to change, among fake tensors. Tied parameters stay tied.
     """
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -222,7 +222,7 @@ def give_sizes(model: nn.Module) -> None:
                 replaced[id(parameter)] = nn.Parameter(
                     torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
                 )
-                vars(replaced[id(parameter)]).update(vars(parameter))  # what 4-bit codes carry
+                vars(replaced[id(parameter)]).update(vars(parameter))  # attributes of 4-bit codes
             module._parameters[name] = replaced[id(parameter)]
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             set_buffer(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
@@ -230,14 +230,14 @@ def give_sizes(model: nn.Module) -> None:
 
 @contextmanager
 def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Put on the model what a run hooks on it, for a time, in the run's order.
+    """Attach a run's hooks to the model inside this context, in the run's order.
 
     Args:
-        request: Says what.
-        model: The model, among tensors without data, with its method on it.
+        request: Run that selects the hooks.
+        model: Model of fake tensors, with its method applied.
 
     Yields:
-        What had to be left out or was computed from sizes, for people to read.
+        Notes for people on the parts that were left out or computed from sizes.
     """
     notes: tuple[str, ...] = ()
     with ExitStack() as stack:

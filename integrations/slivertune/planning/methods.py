@@ -1,4 +1,4 @@
-"""What a method owes to a plan: its steps, measured, and what of it lies where on several GPUs."""
+"""Interface of a method to a plan: its measured steps, and the place of its state on several GPUs."""
 
 from __future__ import annotations
 
@@ -18,63 +18,63 @@ if TYPE_CHECKING:
 
 
 Measurer = Callable[["PlanRequest", "Forward"], "MeasuredSteps"]
-"""Measures a run, given its forward."""
+"""Function that measures a run, given its forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSteps:
-    """What a method's steps take, as they were run on one GPU."""
+    """Memory and work of a method's steps, as they were run on one GPU."""
 
     groups: Sequence[GroupPlan]
-    """The distinct steps, by index."""
+    """Distinct steps, by index."""
     host_bytes: int = 0
-    """What waits in host memory between steps."""
+    """Bytes offloaded to host memory between steps."""
     disk_bytes: int = 0
-    """What waits in files between steps."""
+    """Bytes offloaded to files between steps."""
     own_parameters: Sequence[nn.Parameter] = ()
-    """Parameters that the method has put on the model, and counts as its state."""
+    """Parameters that the method has added to the model and counts as its state."""
     notes: tuple[str, ...] = ()
-    """What was not run but computed from sizes."""
+    """Notes on the parts that were computed from sizes, not run."""
     updates: Sequence[UpdateWork] = ()
-    """What the kinds of updates compute and copy."""
+    """Kinds of updates, with the operators and copies of each."""
 
 
 class PlannedMethod:
-    """How a method is planned; what a run of it needs follows from steps that are really made, without data."""
+    """Planner of a method. It measures real steps on fake tensors."""
 
     settings: frozenset[str] = frozenset()
-    """Fields of `PlanRequest` that this method reads, and not every other."""
+    """Fields of `PlanRequest` that this method reads but some other method does not."""
     bf16_precision = "bf16"
-    """The `precision` of `slivertune train --bf16`."""
+    """Precision that `slivertune train --bf16` means with this method."""
     trains_in_groups = False
-    """Whether each step trains another part of the model."""
+    """Whether steps train different parts of the model in turn."""
     is_optimizer = False
     """Whether the method itself is the optimizer."""
     steps_itself = False
-    """Whether every rank keeps all of the state and steps by itself, under ZeRO and FSDP2 as well."""
+    """Whether every rank keeps the whole state and steps by itself, also under ZeRO and FSDP2."""
     averages_in_buckets = False
-    """Whether gradients are averaged in buckets of a fixed size while they arrive (`BucketedAllReduce`)."""
+    """Whether gradients are averaged in buckets of a fixed size as they arrive (`BucketedAllReduce`)."""
 
     def waits_on_host(self, request: PlanRequest) -> bool:
-        """Whether state is on the GPU in its own step alone."""
+        """Return whether state is on the GPU only during its own step."""
         return False
 
     def change_model(self, model: Any, request: PlanRequest) -> Any:
-        """Put what the method trains into a model on the meta device.
+        """Add the method's own parameters to a model on the meta device.
 
         Raises:
-            ImportError: If it needs a package that is not installed.
+            ImportError: If the method needs a package that is not installed.
         """
         return model
 
     def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
-        """Run the method's distinct steps on tensors without data.
+        """Run the method's distinct steps on fake tensors.
 
         Args:
             request: The run, on one GPU.
-            model: The model, and what stands in the step for the engine of the layout.
-            forward: Its forward.
-            layout: How the run is spread over GPUs; what engines share out is computed from sizes afterwards.
+            model: The model, with the stand-in of the layout's engine attached.
+            forward: Forward of the model.
+            layout: Layout of the run over GPUs; sharding by engines is computed from sizes afterwards.
 
         Raises:
             ValueError: If the method does not fit the model.
@@ -85,20 +85,20 @@ class PlannedMethod:
         return measure(request, forward)
 
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer | None:
-        """What measures runs that differ in their batch or in `token_ratio`, and what no batch changes once for all.
+        """Return a function that measures runs with different batches or `token_ratio`, and their common parts once.
 
         Args:
             request: One of the runs, on one GPU.
-            model: The model, for as long as this is used.
+            model: The model, which must exist as long as the function is used.
             layout: As in `measure`.
 
         Returns:
-            Takes each run and its forward; None where each is measured on a model of its own.
+            A function of a run and its forward; None if each run is measured on its own model.
         """
         return None
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
-        """The settings in `slivertune train`'s words."""
+        """Return the method's settings as arguments of `slivertune train`."""
         return ()
 
 
@@ -108,7 +108,7 @@ _methods: dict[str, str | PlannedMethod] = {
     "sft": "sft_run.PlannedSFT",
     "lora": "dense_run.PlannedLora",
 }
-"""By name; a class is imported when it is asked for, since it needs the request, which asks for the names."""
+"""Planners by name. A class is imported on first use: it needs the request, which needs the names."""
 _NOT_IN_4BIT = {
     "dense": "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps",
     "hift": "HiFT changes every weight in its turn, and 4-bit weights can't be changed by small steps",
@@ -116,26 +116,26 @@ _NOT_IN_4BIT = {
 
 
 _OF_ANY_RUN = frozenset({"save_total_limit"})
-"""The Trainer's options, which every run takes and only some methods' plans read."""
+"""Options of the Trainer that every run takes but only some methods' plans read."""
 
 
 def register_planned(name: str, method: PlannedMethod) -> None:
-    """Let `slivertune plan` know a method of another package.
+    """Register a method of another package with `slivertune plan`.
 
     Args:
-        name: As `--method` and `PlanRequest.method` say it.
-        method: How it is planned.
+        name: Value of `--method` and `PlanRequest.method`.
+        method: Planner of the method.
     """
     _methods[name] = method
 
 
 def planned_methods() -> tuple[str, ...]:
-    """The names of all methods."""
+    """Return the names of all methods."""
     return tuple(_methods)
 
 
 def planned(name: str) -> PlannedMethod:
-    """How a method is planned.
+    """Return the planner of a method.
 
     Args:
         name: One of `planned_methods`.
@@ -150,12 +150,12 @@ def planned(name: str) -> PlannedMethod:
 def check_options_are_read(
     methods: Collection[str], given: Collection[str], own: Mapping[str, Collection[str]]
 ) -> None:
-    """Refuse options that no method of a run or a plan reads, in the words that planning and training share.
+    """Refuse options that no method of a run or a plan reads, with the message that planning and training share.
 
     Args:
-        methods: The method; several where a plan sweeps over them.
+        methods: Name of the method; several names if a plan sweeps over them.
         given: Names of the options that the user set.
-        own: Options that belong to one method alone, by its name.
+        own: Options that only one method reads, by its name.
 
     Raises:
         ValueError: If an option would be ignored.
@@ -167,16 +167,16 @@ def check_options_are_read(
 
 
 def planned_options() -> dict[str, list[str]]:
-    """Options of `slivertune plan` that one method alone reads, by its name."""
+    """Return the options of `slivertune plan` that only one method reads, by its name."""
     return {name: sorted(planned(name).settings - _OF_ANY_RUN) for name in planned_methods()}
 
 
 def given_arguments(request: PlanRequest, names: Sequence[str]) -> list[str]:
-    """Settings of the same name in `slivertune train`, but for those that have their defaults.
+    """Return settings that are not at their defaults as arguments of `slivertune train`.
 
     Args:
         request: The run.
-        names: Fields of it.
+        names: Fields that have the same name in `slivertune train`.
     """
     defaults = type(request)()
     return [
@@ -192,10 +192,10 @@ def _words_of(value: Any) -> tuple[str, ...]:
 
 
 def clash_with_method(method: str) -> str | None:
-    """Why a method can't train a model with 4-bit weights, in the words that planning and training share.
+    """Return why a method can't train a model with 4-bit weights, as planning and training both say it.
 
     Args:
-        method: The method.
+        method: Name of the method.
 
     Returns:
         The reason and the way out; None if it can.
@@ -209,7 +209,7 @@ def clash_with_method(method: str) -> str | None:
 
 
 def clash_with_zero3() -> str:
-    """Why ZeRO-3 can't share 4-bit weights out, whatever the method, and the way out."""
+    """Return why ZeRO-3 can't shard 4-bit weights, whatever the method, and the way out."""
     return (
         "--load_in_4bit does not go with ZeRO-3, which shares weights out without the scales that belong to 4-bit "
         "codes; take DDP, ZeRO-1 or ZeRO-2, or leave out --load_in_4bit"

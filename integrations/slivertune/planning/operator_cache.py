@@ -1,9 +1,9 @@
-"""Tensors without data whose operators are looked up by the forms of their inputs.
+"""Fake tensors whose operators are cached by the forms of their inputs.
 
-A model's blocks are alike, so that nearly every operator of a plan was met before. torch's own `FakeTensorMode` keeps
-what it met as well, and asks for more than plans ever have (symbolic sizes, sparse tensors, tracing): a look-up here
-takes a quarter of the time. What can't be looked up for certain is left to torch: operators of other libraries, results
-that depend on values, inputs whose values torch remembers, and results in the memory of an input of no view.
+A model's blocks are alike, so a plan repeats nearly every operator. torch's own `FakeTensorMode` has a cache as well,
+but also checks cases that plans never have (symbolic sizes, sparse tensors, tracing). A look-up here takes a quarter of
+the time. Uncertain cases are left to torch: operators of other libraries, results that depend on values, inputs whose
+values torch remembers, and results that share an input's memory without being views.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from slivertune.core.torch_internals import (
 )
 
 _Make = Callable[[Sequence[Any]], Any]
-"""Makes an operator's result from its positional arguments."""
+"""Function that makes an operator's result from its positional arguments."""
 
 _PLAIN = frozenset(
     {
@@ -40,12 +40,12 @@ _PLAIN = frozenset(
 )
 _VIEW_BY_STRIDES = torch.ops.aten.as_strided.default
 _LARGEST_ITEM = 16
-"""Bytes of an element of the largest dtype."""
+"""Bytes per element of the largest dtype."""
 _NEVER_KNOWN = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
 
 
 class CachedFakeTensorMode(FakeTensorMode):
-    """`FakeTensorMode`, whose operators are run once for inputs of the same forms."""
+    """`FakeTensorMode` that runs an operator once for inputs of the same forms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class CachedFakeTensorMode(FakeTensorMode):
         if getattr(func, "namespace", None) != "aten":
             return super().dispatch(func, types, args, kwargs)
         is_view = func.is_view or func is UNNAMED_VIEW
-        # A number without a dtype of its own takes the default one.
+        # A Python number takes the default dtype.
         key: list[Any] = [func, torch.get_default_dtype()]
         try:
             _add_forms(key, args)
@@ -82,7 +82,7 @@ class CachedFakeTensorMode(FakeTensorMode):
         return result
 
     def _maker(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_view: bool) -> _Make | None:
-        """What makes such a result again; None where that is not certain."""
+        """Return a function that makes such a result again, or None if that is not certain."""
         if result is None:
             return lambda args: None
         if isinstance(result, (tuple, list)):
@@ -109,26 +109,26 @@ class CachedFakeTensorMode(FakeTensorMode):
             return lambda args: self._view(args[0], form, distance)
         if any(storage_key(each.untyped_storage()) == memory for each in _tensors((*args, *kwargs.values()))):
             return None
-        # What an operator pads, a tensor of the same strides does not.
+        # An operator may pad its result. A new tensor of the same strides has no padding.
         if fake_tensor(self, *form).untyped_storage().nbytes() != result.untyped_storage().nbytes():
             return None
         return lambda args: fake_tensor(self, *form)
 
     def _view(self, base: FakeTensor, form: Any, distance: int) -> FakeTensor:
-        """A view that begins so many bytes after its base."""
+        """Return a view that begins `distance` bytes after its base."""
         offset = (_first_byte(base) + distance) // form[2].itemsize
         return fake_tensor(self, *form, storage=base.untyped_storage(), offset=offset)
 
 
 class _NoFormError(Exception):
-    """An argument's form does not decide what an operator returns."""
+    """The form of an argument does not determine an operator's result."""
 
 
 def _add_forms(key: list[Any], values: Iterable[Any]) -> None:
-    """Append what decides the form of an operator's result.
+    """Append the properties of values that determine the form of an operator's result.
 
     Raises:
-        _NoFormError: If a value is known to torch, or is of a type that is not known here.
+        _NoFormError: If torch knows a value, or its type is not supported here.
     """
     for value in values:
         kind = type(value)
@@ -137,7 +137,7 @@ def _add_forms(key: list[Any], values: Iterable[Any]) -> None:
                 raise _NoFormError
             key += (value.shape, value.stride(), value.dtype, value.fake_device)
         elif kind in _PLAIN:
-            key += (kind, value)  # 1 and 1.0 and True are equal, and make other dtypes
+            key += (kind, value)  # 1, 1.0 and True are equal, but make different dtypes
         elif kind is list or kind is tuple:
             key.append(len(value))
             _add_forms(key, value)
@@ -146,12 +146,12 @@ def _add_forms(key: list[Any], values: Iterable[Any]) -> None:
 
 
 def _place_of(func: Any, base: Any) -> int:
-    """What of the place of a view's base decides the view, beside that it moves along with the base."""
+    """Return the part of a base's offset that determines its view, besides moving the view along."""
     if type(base) is not FakeTensor:
         raise _NoFormError
     if func is _VIEW_BY_STRIDES:
-        return int(base.storage_offset())  # its own offset counts from the storage's beginning
-    return _first_byte(base) % _LARGEST_ITEM  # another dtype has to begin at one of its elements
+        return int(base.storage_offset())  # its offset counts from the start of the storage
+    return _first_byte(base) % _LARGEST_ITEM  # a view as another dtype must start at one of its elements
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

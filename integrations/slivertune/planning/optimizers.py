@@ -1,4 +1,4 @@
-"""The optimizers that a plan knows by name, as `slivertune train` builds them on a GPU."""
+"""Optimizers that a plan knows by name, as `slivertune train` builds them on a GPU."""
 
 from typing import Any, Literal
 
@@ -24,14 +24,14 @@ _LEARNING_RATE = 1e-4
 
 
 def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Which class and arguments a name stands for.
+    """Return the class and the arguments that an optimizer's name stands for.
 
-    AdamW is fused, as the Trainer has it; of the others torch's GPU path, which takes all tensors of a call together
-    (`foreach`), decides the temporaries; on the CPU it takes one after the other.
+    AdamW is fused, as in the Trainer. SGD and Adagrad have the temporaries of torch's GPU path, which updates all
+    tensors of a call together (`foreach`). On the CPU they update one tensor after the other.
 
     Args:
-        name: The name.
-        kernels: Where it steps.
+        name: Name of the optimizer.
+        kernels: Device on which it steps.
 
     Returns:
         The class, and keyword arguments of its constructor.

@@ -1,4 +1,4 @@
-"""The parser and the help of `slivertune plan`, made of the fields that hold what is asked."""
+"""Parser and help text of `slivertune plan`, made from the fields that hold its options."""
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +37,7 @@ class _PlanParser(OptionParser):
     groups: tuple[HelpGroup, ...] = ()
 
     def format_help(self) -> str:
-        """The text of `slivertune plan --help`."""
+        """Return the text of `slivertune plan --help`."""
         return render_help(
             usage="slivertune plan --model MODEL [--option value ...]",
             description=_DESCRIPTION,
@@ -48,10 +48,10 @@ class _PlanParser(OptionParser):
 
 
 def make_parser(arguments: Iterable[tuple[Field[Any], Any]]) -> argparse.ArgumentParser:
-    """The parser of `slivertune plan`, whose values are absent unless they were typed.
+    """Make the parser of `slivertune plan`, which leaves out values that were not typed.
 
     Args:
-        arguments: A field with metadata by `planning.request.option` for each argument, and the type of its values.
+        arguments: Field with metadata by `planning.request.option`, and type of its values, for each argument.
     """
     parser = _PlanParser(prog="slivertune plan", argument_default=argparse.SUPPRESS)
     groups: dict[str, list[HelpEntry]] = {}
@@ -67,7 +67,7 @@ def make_parser(arguments: Iterable[tuple[Field[Any], Any]]) -> argparse.Argumen
 
 
 def _words(item: Any, kind: Any) -> dict[str, Any]:
-    """What argparse is told of a field."""
+    """Return argparse's arguments for a field."""
     read, more = item.metadata["read"], dict(item.metadata["more"])
     if kind is bool:
         return {"nargs": "?", "const": True, "type": _reader(_true_or_false), "metavar": "true|false"}
@@ -93,7 +93,7 @@ def _entry(item: Any, names: tuple[str, ...], words: Mapping[str, Any]) -> HelpE
 
 
 def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse show what a reader complains of."""
+    """Wrap a reader, so that argparse shows its errors."""
 
     def read_or_complain(text: str) -> Any:
         try:

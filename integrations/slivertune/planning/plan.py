@@ -1,4 +1,4 @@
-"""A plan: what lives at the peak of a step, in all and by group; and what a machine must have for it."""
+"""Plans: the memory at the peak of a step, in total and by group, and the memory that a machine must have."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -9,41 +9,41 @@ from slivertune.planning.step_work import UpdateWork
 
 Phase = Literal["forward", "backward", "step"]
 LimitName = Literal["host_bytes", "disk_bytes"]
-"""Limits that may be left open."""
+"""Names of the limits that may be left open."""
 
 CUDA_CONTEXT_BYTES = 512 * 2**20
-"""The driver's context and the code of the kernels that a run loads, outside of torch's allocator. With lazy loading,
-which torch sets, people report 274 MiB after one small tensor (pytorch/pytorch#86509), about 300 to 400 MB
-(pytorch/pytorch#107667, #109888), and 426 MiB with CUDA 13 (unslothai/unsloth-zoo#1053); every further kernel adds its
-own code."""
+"""Bytes of the driver's context and of the kernels' code that a run loads, outside of torch's allocator. With lazy
+loading, which torch sets, people report 274 MiB after one small tensor (pytorch/pytorch#86509), about 300 to 400 MB
+(pytorch/pytorch#107667, #109888), and 426 MiB with CUDA 13 (unslothai/unsloth-zoo#1053). Each further kernel adds its
+code."""
 CUBLAS_WORKSPACE_BYTES = 64 * 2**20
-"""Two workspaces of 32 MiB. torch gives every cuBLAS handle one, for each thread and stream: forward and backward run
-in two threads. 32 MiB is what cuBLAS recommends for Hopper and newer (pytorch/pytorch#120925); older cards take 8.1 MiB
+"""Bytes of two workspaces of 32 MiB. torch gives each cuBLAS handle one per thread and stream, and forward and backward
+run in two threads. cuBLAS recommends 32 MiB for Hopper and newer (pytorch/pytorch#120925); older GPUs take 8.1 MiB
 (`CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8`). They come from torch's allocator, so `max_memory_allocated` shows them."""
 COLLECTIVE_BYTES = 256 * 2**20
-"""With several GPUs: NCCL's buffers, 4 MiB (`NCCL_BUFFSIZE`) for each direction of each of up to 32 channels."""
+"""Bytes of NCCL's buffers with several GPUs: 4 MiB (`NCCL_BUFFSIZE`) per channel and direction, up to 32 channels."""
 FRAGMENTATION_SHARE = 0.05
-"""What lies idle between blocks, as a share of all that comes and goes. Weights are allocated once and stay, so only
-activations, gradients and pieces of state leave gaps; torch's allocator takes memory in segments of 2 MiB or more, and
-splits them. With PYTORCH_ALLOC_CONF=expandable_segments:True gaps of one size serve another, which this presumes."""
+"""Share of temporary memory that lies idle between blocks. Weights are allocated once and stay, so only activations,
+gradients and chunks of state leave gaps. torch's allocator takes memory in segments of 2 MiB or more, and splits them.
+The share assumes PYTORCH_ALLOC_CONF=expandable_segments:True, with which gaps of one size serve another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment(Census):
-    """Bytes alive on one GPU at the moment of the largest total. What autocast casts of parameters is residual."""
+    """Bytes alive on one GPU at the moment of the largest total. Autocast's copies of parameters count as residual."""
 
     group: int
-    """Index of the group that is trained then; 0 where there are no groups."""
+    """Index of the group that trains at that moment, or 0 without groups."""
     phase: Phase
-    """What the step does then."""
+    """Phase of the step at that moment."""
 
     @property
     def total(self) -> int:
-        """All of it on the GPU."""
+        """Total bytes on the GPU."""
         return self.device
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "group": self.group,
             "phase": self.phase,
@@ -57,40 +57,40 @@ class Moment(Census):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
-    """A step of one group, or of one of several groups of the same shapes."""
+    """Step of one group, or of one of several groups with the same shapes."""
 
     index: int
-    """Index of the group that was run: of groups alike the lowest, whose backward is the deepest."""
+    """Index of the measured group: the lowest of the groups alike, whose backward is the deepest."""
     indices: tuple[int, ...]
-    """Indices of all groups alike, this one first."""
+    """Indices of all groups alike, the measured one first."""
     name: str
-    """Its layers, "all" where there are no groups."""
+    """Names of its layers, "all" without groups, or SFT's kind of update."""
     num_parameters: int
-    """Elements that train."""
+    """Number of elements that train."""
     gradient_bytes: int
-    """Gradients of all that trains, together."""
+    """Bytes of the gradients of all that trains."""
     state_bytes: int
-    """Optimizer state of all that trains, without masters, wherever it lies between steps."""
+    """Bytes of optimizer state of all that trains, without masters, wherever it is stored between steps."""
     master_bytes: int = 0
-    """fp32 masters of all that trains, wherever and in whatever form they wait."""
+    """Bytes of the fp32 masters of all that trains, wherever and in whatever form they are stored."""
     largest_gradient_bytes: int = 0
-    """Gradient of the largest tensor that trains, where another group trains in each update."""
+    """Bytes of the gradient of the largest tensor that trains, if updates train different groups."""
     peak: Moment
-    """The peak of its step."""
+    """Peak of its step."""
     activation_bytes: int = 0
-    """The most that forward and backward take beside parameters, gradients and state."""
+    """Largest bytes that forward and backward take besides parameters, gradients and state."""
     host_activation_bytes: int = 0
-    """Host memory in which activations wait from its forwards to their backwards."""
+    """Bytes of host memory for activations that are offloaded from its forwards to their backwards."""
     before_step: Moment | None = None
-    """The peak of its forwards and backwards alone, where it was run."""
+    """Peak of its forwards and backwards alone, if they were run."""
 
     @property
     def state_and_master_bytes(self) -> int:
-        """Optimizer state and masters of all that trains."""
+        """Bytes of optimizer state and masters of all that trains."""
         return self.state_bytes + self.master_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "index": self.index,
             "indices": list(self.indices),
@@ -107,43 +107,43 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run needs on each GPU and in the memory of its host. Bytes, without any allowance."""
+    """Memory that a run needs on each GPU and on its host, in bytes and without any allowance."""
 
     request: PlanRequest
-    """The run."""
+    """Run that was planned."""
     peak: Moment
-    """The largest of the groups' peaks: what must fit."""
+    """Largest of the groups' peaks, which must fit."""
     groups: tuple[GroupPlan, ...]
-    """The distinct groups, by index. One of HiFT's groups trains in a step; every other method has one group."""
+    """Distinct groups, by index: HiFT's (one trains per step), SFT's inside and outside of phases, or one group."""
     num_parameters: int
-    """Weights of the model, tied ones once, those in 4 bits one by one; with a method's own (adapters)."""
+    """Number of the model's weights, with adapters. Tied weights count once, 4-bit weights one by one."""
     num_trainable_peak: int
-    """Elements that train in the group with the most (the HiFT paper's #Trainable)."""
+    """Number of elements that train in the group with the most (the HiFT paper's #Trainable)."""
     parameter_bytes: int
-    """All parameters, no buffers, in the dtype of the precision (#Para): `mixed` counts 4 bytes and a 2-byte copy of
-    each, `mixed_hi` 2 and the fp32 master of the group with the most parameters."""
+    """Bytes of all parameters, without buffers, in the dtype of the precision (#Para). `mixed` counts 4 bytes and a
+    2-byte copy of each; `mixed_hi` counts 2 bytes, and the fp32 masters of the group with the most parameters."""
     gradient_bytes: int
-    """Gradients of the group with the most parameters, whole (#Gra)."""
+    """Bytes of the unsharded gradients of the group with the most parameters (#Gra)."""
     state_bytes: int
-    """Optimizer state of the group with the most parameters, whole and without masters (#Sta)."""
+    """Bytes of the unsharded optimizer state of the group with the most parameters, without masters (#Sta)."""
     residual_bytes: int
-    """What is neither parameter, gradient nor state at the peak."""
+    """Bytes at the peak that are neither parameters, gradients nor state."""
     host_bytes: int
-    """What waits in host memory: state of all groups together, and activations of the group with the most."""
+    """Bytes offloaded to host memory: state of all groups together, and activations of the group with the most."""
     disk_bytes: int
-    """What waits in files, of all groups together."""
+    """Bytes offloaded to files, for all groups together."""
     notes: tuple[str, ...] = ()
-    """What was not run but computed from sizes, and other limits of this plan."""
+    """Notes on the parts that were computed from sizes, not run, and on other limits of this plan."""
     updates: tuple[UpdateWork, ...] = ()
-    """The kinds of the run's updates as one GPU alone makes them, and what each computes and copies."""
+    """Kinds of the run's updates as one GPU alone makes them, with the operators and copies of each."""
 
     @property
     def peak_bytes(self) -> int:
-        """All bytes alive on the device at the peak."""
+        """Bytes alive on the device at the peak."""
         return self.peak.total
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, with the field names that the command line promises."""
+        """Return plain JSON with the field names that the command line promises."""
         return {
             "peak_bytes": self.peak_bytes,
             "parameter_bytes": self.parameter_bytes,
@@ -165,99 +165,99 @@ class Plan:
 class Allowance:
     """Bytes on one GPU beyond the plan's peak.
 
-    These figures are allowances, not measurements: they depend on the card, the driver and the versions. Each has its
-    reason beside its constant, is shown on a line of its own, and is never part of a plan's peak.
+    These figures are allowances, not measurements: they depend on the GPU, the driver and the versions. Each has its
+    reason at its constant, is shown on its own line, and is never part of a plan's peak.
     """
 
     context: int
-    """CUDA's context and kernels."""
+    """Bytes of CUDA's context and kernels."""
     workspace: int
-    """cuBLAS."""
+    """Bytes of cuBLAS's workspaces."""
     collectives: int
-    """NCCL; 0 on one GPU."""
+    """Bytes of NCCL's buffers, or 0 on one GPU."""
     fragmentation: int
-    """Gaps between blocks."""
+    """Bytes of gaps between blocks."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total bytes of the allowance."""
         return sum(asdict(self).values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {f"{name}_bytes": size for name, size in asdict(self).items()} | {"total_bytes": self.total}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a machine has."""
+    """Memory of a machine that a run may fill."""
 
     device_bytes: int
-    """Memory of one GPU."""
+    """Bytes of one GPU's memory."""
     host_bytes: int | None = None
-    """Memory of the host that one process may fill; None where nothing was said of it."""
+    """Bytes of host memory that one process may fill, or None if it was not given."""
     disk_bytes: int | None = None
-    """Disk that one process may fill; None where nothing was said of it."""
+    """Bytes of disk space that one process may fill, or None if it was not given."""
     assumed: frozenset[LimitName] = frozenset()
-    """Those that were not given, but are what this machine has free."""
+    """Limits that were not given, and are the free memory of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRequirement:
-    """A plan with its allowance."""
+    """Plan with its allowance."""
 
     plan: Plan
-    """What its tensors take."""
+    """Memory that the tensors take."""
     allowance: Allowance
-    """What comes on top of it on a GPU."""
+    """Memory that a GPU needs in addition."""
 
     @property
     def device_bytes(self) -> int:
-        """What one GPU must have."""
+        """Bytes that one GPU must have."""
         return self.plan.peak_bytes + self.allowance.total
 
     @property
     def host_bytes(self) -> int:
-        """What waits in host memory."""
+        """Bytes offloaded to host memory."""
         return self.plan.host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """What waits in files."""
+        """Bytes offloaded to files."""
         return self.plan.disk_bytes
 
     def missing_device_bytes(self, limits: Limits) -> int:
-        """What the GPU lacks; 0 if it is large enough."""
+        """Return the bytes that the GPU lacks, or 0 if it is large enough."""
         return max(0, self.device_bytes - limits.device_bytes)
 
     def missing_host_bytes(self, limits: Limits) -> int:
-        """What the host lacks; 0 if it is large enough or has no limit."""
+        """Return the bytes that the host lacks, or 0 if it is large enough or has no limit."""
         return 0 if limits.host_bytes is None else max(0, self.host_bytes - limits.host_bytes)
 
     def missing_disk_bytes(self, limits: Limits) -> int:
-        """What the disk lacks; 0 if it is large enough or has no limit."""
+        """Return the bytes that the disk lacks, or 0 if it is large enough or has no limit."""
         return 0 if limits.disk_bytes is None else max(0, self.disk_bytes - limits.disk_bytes)
 
     def missing_bytes(self, limits: Limits) -> int:
-        """What lacks everywhere, together."""
+        """Return the sum of the bytes that GPU, host and disk lack."""
         return self.missing_device_bytes(limits) + self.missing_host_bytes(limits) + self.missing_disk_bytes(limits)
 
     def fits(self, limits: Limits) -> bool:
-        """Whether nothing lacks."""
+        """Return whether no bytes are lacking."""
         return not self.missing_bytes(limits)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON: the plan's own fields, and beside them the allowance and the sum."""
+        """Return plain JSON: the plan's own fields, the allowance and the sum."""
         return {**self.plan.to_json(), "allowance": self.allowance.to_json(), "need_bytes": self.device_bytes}
 
 
 def add_allowance(plan: Plan) -> MemoryRequirement:
-    """Add the allowance to a plan: for what no tensor shows, of all that comes and goes, and of GPUs that speak.
+    """Add the allowance to a plan: CUDA context, cuBLAS, fragmentation and, with several GPUs, NCCL.
 
     Args:
-        plan: The plan.
+        plan: Plan to complete.
     """
-    # Weights that are streamed come and go like everything else.
+    # Streamed weights are temporary memory, too.
     on_gpu = plan.request.kernels == "gpu"
     moving = plan.peak_bytes - (0 if plan.request.offload_parameters else plan.peak.parameters)
     allowance = Allowance(

@@ -1,4 +1,4 @@
-"""How long an update takes on a card, what it computes and writes, and what that assumes."""
+"""Planned time of an update on a GPU, its work and disk writes, and the rates that are assumed."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,60 +11,60 @@ from slivertune.planning.step_work import UpdateWork, Work
 from slivertune.planning.time_formula import MeanUpdate, disk_bytes_per_update, mean_update
 
 EFFICIENCIES = (0.3, 0.9)
-"""Shares of the peak that training reaches where it is slow and where it is fast; a plan's seconds lie in between."""
+"""Shares of the peak that slow and fast training reach. A plan's seconds lie in between."""
 _HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTime:
-    """What an update takes, in the mean over all of a run."""
+    """Time and work of an update, as means over the whole run."""
 
     rates: Rates
-    """Of the card, as they are taken to be reached."""
+    """Rates of the GPU that training is assumed to reach."""
     update: MeanUpdate
-    """One GPU's seconds."""
+    """Seconds of one GPU, by part."""
     seconds_range: tuple[float, float]
-    """Of an update at the two `EFFICIENCIES`."""
+    """Seconds per update at the two `EFFICIENCIES`."""
     num_tokens: int
-    """That an update trains on, on all GPUs."""
+    """Tokens per update on all GPUs."""
     flops: float
-    """Floating-point operations of an update on one GPU, those of recomputation included."""
+    """Floating-point operations per update on one GPU, recomputation included."""
     num_operators: float
-    """That Python issues for an update."""
+    """Operators that Python issues per update."""
     disk_bytes_per_update: float
-    """That are written to files, and as many read."""
+    """Bytes written to files per update. As many are read."""
 
     @property
     def seconds(self) -> float:
-        """Of an update, from its first forward to the next one's."""
+        """Seconds per update, from its first forward to the first forward of the next."""
         return self.update.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """On all GPUs."""
+        """Tokens/s on all GPUs."""
         return self.num_tokens / self.seconds
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float]:
-        """On all GPUs, at the two `EFFICIENCIES`."""
+        """Tokens/s on all GPUs, at the two `EFFICIENCIES`."""
         slow, fast = self.seconds_range
         return self.num_tokens / slow, self.num_tokens / fast
 
     @property
     def disk_bytes_per_hour(self) -> float:
-        """That are written to files."""
+        """Bytes written to files per hour."""
         return self.disk_bytes_per_update / self.seconds * _HOUR
 
     def hours(self, num_tokens: float) -> float:
-        """How long a run takes.
+        """Return the hours that a run takes.
 
         Args:
-            num_tokens: That it trains on, on all GPUs together.
+            num_tokens: Tokens of the run on all GPUs together.
         """
         return num_tokens / self.tokens_per_second / _HOUR
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             "seconds_per_update": self.seconds,
             "computing_seconds": dict(self.update.computing),
@@ -90,11 +90,11 @@ class PlannedTime:
 
 
 def plan_time(plan: Plan, rates: Rates) -> PlannedTime:
-    """Compute how long the updates of a planned run take.
+    """Compute the time of a planned run's updates.
 
     Args:
-        plan: The run, and what it takes.
-        rates: Of the card.
+        plan: Plan of the run.
+        rates: Rates of the GPU.
     """
     request = plan.request
     work = [(update.share, _all_work(update, request.gradient_accumulation_steps)) for update in plan.updates]
@@ -115,11 +115,11 @@ def _all_work(update: UpdateWork, num_micro_batches: int) -> Work:
 
 
 def with_room_ahead(requirement: MemoryRequirement, device_bytes: int) -> Plan:
-    """The plan of a run that loads ahead as far as HiFT does by itself: into what is left, less its margin.
+    """Return the plan with HiFT's default prefetching: into the memory that is left, less its margin.
 
     Args:
-        requirement: Of the run with nothing loaded ahead.
-        device_bytes: Memory of the GPU.
+        requirement: Memory that the run requires without prefetching.
+        device_bytes: Memory of the GPU, in bytes.
     """
     plan, request = requirement.plan, requirement.plan.request
     if not planned(request.method).waits_on_host(request) or request.layout not in ("single", "ddp"):
@@ -129,11 +129,11 @@ def with_room_ahead(requirement: MemoryRequirement, device_bytes: int) -> Plan:
 
 
 def room_ahead(requirement: MemoryRequirement, limit_bytes: int, memory_bytes: int) -> int:
-    """Bytes that HiFT takes by itself to load ahead into: what is left, less its margin.
+    """Return the bytes into which HiFT prefetches by default: the memory that is left, less its margin.
 
     Args:
-        requirement: Of the run with nothing loaded ahead.
-        limit_bytes: What of the GPU may be filled.
-        memory_bytes: All of the GPU, of which the margin is a share.
+        requirement: Memory that the run requires without prefetching.
+        limit_bytes: Bytes of the GPU that the run may fill.
+        memory_bytes: Bytes of the whole GPU, of which the margin is a share.
     """
     return max(0, limit_bytes - requirement.device_bytes - memory_bytes // MARGIN_SHARE)

@@ -1,4 +1,4 @@
-"""The parts of a peak as a picture: by value of a swept field, or by group."""
+"""Plots of the parts of a peak: by value of a swept field, or by group."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which those see apart, too, who do not see all colours.
+# Okabe and Ito's palette, which colour-blind people can tell apart.
 COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "state": "#009E73", "residual": "#CC79A7"}
 _ALLOWANCE_COLOUR = "#BBBBBB"
 LIMIT_COLOUR = "#D55E00"
 _BAR_WIDTH = 0.62
 _FEWEST_PLACES = 4
-"""Fewer bars are drawn as slim as this many would be."""
+"""Number of bars that fill the width. Fewer bars are drawn as slim as these."""
 _LINE_CHARACTERS = 88
 _DOTS_PER_INCH = 150
 
 
 def require_matplotlib(asked: str = "--plot") -> None:
-    """Say how to install what draws, before anything is planned.
+    """Check that matplotlib is installed, before anything is planned.
 
     Args:
-        asked: What needs it.
+        asked: Option that needs it.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -48,11 +48,11 @@ def draw(answer: Answer | SweepAnswer, path: Path) -> None:
     """Draw an answer.
 
     Args:
-        answer: What was found out.
-        path: The PNG to write.
+        answer: Answer to draw.
+        path: PNG file to write.
 
     Raises:
-        OSError: If it can't be written; an older file is whole then.
+        OSError: If the file can't be written; an older file then stays intact.
     """
     save(sweep_figure(answer) if isinstance(answer, SweepAnswer) else groups_figure(answer), path)
 
@@ -61,21 +61,21 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure.
 
     Args:
-        figure: What was drawn.
-        path: The PNG to write.
+        figure: Figure to write.
+        path: PNG file to write.
 
     Raises:
-        OSError: If it can't be written; an older file is whole then.
+        OSError: If the file can't be written; an older file then stays intact.
     """
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=_DOTS_PER_INCH)
 
 
 def sweep_figure(answer: SweepAnswer) -> Figure:
-    """The parts of the peak and the allowance for each value, and the limit as a line.
+    """Draw the parts of the peak and the allowance for each value, and the limit as a line.
 
     Args:
-        answer: What was found out.
+        answer: Answer to draw.
     """
     requirements = [requirement for _, requirement in answer.requirements]
     labels = [_value_label(answer.field, value) for value, _ in answer.requirements]
@@ -91,10 +91,10 @@ def sweep_figure(answer: SweepAnswer) -> Figure:
 
 
 def groups_figure(answer: Answer) -> Figure:
-    """The parts of each distinct group's peak; of a method without groups, of the one peak that there is.
+    """Draw the parts of each distinct group's peak, or of the only peak of a method without groups.
 
     Args:
-        answer: What was found out.
+        answer: Answer to draw.
     """
     plan = answer.requirement.plan
     labels = [
@@ -160,16 +160,16 @@ def _stack(axes: Axes, moments: Sequence[Moment], allowances: Sequence[int], siz
 
 
 def style_of_allowance() -> dict[str, Any]:
-    """Of a bar that is not planned."""
+    """Return the style of bars that are not planned."""
     return {"color": "white", "edgecolor": _ALLOWANCE_COLOUR, "hatch": "////", "linewidth": 0}
 
 
 def style_axes(axes: Axes, grid: Literal["x", "y"]) -> None:
-    """Leave out what says nothing.
+    """Remove the top and right frame lines, and draw a light grid behind the data.
 
     Args:
-        axes: Where.
-        grid: The axis whose values are read.
+        axes: Axes to style.
+        grid: Axis whose values are read.
     """
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=True, axis=grid, color="#E5E5E5", linewidth=0.8)
@@ -177,7 +177,7 @@ def style_axes(axes: Axes, grid: Literal["x", "y"]) -> None:
 
 
 def _mark(axes: Axes, totals: Sequence[int], limit: int | None, size: int) -> None:
-    """Write each total over its bar, in the limit's colour if it is too large; draw the limit."""
+    """Write each total over its bar, in the limit's colour if it is too large, and draw the limit."""
     for place, total in enumerate(totals):
         axes.annotate(
             f"{total / size:,.1f}",

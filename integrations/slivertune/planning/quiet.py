@@ -1,4 +1,4 @@
-"""What libraries say while a plan is made is not the plan's answer."""
+"""Redirection of library output while a plan is made, so that standard output has only the plan's answer."""
 
 import logging
 import sys
@@ -11,10 +11,10 @@ import transformers
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Let standard output be the answer's alone, and hold back what libraries say of a model that will never run."""
+    """Reserve standard output for the answer, and hold back library logs about a model that will never run."""
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    # bitsandbytes warns of a CPU kernel that a plan never calls.
+    # bitsandbytes warns about a CPU kernel that a plan never calls.
     bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = bitsandbytes.level
     bitsandbytes.setLevel(logging.ERROR)

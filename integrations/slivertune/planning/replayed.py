@@ -1,8 +1,8 @@
-"""Computations that are run once and replayed: the memory that they take for a moment follows from their sizes.
+"""Computations that run once and are then replayed: their temporary memory follows from their sizes.
 
-A model's blocks are alike, so that SFT's search in one of them allocates what it allocated in the one before, some
-hundred tensors. The first is run under a ledger of its own; for all others, what was alive at its peak is allocated at
-once, and freed, and its operators are counted as they were. The figures of a plan stay the same.
+A model's blocks are alike, so SFT's search allocates the same hundred or so tensors in each block. The first search
+runs under its own ledger. For all others, the bytes alive at its peak are allocated at once and freed, and its
+operators are counted again. The figures of a plan stay the same.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -25,28 +25,28 @@ _running: list[dict[Hashable, Any]] = []
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Taken:
-    """What a computation took, beyond what was there when it began."""
+    """Memory and work of a computation, beyond the memory that was allocated when it began."""
 
     at_peak: dict[Kind, int]
     """Bytes of each kind at the moment of the largest total."""
     most: dict[Kind, int]
-    """Each kind's own largest bytes; the moments differ."""
+    """Largest bytes of each kind, at different moments."""
     left: Any
-    """Sizes of what it left."""
+    """Sizes of the tensors that it left."""
     work: Work
-    """What it computed."""
+    """Work that it computed."""
 
     @property
     def can_be_replayed(self) -> bool:
-        """Whether nothing was freed or claimed in between that was there before."""
+        """Whether no earlier memory was freed or claimed during the computation."""
         return min(self.at_peak.values()) >= 0
 
 
 @contextmanager
 def replaying() -> Iterator[None]:
-    """Let computations be replayed inside; outside, each is run.
+    """Replay computations inside this context. Outside, each computation runs.
 
-    What is known of them is forgotten at the end.
+    All recorded computations are forgotten at the end.
     """
     _running.append({})
     try:
@@ -62,17 +62,17 @@ def replay(
     sizes_left: Callable[[_T], _S],
     leave: Callable[[_S], _T],
 ) -> _T:
-    """Run a computation on tensors without data, or take the memory that it took when it was run with this key.
+    """Run a computation on fake tensors, or allocate the memory that it took when it ran with the same key.
 
     Args:
-        key: All sizes and dtypes that decide what it allocates.
-        there: Names all tensors that it reads, and those that it may free: what is there before takes nothing.
-        compute: Runs it.
-        sizes_left: Says of what it returned, and whatever else it left, how large that is; holds no tensor.
-        leave: Makes the same anew, from these sizes.
+        key: All sizes and dtypes that determine its allocations.
+        there: Function that returns all tensors that it reads or may free. Memory that exists before is not counted.
+        compute: Function that runs it.
+        sizes_left: Function that returns the sizes of its result and of all else that it left, without any tensor.
+        leave: Function that makes the same tensors again from these sizes.
 
     Returns:
-        What `compute` or `leave` returned.
+        The result of `compute` or `leave`.
     """
     if not _running:
         return compute()
@@ -105,7 +105,7 @@ def replay(
 
 
 def _take(num_bytes: dict[Kind, int]) -> None:
-    """Have so many bytes of each kind for a moment."""
+    """Allocate these bytes of each kind for a moment."""
     alive = []
     for kind, size in num_bytes.items():
         if size > 0:
@@ -115,19 +115,19 @@ def _take(num_bytes: dict[Kind, int]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VectorSize:
-    """How large a vector and the memory under it are."""
+    """Size of a vector and of its storage."""
 
     dtype: torch.dtype
     num_elements: int
     num_bytes: int
-    """Of its storage, of which it may be a part."""
+    """Bytes of its storage, of which the vector may be a part."""
 
     @classmethod
     def of(cls, vector: torch.Tensor) -> "VectorSize":
-        """That of a vector."""
+        """Return the size of a vector."""
         num_bytes = vector.untyped_storage().nbytes()
         return cls(dtype=vector.dtype, num_elements=vector.numel(), num_bytes=num_bytes)
 
     def make(self) -> torch.Tensor:
-        """A vector as large."""
+        """Make a vector of this size."""
         return torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype)[: self.num_elements]

@@ -1,4 +1,4 @@
-"""A plan as people read it."""
+"""Text output of a plan for people."""
 
 import shlex
 from dataclasses import fields
@@ -25,22 +25,22 @@ PART_TITLES = {
     "state": "masters and optimizer state",
     "residual": "activations and other",
 }
-"""What the kinds of bytes are called."""
+"""Titles of the kinds of bytes."""
 _WAITING_TITLES: dict[LimitName, str] = {"host_bytes": "waits in host memory", "disk_bytes": "on disk"}
 _ALWAYS_SHOWN = ("optimizer", "precision", "batch_size", "seq_length")
 
 
 def line_printer(console: Console) -> Tell:
-    """Return a function that prints a line without its secrets, however long."""
+    """Return a function that prints a line of any length without its secrets."""
     return lambda line: console.print(masked(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_answer(answer: Answer, console: Console) -> None:
-    """Print the parts of the peak, the groups, what was chosen, and what to do next.
+    """Print the parts of the peak, the groups, the chosen settings and the next commands.
 
     Args:
-        answer: What was found out.
-        console: Where to.
+        answer: Answer to print.
+        console: Console to print to.
     """
     plan, command = answer.requirement.plan, answer.command
     say = line_printer(console)
@@ -78,8 +78,8 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
     """Print a row for each value.
 
     Args:
-        answer: What was found out.
-        console: Where to.
+        answer: Answer to print.
+        console: Console to print to.
     """
     say, limits = line_printer(console), answer.limits
     all_needs = [requirement for _, requirement in answer.requirements]
@@ -87,7 +87,7 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
     unit, size = common_unit(max(each.device_bytes for each in all_needs))
     titles = ["weights", "gradients", "state", "activations", "peak", "allowance", "needed", "on the host"]
     if answer.card is not None:
-        titles.remove("allowance")  # for the width of seconds; it is what is needed beyond the peak
+        titles.remove("allowance")  # leaves room for seconds; the allowance is "needed" minus "peak"
     timed = ("seconds", "tokens/s") if answer.card is not None else ()
     table = _table(f"on one GPU, in {unit}", [], [answer.field, *titles, *timed], ["fits"] if limits else [])
     for (value, requirement), time in zip(answer.requirements, answer.times, strict=True):
@@ -107,11 +107,11 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
 
 
 def describe_request(request: PlanRequest, *, without: str | None = None) -> str:
-    """The settings of a run in one line: those that always matter, and others where they are not the default.
+    """Describe a run's settings in one line: the main ones, and others that are not at their defaults.
 
     Args:
         request: The run.
-        without: A field to leave out.
+        without: Name of a field to leave out.
     """
     of_all = frozenset().union(*(planned(name).settings for name in planned_methods()))
     left_out = {"method", without, *(of_all - planned(request.method).settings)}
@@ -137,7 +137,7 @@ def _print_head(model: ModelFigures, plan: Plan, say: Tell, *, without: str | No
 
 
 def _table(title: str, left: list[str], right: list[str], last: list[str], *, show_header: bool = True) -> Table:
-    """A table without rows; columns of numbers stand in the middle, to the right."""
+    """Make a table without rows. Columns of numbers are in the middle, right-aligned."""
     table = Table(title=title, title_justify="left", show_header=show_header)
     for name in (*left, *right, *last):
         table.add_column(name, justify="right" if name in right else "left")
@@ -201,7 +201,7 @@ def _verdict(requirement: MemoryRequirement, limits: Limits | None) -> str:
 
 
 def _verdict_on(name: LimitName, requirement: MemoryRequirement, limits: Limits | None) -> str:
-    """Of what waits off the GPU."""
+    """Return whether offloaded bytes fit their limit, as a remark."""
     limit = None if limits is None else getattr(limits, name)
     if limits is None or limit is None:
         return ""

@@ -1,4 +1,4 @@
-"""What a plan is made for, and how `slivertune plan` asks for it."""
+"""Request for a plan, and its options in `slivertune plan`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -36,32 +36,32 @@ def option(
     or_auto: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """Metadata of a field that the command line asks for.
+    """Return the metadata of a field that is an option of the command line.
 
     Args:
         group: Title of its group in `--help`.
-        text: The field's meaning and unit, which is what `--help` says.
-        names: What it is called there, if not by its own name alone.
-        least: The smallest integer that it takes.
-        read: Reads it, if it is not written as its type is.
-        or_auto: Whether the command line takes `auto` in place of an integer, and chooses.
-        more: For argparse.
+        text: Meaning and unit of the field, as shown by `--help`.
+        names: Names of the option, if not the field's name alone.
+        least: Smallest integer that it accepts.
+        read: Function that parses its value, if the type alone does not.
+        or_auto: Whether the command line accepts `auto` in place of an integer, and chooses the value.
+        more: Further arguments for argparse.
     """
     about = {"text": text, "group": group, "names": names, "least": least}
     return {**about, "read": read, "or_auto": or_auto, "more": more}
 
 
 COUNTS = ("density", "num_weights", "equivalent_lora_rank")
-"""SFT: ways to say how many weights are trained."""
+"""Fields that set the number of weights that SFT trains, one of which may be given."""
 _RUN, _METHODS, _LAYOUT = "the run", "methods", "layout"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """A run, as far as it decides memory; the names are those of the command line.
+    """Settings of a run that determine its memory. The names are those of the command line.
 
     Raises:
-        ValueError: If a value is outside what its field says, or two contradict each other.
+        ValueError: If a value is outside the range of its field, or two values contradict each other.
     """
 
     task: TaskName = field(
@@ -398,17 +398,17 @@ class PlanRequest:
 
     @property
     def master_kind(self) -> MasterKind:
-        """What stands behind 16-bit weights."""
+        """Kind of master weights behind 16-bit weights."""
         return self.master or ("fp32" if self.precision == "mixed_hi" else "none")
 
     @property
     def has_bf16_weights(self) -> bool:
-        """Whether the weights are held in bf16, and not in fp32; those in 4 bits are computed with in it."""
+        """Whether weights are stored in bf16, not fp32. Products with 4-bit weights use the same dtype."""
         return self.precision in ("bf16", "mixed_hi")
 
     @property
     def num_backwards(self) -> int:
-        """Forwards and backwards to run of those of an update: the third is like the second."""
+        """Number of an update's forwards and backwards to run: at most 2, since the third is like the second."""
         return min(self.gradient_accumulation_steps, 2)
 
     @property
@@ -418,7 +418,7 @@ class PlanRequest:
 
     @property
     def has_autocast(self) -> bool:
-        """Whether operators compute in bf16 by autocast, as `slivertune train --bf16` has it for the method."""
+        """Whether operators compute in bf16 by autocast, as with `slivertune train --bf16` for the method."""
         return self.precision == "mixed" or (self.precision == "bf16" and (self.method == "lora" or self.load_in_4bit))
 
     def _clashes_with_task(self) -> tuple[tuple[object, str], ...]:
@@ -582,7 +582,7 @@ class PlanRequest:
         )
 
     def _clash_in_training(self) -> str | None:
-        """What training would refuse, in its own words."""
+        """Return the message with which training would refuse this run, or None."""
         if self.keep_activations and not self.gradient_checkpointing:
             return without_checkpointing(self.keep_activations)
         if self.offload_activations and not self.gradient_checkpointing:
@@ -610,7 +610,7 @@ class PlanRequest:
 
 
 def kinds_of(request_class: type) -> dict[str, Any]:
-    """The type of each field by name, None left out: `int`, `float`, `bool`, `str`, or a `Literal`."""
+    """Return the type of each field by name, without None: `int`, `float`, `bool`, `str`, or a `Literal`."""
     return {
         name: next((kind for kind in get_args(hint) if NoneType in get_args(hint) and kind is not NoneType), hint)
         for name, hint in get_type_hints(request_class).items()
@@ -618,4 +618,4 @@ def kinds_of(request_class: type) -> dict[str, Any]:
 
 
 KINDS = kinds_of(PlanRequest)
-"""Of the fields of a request."""
+"""Types of a request's fields, by name."""

@@ -1,13 +1,13 @@
 """`--fit`: the least costly settings under which a run fits.
 
-Of two ways to make a run fit, that is the cheaper one whose costliest changed setting comes earlier in the order of the
-candidates, or, where it is the same setting, has an earlier of its values; where that is the same, too, the next
-costliest decides, and so on. How many settings are changed does not count: any number of cheap ones is cheaper than one
-that is costlier than each.
+Candidates are ordered by cost. To compare two ways to make a run fit, compare their costliest changed settings. The way
+whose setting comes earlier is cheaper; for the same setting, the way with the earlier value. If the values are equal,
+too, the next costliest settings decide, and so on. The number of changed settings does not count: any number of cheap
+settings is cheaper than one that is costlier than each of them.
 
-To plan all combinations would take hours. The search takes settings while they gain something, decides by that which
-setting is the costliest that is needed, and then goes on in the same way among those that are cheaper. That is exact
-wherever a fit among the cheaper ones, if there is one, is found in that way.
+Planning all combinations would take hours. The search changes settings while they gain something. This determines the
+costliest setting that is needed, and the search repeats among the cheaper ones. The result is exact if this procedure
+finds a fit among the cheaper ones whenever there is one.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,46 +23,46 @@ from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
 Estimator = Callable[[PlanRequest], MemoryRequirement]
-"""Plans a request; costs seconds."""
+"""Function that plans a request, which takes seconds."""
 Tell = Callable[[str], None]
-"""Shows progress."""
+"""Function that shows a line of progress."""
 _Taken = tuple[Candidate, PlanRequest]
-"""A candidate that was taken, and the request that it led to."""
+"""Candidate that was changed, and the resulting request."""
 
 
 class DoesNotFitError(ValueError):
-    """Nothing that may be changed makes the run fit."""
+    """No setting that may be changed makes the run fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A setting that a search changed."""
+    """Setting that a search changed."""
 
     title: str
-    """What it does."""
+    """Effect of the change."""
     cost: str
-    """What it costs."""
+    """Cost of the change."""
     changes: dict[str, tuple[Any, Any]]
-    """Fields of the request, before and after."""
+    """Values of the request's fields, before and after."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a search came to."""
+    """Result of a search."""
 
     start: MemoryRequirement
-    """What the run takes as it was asked for."""
+    """Memory that the run requires as requested."""
     requirement: MemoryRequirement
-    """What it takes as it was changed; it fits."""
+    """Memory that the changed run requires, which fits."""
     steps: tuple[Step, ...]
-    """What was changed for it, the cheapest first; what proved needless in the end is not among them."""
+    """Changed settings, the cheapest first, without those that proved unnecessary in the end."""
     skipped: tuple[tuple[str, str], ...]
-    """What was looked at and not changed, and why."""
+    """Titles of settings that were considered but not changed, with the reasons."""
     num_plans: int
-    """Plans that were made."""
+    """Number of plans that were made."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, without what was found."""
+        """Return plain JSON, without the requirement that was found."""
         return {
             "need_bytes_as_asked": self.start.device_bytes,
             "host_bytes_as_asked": self.start.host_bytes,
@@ -81,16 +81,16 @@ class Found:
 
 
 def start_of_search(given: dict[str, Any]) -> PlanRequest:
-    """The run from which a search sets out: what the user set, and bf16 arithmetic where they left it open.
+    """Return the run from which a search starts: the user's settings, and bf16 unless they set a precision.
 
     Args:
         given: Fields of `PlanRequest` that the user set.
 
     Raises:
-        ValueError: If these contradict each other.
+        ValueError: If the settings contradict each other.
     """
     method = given.get("method", PlanRequest().method)
-    # What the method can't be is PlanRequest's to say.
+    # PlanRequest itself refuses an unknown method.
     precision = planned(method).bf16_precision if method in planned_methods() else "fp32"
     return PlanRequest(**{"precision": precision, **given})
 
@@ -104,23 +104,23 @@ def search(
     fixed: Collection[str] = (),
     tell: Tell = lambda line: None,
 ) -> Found:
-    """Find the cheapest settings, as the head of this file says, under which the run fits.
+    """Find the cheapest settings under which the run fits, in the order that this module's docstring defines.
 
-    Costs a handful of plans, and some dozens where settings have many values or help only together.
+    Takes a handful of plans, or some dozens if settings have many values or help only together.
 
     Args:
-        start: Where from.
-        candidates: What may be changed, the cheapest first.
-        limits: What there is.
-        estimate: Plans a request and adds the allowance.
-        fixed: Fields that stay as they are.
-        tell: Told of each plan.
+        start: Run as requested.
+        candidates: Settings that may be changed, the cheapest first.
+        limits: Memory that the run may fill.
+        estimate: Function that plans a request and adds the allowance.
+        fixed: Fields that must not change.
+        tell: Function that takes a line per plan.
 
     Returns:
         The settings found.
 
     Raises:
-        DoesNotFitError: If none are; says the least that would fit.
+        DoesNotFitError: If no settings fit; says the least that would fit.
         ValueError: If the run can't be planned at all.
     """
     return _Search(candidates, limits, estimate, fixed, tell).run(start)
@@ -171,10 +171,10 @@ class _Search:
         return self._requirements[request]
 
     def _least(self, request: PlanRequest, candidates: Sequence[Candidate]) -> list[_Taken] | None:
-        """The cheapest changes that fit, the costliest of them first; None where none are found.
+        """Return the cheapest changes that fit, the costliest of them first, or None if none are found.
 
-        The costliest is the first that suffices if all cheaper ones may be taken, too. With it in place, the rest is
-        found among these.
+        The costliest is the first candidate that suffices if all cheaper ones may be changed, too. Once it is changed,
+        the rest is found among the cheaper ones.
         """
         known = self._fit(request, candidates)
         if not known:
@@ -187,11 +187,11 @@ class _Search:
         option = self._cheapest_option(costliest.options(request), cheaper)
         rest = None if option is None else self._least(option, cheaper)
         if option is None or rest is None:
-            return known  # what fits in the order of the descent alone
+            return known  # these fit only in the order of the descent
         return [(costliest, option), *rest]
 
     def _cheapest_option(self, options: Sequence[PlanRequest], cheaper: Sequence[Candidate]) -> PlanRequest | None:
-        """The first option that fits with cheaper candidates; each needs no more than those before it."""
+        """Return the first option that fits with cheaper candidates. Each needs no more than the options before it."""
         low, high = 0, len(options)
         while low < high:
             middle = (low + high) // 2
@@ -202,9 +202,9 @@ class _Search:
         return options[high] if high < len(options) else None
 
     def _fit(self, request: PlanRequest, candidates: Sequence[Candidate]) -> list[_Taken] | None:
-        """Some changes by these candidates that fit, none if there is no need; None where none are found."""
-        # What moves bytes to a host without room for them is taken, since much can relieve the host afterwards. Where
-        # nothing did, it is left; what both ways ask for is planned once.
+        """Return changes by these candidates that fit (none if the run fits already), or None if there are none."""
+        # First allow changes that move bytes to a full host, since later changes can relieve it. If these do not fit,
+        # retry without them. A request of both tries is planned once.
         in_vain: list[list[_Taken]] = []
         for moves_to_host in (True, False):
             taken, fits = self._descend(request, candidates, moves_to_host=moves_to_host)
@@ -222,7 +222,7 @@ class _Search:
     def _descend(
         self, request: PlanRequest, candidates: Sequence[Candidate], *, moves_to_host: bool
     ) -> tuple[list[_Taken], bool]:
-        """Take the cheapest that gains something until the run fits, and say whether it does."""
+        """Take the cheapest change that gains something until the run fits, and return whether it does."""
         taken: list[_Taken] = []
         try:
             requirement = self._plan(request)
@@ -245,14 +245,14 @@ class _Search:
                     return self._take_together(taken, without_gain and remaining + without_gain, requirement)
                 taken = fewer
             requirement = self._plan(taken[-1][1])
-            # What gained nothing before may gain something now.
+            # A candidate that gained nothing before may gain something now.
             remaining, without_gain = [each for each in candidates if each in remaining + without_gain], []
         return taken, True
 
     def _leave_one_out(
         self, request: PlanRequest, taken: Sequence[_Taken], *, moves_to_host: bool
     ) -> list[_Taken] | None:
-        """What was taken without one of it that is in the way of a later one; None if it was all for the better."""
+        """Return the changes without one that hinders a later one, or None if all of them help."""
         for left_out, _ in taken[:-1]:
             fewer = self._apply(request, [candidate for candidate, _ in taken if candidate is not left_out])
             try:
@@ -266,7 +266,7 @@ class _Search:
     def _take_together(
         self, taken: list[_Taken], candidates: Sequence[Candidate], requirement: MemoryRequirement
     ) -> tuple[list[_Taken], bool]:
-        """Take all that is left: each alone gains nothing where one moment of an update is as large as another."""
+        """Take all remaining candidates: each alone gains nothing if two moments of an update are equally large."""
         more = self._apply(requirement.plan.request, candidates)
         try:
             fits = bool(more) and self._plan(more[-1][1]).fits(self._limits)
@@ -275,7 +275,7 @@ class _Search:
         return ([*taken, *more], True) if fits else (taken, False)
 
     def _apply(self, request: PlanRequest, candidates: Sequence[Candidate]) -> list[_Taken]:
-        """The value of each that needs least, the cheapest candidate first; without those that change nothing."""
+        """Set each candidate to the value that needs least, the cheapest first, and skip those that change nothing."""
         changes: list[_Taken] = []
         for candidate in sorted(candidates, key=self._candidates.index):
             options = candidate.options(request)
@@ -287,7 +287,7 @@ class _Search:
     def _in_the_way(
         self, request: PlanRequest, candidates: Sequence[Candidate], taken: Sequence[_Taken]
     ) -> Candidate | None:
-        """Of what was taken in vain, the last that leaves no room for something costlier."""
+        """Return the last candidate of a failed attempt that rules out a costlier one, or None."""
         steps = [(None, request), *taken]
         for (_, before), (candidate, after) in reversed(list(pairwise(steps))):
             assert candidate is not None
@@ -298,7 +298,7 @@ class _Search:
         return None
 
     def _next(self, remaining: Sequence[Candidate], requirement: MemoryRequirement) -> Candidate | None:
-        """The cheapest candidate that can help; where the weights alone do not fit, of those that make them smaller."""
+        """Return the cheapest candidate that can help. If the weights alone do not fit, it has to shrink them."""
         able = []
         for candidate in remaining:
             reason = self._reason_against(candidate, requirement)
@@ -310,7 +310,7 @@ class _Search:
         weights = 0 if plan.request.offload_parameters else plan.peak.parameters
         if weights + allowance.total - allowance.fragmentation > self._limits.device_bytes:
             shrinking = [candidate for candidate in able if candidate.shrinks_weights]
-            # Only where nothing fits is it worth knowing how far the rest would get.
+            # If nothing fits, it is worth knowing how far the others would get.
             able = shrinking or ([] if self._has_found else able)
         return able[0] if able else None
 
@@ -321,13 +321,13 @@ class _Search:
         return candidate.cannot_help(requirement, self._limits) if name is None else f"--{name} was set"
 
     def _set_by_user(self, candidate: Candidate, request: PlanRequest) -> str | None:
-        """A field of a candidate that stays as the user set it; None if there is none."""
+        """Return a field of a candidate that stays as the user set it, or None."""
         changed = [name for option in candidate.options(request)[-1:] for name in changed_fields(request, option)]
         names = (*candidate.fields, *(name for name in candidate.needs if name in changed))
         return next((name for name in names if name in self._fixed), None)
 
     def _take(self, candidate: Candidate, requirement: MemoryRequirement, *, moves_to_host: bool) -> PlanRequest | None:
-        """The value of a candidate that needs least; None if it gains nothing."""
+        """Return the request with the candidate's value that needs least, or None if it gains nothing."""
         least = candidate.options(requirement.plan.request)[-1]
         try:
             after = self._plan(least)
@@ -340,7 +340,7 @@ class _Search:
         return least
 
     def _gains(self, after: MemoryRequirement, before: MemoryRequirement, *, moves_to_host: bool) -> bool:
-        """Whether less is missing: on the GPU, or as much there and less elsewhere."""
+        """Return whether fewer bytes are missing on the GPU, or as many there and fewer elsewhere."""
         (device, elsewhere), (device_before, elsewhere_before) = (
             (on_device := each.missing_device_bytes(self._limits), each.missing_bytes(self._limits) - on_device)
             for each in (after, before)
@@ -350,7 +350,7 @@ class _Search:
         return (device, elsewhere) < (device_before, elsewhere_before)
 
     def _steps(self, start: PlanRequest, taken: Sequence[_Taken]) -> list[Step]:
-        """Each changed field once, at the costliest candidate that changed it, with its first and its final value."""
+        """List each changed field at the costliest candidate that changed it, with its first and its final value."""
         by_candidate: dict[str, Candidate] = {}
         before = start
         for candidate, after in taken:

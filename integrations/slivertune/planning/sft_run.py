@@ -1,7 +1,7 @@
-"""SFT: a step inside an estimation phase, and one outside.
+"""Plans of SFT: a step inside an estimation phase, and one outside.
 
-Its growth depends on values, and is computed from sizes: the same tensors as in the real code, for as long. The rest of
-SFT runs as it is.
+SFT's growth depends on values, so it is computed from sizes, with the same tensors and lifetimes as in the real code.
+The rest of SFT runs unchanged.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +33,13 @@ from slivertune.sft.moments import SM3Accumulators
 from slivertune.sft.reselection import Reselection
 
 _PHASE_UPDATES = 2
-"""As many as show all that a phase holds: the pool in its first update, the candidates in all others."""
+"""Updates that show all tensors of a phase: the pool in its first update, the candidates in all others."""
 _OUTSIDE_UPDATES = 2
-"""Outside of phases: the update after a reselection, and the next one, which meets what that left."""
+"""Updates outside of phases: the one after a reselection, and the next, which finds the tensors that it left."""
 
 
 class SizedGrowthEstimator(GrowthEstimator):
-    """Follows a tensor's growth candidates without knowing which they are; see `GrowthEstimator`."""
+    """Tracks the sizes of a tensor's growth candidates without their positions. See `GrowthEstimator`."""
 
     def __init__(self, num_elements: int, num_active: int, **settings: Any) -> None:
         super().__init__(num_elements, num_active, **settings)
@@ -60,7 +60,7 @@ class SizedGrowthEstimator(GrowthEstimator):
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """What its further allocations depend on; last what it holds: pool or candidates, and waiting entrants."""
+        """Sizes that determine its further allocations, the last for pool or candidates, and pending entrants."""
         entrants = tuple((VectorSize.of(indices), VectorSize.of(values)) for indices, values in self._entrants)
         held = (*self._held_sizes, entrants)
         return self._num_elements, self.num_candidates, self._pool_size, self.has_candidates, held
@@ -70,15 +70,15 @@ class SizedGrowthEstimator(GrowthEstimator):
         return [None if each is None else VectorSize.of(each) for each in (self._indices, self._step)]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What it holds."""
+        """Return the tensors that it holds."""
         held = [self._indices, self._step, *(each for pair in self._entrants for each in pair)]
         return [each for each in held if each is not None]
 
     def leave(self, held: tuple[Any, ...]) -> None:
-        """Hold as much as an estimator alike does now.
+        """Allocate tensors of the sizes that a similar estimator holds now.
 
         Args:
-            held: The last of its `sizes`.
+            held: Last entry of that estimator's `sizes`.
         """
         *sizes, entrants = held
         if self._held_sizes != sizes:
@@ -97,10 +97,10 @@ class SizedGrowthEstimator(GrowthEstimator):
 
     @override
     def _largest_entries(self, flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """The numbers found follow from the counts: few more round to the threshold than are wanted."""
+        """Allocate positions by their wanted count, since few more values round to the threshold."""
         count = max(0, min(count, flat.numel() - sum(positions.numel() for positions in barred)))
         _count_in_bins(real.magnitudes(flat[: real.PIECE]), real.NUM_MAGNITUDES, torch.int32)
-        # Pieces find their positions one after the other, and these are joined; masks are as large as a piece.
+        # Chunks find their positions one after the other, and these are joined. Masks are as large as a chunk.
         found = torch.empty(count, dtype=torch.int64)
         real.magnitudes(flat[: real.PIECE])
         positions = found.clone()
@@ -113,14 +113,14 @@ class SizedGrowthEstimator(GrowthEstimator):
 
 
 def _mark_largest(values: torch.Tensor) -> torch.Tensor:
-    """Take what `largest_of` takes; how many values are near the threshold follows from them, and they are few."""
+    """Allocate the memory of `largest_of`, but for the few values near the threshold, whose number is not known."""
     values = torch.nan_to_num(values)
     _count_in_bins(real.order_keys(values), real.NUM_KEYS, torch.int64)
     return values > 0
 
 
 def _count_in_bins(keys: torch.Tensor, num_bins: int, dtype: torch.dtype) -> None:
-    """Take what a histogram takes, with its sums in `dtype`, beside what it counts."""
+    """Allocate the memory of a histogram with sums in `dtype`, besides its keys."""
     sums = torch.zeros(num_bins, dtype=dtype)
     if dtype != torch.int64:
         torch.empty(num_bins, dtype=torch.int64)
@@ -129,15 +129,15 @@ def _count_in_bins(keys: torch.Tensor, num_bins: int, dtype: torch.dtype) -> Non
 
 
 class SizedReselection(Reselection):
-    """Takes what a reselection takes, and chooses nothing; see `Reselection`."""
+    """Allocates the memory of a reselection, and chooses nothing. See `Reselection`."""
 
     estimator_class = SizedGrowthEstimator
     work = Work()
-    """What the last reselection computed."""
+    """Work of the last reselection."""
 
     @override
     def _share_candidates(self, estimators: Mapping[str, GrowthEstimator]) -> None:
-        """As many candidates in all as ever; which tensors have them follows from values, and each keeps its own."""
+        """Keep each tensor's own candidates. Values would move them between tensors, but not change their total."""
         for estimator in estimators.values():
             estimator.pool_magnitudes()
 
@@ -154,13 +154,13 @@ class SizedReselection(Reselection):
             estimator, count = weight.estimators.pop(updates, None), weight.num_active
             num_proposed = count
             if isinstance(weight.moments, SM3Accumulators):
-                # A product of each trained weight, and those that are found, as many as are grown and up to an eighth
-                # more; most are grown in the first reselection.
+                # One product per trained weight, and one per weight that is found: as many as are grown, and up to an
+                # eighth more. The first reselection grows the most.
                 num_proposed = count + count // 8
                 trained = torch.empty(count, 2, dtype=torch.float64)
                 products = torch.empty(num_proposed, 6, dtype=torch.float64)
                 del trained, products
-                # The positions found wait until all tensors are searched.
+                # The positions found are kept until all tensors are searched.
                 scores = [torch.empty(num_proposed)]
             elif estimator is not None:
                 estimate = estimator.estimate()
@@ -174,7 +174,7 @@ class SizedReselection(Reselection):
 
 
 class SizedDeltaLayer(DeltaLayer):
-    """Computes the gradients of one layer of those alike, and takes the memory of it in the others."""
+    """Computes the gradients of one of several layers alike, and only allocates their memory in the others."""
 
     @override
     def phi_gradient(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -205,14 +205,14 @@ class SizedDeltaLayer(DeltaLayer):
 
 
 class SizedSFT(SFT):
-    """SFT over a model without data, in either form."""
+    """SFT over a model of fake tensors, in either form."""
 
     reselection_class = SizedReselection
     layer_class = SizedDeltaLayer
 
 
 class PlannedSFT(PlannedMethod):
-    """SFT: updates inside of an estimation phase, and outside."""
+    """Planner of SFT: updates inside an estimation phase, and outside."""
 
     settings = frozenset(
         {
@@ -232,7 +232,7 @@ class PlannedSFT(PlannedMethod):
     steps_itself = True
 
     def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
-        """Run the updates of a phase, and those outside."""
+        """Run the updates of an estimation phase, and those outside."""
         with _nothing_kept(), replaying():
             return self._measure(request, model, forward)
 
@@ -272,9 +272,9 @@ class PlannedSFT(PlannedMethod):
         )
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
-        """How many weights, and how they are chosen."""
+        """Return the arguments for the number of trained weights and their selection."""
         names = [*COUNTS, "sft_target_modules", "train_embeddings", "packed", "sft_momentum", "reselection_interval"]
-        # What would be ignored, training refuses.
+        # Training refuses options that it would ignore.
         if request.has_phases:
             names.append("estimation_steps")
         if request.reselection_interval > 0:
@@ -283,12 +283,12 @@ class PlannedSFT(PlannedMethod):
 
 
 def _updates_of(request: PlanRequest, steps: Sequence[StepWork], num_inside: int) -> list[UpdateWork]:
-    """What the updates from one reselection to the next compute, each kind as often as it comes.
+    """Return the kinds of updates from one reselection to the next, each with its share.
 
     Args:
-        request: Has the schedule of the run.
-        steps: Of the shortened run, those that belong to phases first.
-        num_inside: As many of them belong to phases.
+        request: Run with its schedule.
+        steps: Work of the shortened run's updates, those inside phases first.
+        num_inside: Number of these updates that are inside phases.
     """
     interval, outside, reselection = request.reselection_interval, steps[-1], SizedReselection.work
     usual = replace(outside, step=outside.step - reselection)  # SM3 reselects in every update of the shortened run
@@ -304,7 +304,7 @@ def _updates_of(request: PlanRequest, steps: Sequence[StepWork], num_inside: int
 
 @contextmanager
 def _nothing_kept() -> Iterator[None]:
-    """Let no tensor that SFT keeps between calls pass from a run into a plan, or back."""
+    """Clear the tensors that SFT caches, so that none pass from a run into a plan, or back."""
     adam._corrections.cache_clear()
     try:
         yield
@@ -313,13 +313,13 @@ def _nothing_kept() -> Iterator[None]:
 
 
 def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int | None) -> SizedSFT:
-    """SFT on a schedule of its own.
+    """Make an SFT optimizer with its own schedule.
 
     Args:
-        request: All other settings.
-        model: Without data.
-        steps: gamma.
-        interval: S.
+        request: Run with all other settings.
+        model: Model of fake tensors.
+        steps: Updates per estimation phase (gamma).
+        interval: Updates between two reselections (S); None for no reselection.
     """
     config = SFTConfig(
         density=request.density,
@@ -340,25 +340,25 @@ def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int | N
 
 
 def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:
-    """A schedule in which phases meet as they do in the run, with updates outside of phases after them.
+    """Return a schedule whose phases overlap as in the run, followed by updates outside of phases.
 
-    The first phase ends at gamma, the second at S and begins gamma before that; later ones meet no other.
+    The first phase ends at gamma. The second begins at S - gamma and ends at S. Later phases overlap with no other.
 
     Args:
-        request: Has the schedule of the run.
+        request: Run with its schedule.
 
     Returns:
-        gamma and S of the shortened run, and its first updates that belong to phases.
+        gamma and S of the shortened run, and the number of its first updates, which are inside phases.
     """
     if not request.has_phases:
-        # SM3 reselects in every update, which shows all it takes.
+        # SM3 reselects in every update, which shows all memory that it takes.
         return 1, None if request.reselection_interval == 0 else 1, 0
     num_overlapping = min(2 * request.estimation_steps - request.reselection_interval, _PHASE_UPDATES)
     if num_overlapping <= 0:
         if request.estimation_steps == 1:
-            # A phase never meets its own candidates; the second is the first to meet moments.
+            # A phase of one update never holds its own candidates. The second phase is the first with moments.
             return 1, 3, 3
         return _PHASE_UPDATES, 100, _PHASE_UPDATES
-    # The first phase has its pool behind it when the second makes its own.
+    # The first phase has freed its pool when the second makes its own.
     steps = num_overlapping + _OUTSIDE_UPDATES
     return steps, steps + _OUTSIDE_UPDATES, steps + _OUTSIDE_UPDATES

@@ -1,8 +1,8 @@
-"""The figures of well-known models, so that they can be planned without a network; no weights.
+"""Figures of well-known models, so that they can be planned without a network and without weights.
 
-`shipped.json` has for each model what its `config.json` on the hub says about sizes, and where that was read.
-tests/planning/test_configs.py builds every one without memory and compares its number of parameters with the published
-one.
+`shipped.json` has the sizes from each model's `config.json` on the hub, and the source from which they were read.
+tests/planning/test_configs.py builds each model without memory and compares its number of parameters with the published
+number.
 """
 
 import json
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShippedModel:
-    """A model whose figures come with this library."""
+    """Model whose figures come with this library."""
 
     hub_id: str
-    """Where its weights are, for the command that trains it; not looked at for a plan."""
+    """Repository of its weights on the hub, for the command that trains it. A plan does not read it."""
     source: str
-    """Where its figures can be read."""
+    """Source of its figures."""
     figures: dict[str, Any]
     """Arguments of `transformers.AutoConfig.for_model`."""
 
@@ -29,4 +29,4 @@ def _read() -> dict[str, ShippedModel]:
 
 
 SHIPPED_MODELS: dict[str, ShippedModel] = _read()
-"""By the name that `slivertune plan --model` takes."""
+"""Shipped models, by the name that `slivertune plan --model` takes."""

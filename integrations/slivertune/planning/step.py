@@ -1,4 +1,4 @@
-"""One real step under the ledger: the peak, when it came, what each trained gradient took, and what was computed."""
+"""One real step under the ledger: its peak, the phase of the peak, the size of each gradient, and the work."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,29 +14,29 @@ from slivertune.planning.plan import GroupPlan, Moment, Phase
 from slivertune.planning.step_work import STEP, StepWork, Work
 
 Forward = Callable[[], torch.Tensor]
-"""Runs the model on a batch and returns the loss."""
+"""Function that runs the model on a batch and returns the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePeak:
-    """The largest total of an update alone: what no batch changes, but for tensors of the batch itself."""
+    """Peak of an update alone, which no batch changes, except for tensors of the batch itself."""
 
     census: Census
     """Bytes alive at that moment."""
     highest: Census
-    """Each kind's own largest value."""
+    """Largest bytes of each kind."""
     before: Census
     """Bytes alive when the update began."""
     after: Census
-    """Bytes alive when it was over."""
+    """Bytes alive when the update ended."""
     work: Work
-    """What it computed and copied."""
+    """Work of the update."""
 
     def beside(self, residual: int) -> "UpdatePeak":
-        """The same beside another batch.
+        """Return the same peak with another batch.
 
         Args:
-            residual: Bytes that no one claims when the update begins.
+            residual: Bytes that no owner claims when the update begins.
         """
         more = residual - self.before.residual
         moved = {
@@ -49,26 +49,26 @@ class UpdatePeak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPeak:
-    """The largest total of a step."""
+    """Peak of a step."""
 
     census: Census
     """Bytes alive at that moment."""
     phase: Phase
-    """What the step did then."""
+    """Phase of the step at that moment."""
     highest: Census
-    """Each kind's own largest value in the step."""
+    """Largest bytes of each kind in the step."""
     gradients: int
-    """Bytes of gradients alive when the backward was over."""
+    """Bytes of gradients alive when the backward ended."""
     activations: int
-    """The largest residual until then."""
+    """Largest residual bytes until the backward ended."""
     before_step: Census
-    """Bytes alive at the largest total until the update began."""
+    """Bytes alive at the largest total before the update began."""
     after: Census
-    """Bytes alive when the step was over."""
+    """Bytes alive when the step ended."""
     update: UpdatePeak
-    """The update alone."""
+    """Peak of the update alone."""
     work: StepWork
-    """What the step computed and copied."""
+    """Work of the step."""
 
 
 def measure_step(
@@ -80,15 +80,15 @@ def measure_step(
     known: UpdatePeak | None = None,
     blocks_of: nn.Module | None = None,
 ) -> StepPeak:
-    """Run a forward, its backward and the update.
+    """Run the forwards, the backwards and the update of a step.
 
     Args:
-        ledger: Counts; entered.
-        forward: The model's forward.
-        optimizer: Holds the parameters that train.
+        ledger: Ledger that counts; already entered.
+        forward: Forward of the model.
+        optimizer: Optimizer of the parameters that train.
         num_backwards: Forwards and backwards before the update; the third is like the second.
-        known: The same update after another batch; gradients are dropped then, and nothing is updated.
-        blocks_of: A model whose blocks are told apart in the work of backward passes.
+        known: Peak of the same update after another batch. If given, gradients are dropped and nothing is updated.
+        blocks_of: Model whose blocks are counted separately in the work of backward passes.
 
     Returns:
         The step's peak.
@@ -99,7 +99,7 @@ def measure_step(
     for index in range(num_backwards):
         with counter.counting(("forward", index)):
             loss = forward()
-        # The peak only grows: each height belongs to the phase that reached it.
+        # The peak only grows, so each height belongs to the phase that reached it first.
         heights.setdefault(ledger.peak.device, "forward")
         is_last = index == num_backwards - 1
         with FakeOverrides(), within_update(optimizer, is_last=is_last), counter.counting(("backward", index)):
@@ -107,7 +107,7 @@ def measure_step(
         del loss
         heights.setdefault(ledger.peak.device, "backward")
     before_step = ledger.peak
-    # `current` claims all gradients again, those that another rank keeps included.
+    # `current` claims all gradients again, including those that another rank keeps.
     before, highest = ledger.current(), ledger.highest
     if known is None:
         update = measure_update(ledger, optimizer)
@@ -133,12 +133,12 @@ def measure_step(
 
 
 def larger_of_two(first: UpdatePeak, second: StepPeak, phase: Phase = "step") -> StepPeak:
-    """The step with the largest total: of the first update, which makes the state, and of a later one.
+    """Return a later step with its own peak, or with that of the first update, which makes the state, if larger.
 
     Args:
-        first: The first update alone: its forward and backward have no more than those of the second.
-        second: A step that has its state from the beginning.
-        phase: In which the first makes its update.
+        first: Peak of the first update alone. Its forward and backward take no more than those of the second step.
+        second: Peak of a step that has its state from the beginning.
+        phase: Phase in which the first step makes its update.
     """
     first = first.beside(second.update.before.residual)
     if first.census.device > second.census.device:
@@ -147,17 +147,17 @@ def larger_of_two(first: UpdatePeak, second: StepPeak, phase: Phase = "step") ->
 
 
 def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Let parameters have gradients of which nobody asks where they come from."""
+    """Give parameters gradients, for an update without a backward."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
 
 
 def measure_update(ledger: Ledger, optimizer: torch.optim.Optimizer) -> UpdatePeak:
-    """Run an update for which gradients are there.
+    """Run an update whose gradients exist already.
 
     Args:
-        ledger: Counts; entered.
-        optimizer: Holds the parameters that train.
+        ledger: Ledger that counts; already entered.
+        optimizer: Optimizer of the parameters that train.
     """
     before = ledger.current()
     ledger.reset_peak()
@@ -176,10 +176,10 @@ def measure_update(ledger: Ledger, optimizer: torch.optim.Optimizer) -> UpdatePe
 
 
 def claim_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let ledgers count an optimizer's state as such.
+    """Claim an optimizer's state, so that ledgers count it as state.
 
     Args:
-        optimizer: Keeps its state where `torch.optim.Optimizer` does; HiFT claims its own.
+        optimizer: Optimizer that keeps its state where `torch.optim.Optimizer` does. HiFT claims its own state.
     """
     for values in optimizer.state.values():
         for value in values.values() if isinstance(values, dict) else ():
@@ -192,10 +192,10 @@ def _highest(one: Census, other: Census) -> Census:
 
 
 def within_update(optimizer: torch.optim.Optimizer, *, is_last: bool) -> AbstractContextManager[object]:
-    """What a backward of an update runs in: HiFT alone asks whether it is the last.
+    """Return the context for a backward of an update. Only HiFT needs to know whether it is the last.
 
     Args:
-        optimizer: Holds the parameters that train.
+        optimizer: Optimizer of the parameters that train.
         is_last: Whether the update follows.
     """
     return nullcontext() if is_last else getattr(optimizer, "accumulating", nullcontext)()
@@ -212,17 +212,17 @@ def group_plan(
     largest_gradient_bytes: int = 0,
     indices: tuple[int, ...] = (0,),
 ) -> GroupPlan:
-    """What a step was measured to need.
+    """Return the plan of a group from its measured step.
 
     Args:
-        peak: Of the step.
-        name: What trains in it.
-        num_parameters: Elements that train.
-        gradient_bytes: Of all gradients together.
-        largest_gradient_bytes: Of the largest gradient.
-        state_bytes: Of all that trains, without masters.
-        master_bytes: Of all that trains.
-        indices: Of this step, and of those alike.
+        peak: Peak of the step.
+        name: Name of the part that trains.
+        num_parameters: Number of elements that train.
+        gradient_bytes: Bytes of all gradients together.
+        largest_gradient_bytes: Bytes of the largest gradient.
+        state_bytes: Bytes of optimizer state of all that trains, without masters.
+        master_bytes: Bytes of the masters of all that trains.
+        indices: Indices of this group, first, and of the groups alike.
     """
     index = indices[0]
     phase_before: Phase = "forward" if peak.phase == "forward" else "backward"
@@ -243,15 +243,15 @@ def group_plan(
 
 
 def largest_of(peaks: Iterable[StepPeak]) -> StepPeak:
-    """The step with the largest total on the device."""
+    """Return the step with the largest total on the device."""
     return max(peaks, key=lambda peak: peak.census.device)
 
 
 class GradientMeter:
-    """Notes how large the gradient of each parameter was, the moment it was complete.
+    """Records the bytes of each parameter's gradient at the moment when it is complete.
 
     Args:
-        model: Its parameters are watched, those that train now or later.
+        model: Model whose parameters are watched, if they require gradients at this time.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -261,16 +261,16 @@ class GradientMeter:
                 parameter.register_post_accumulate_grad_hook(self._note)
 
     def bytes_of(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Bytes of the gradients that these had when last seen, together."""
+        """Return the total bytes of the gradients that these parameters last had."""
         return sum(self._bytes.get(id(parameter), 0) for parameter in parameters)
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let these have had none."""
+        """Forget the gradients of these parameters."""
         for parameter in parameters:
             self._bytes.pop(id(parameter), None)
 
     def has_seen(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether each of these had one since it was forgotten."""
+        """Return whether each of these parameters has had a gradient since it was forgotten."""
         return all(id(parameter) in self._bytes for parameter in parameters)
 
     def _note(self, parameter: torch.Tensor) -> None:
@@ -279,5 +279,5 @@ class GradientMeter:
 
 
 def autocast_of(enabled: bool) -> torch.autocast:
-    """Autocast to bf16, or nothing."""
+    """Return autocast to bf16, or a context that does nothing."""
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)

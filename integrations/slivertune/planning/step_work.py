@@ -1,4 +1,4 @@
-"""What a step computes and copies: operators by their costs, and bytes over the bus."""
+"""Work of a step: operators by their costs, and bytes copied over the bus."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -8,23 +8,23 @@ from typing import Any
 from slivertune.core.copy_streams import Direction
 
 Cost = tuple[int, int]
-"""Of an operator: floating-point operations, and bytes of the device's memory that it reads and writes."""
+"""Cost of an operator: floating-point operations, and bytes of device memory that it reads and writes."""
 STATE = "state"
-"""Masters and optimizer state; gradients that come from the host for a step travel with them."""
+"""Kind of copies: masters and optimizer state, with the gradients that are loaded from the host for a step."""
 STEP = "step"
-"""The part of a step in which masters and state are updated."""
+"""Name of the part of a step that updates masters and state."""
 Place = tuple[int, bool] | None
-"""In a backward: index of the block, and whether it is computed again; None above all blocks, and in other parts."""
+"""Place in a backward: block's index, and whether it is recomputed. None above all blocks, and in other parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a part of a step computes and copies."""
+    """Operators and copies of a part of a step."""
 
     operators: Counter[Cost] = field(default_factory=Counter)
     """Number of operators of each cost."""
     copies: Counter[tuple[Direction, str]] = field(default_factory=Counter)
-    """Bytes over the bus by direction and by what they are: `STATE`, "gradients", "parameters" or "activations"."""
+    """Bytes over the bus by direction and kind: `STATE`, "gradients", "parameters" or "activations"."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(self.operators + other.operators, self.copies + other.copies)
@@ -33,12 +33,12 @@ class Work:
         return Work(self.operators - other.operators, self.copies - other.copies)
 
     def times(self, number: int) -> "Work":
-        """The same, `number` times."""
+        """Return this work, repeated `number` times."""
         return Work(*(Counter({key: number * count for key, count in each.items()}) for each in self.all_counts))
 
     @property
     def all_counts(self) -> tuple[Counter[Any], Counter[Any]]:
-        """Operators and copies."""
+        """Counts of operators and of copies."""
         return self.operators, self.copies
 
     @property
@@ -52,20 +52,20 @@ class Work:
         return sum(self.operators.values())
 
     def copied(self, direction: Direction, *kinds: str) -> int:
-        """Bytes of these kinds that pass the bus one way."""
+        """Return the bytes of these kinds that cross the bus in one direction."""
         return sum(self.copies[direction, kind] for kind in kinds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """A step as it was run: each micro-batch, and the update."""
+    """Work of a step as it was run, by micro-batch, and of its update."""
 
     forwards: tuple[Work, ...]
-    """Of each micro-batch that was run."""
+    """Forward of each micro-batch that was run."""
     backwards: tuple[Mapping[Place, Work], ...]
-    """Of each micro-batch that was run, by place."""
+    """Backward of each micro-batch that was run, by place."""
     step: Work
-    """The update alone."""
+    """Update alone."""
 
     def of_update(
         self,
@@ -76,14 +76,14 @@ class StepWork:
         is_part: Callable[[Place], bool] = lambda place: True,
         trained: Collection[int] = (),
     ) -> "UpdateWork":
-        """Return a kind of updates with the work of this step.
+        """Return a kind of update with the work of this step.
 
         Args:
             share: As in `UpdateWork`.
             group: As in `UpdateWork`.
             usual: As in `UpdateWork`.
-            is_part: Tells the places of the backward that count.
-            trained: Blocks that trained in this step.
+            is_part: Function that selects the places of the backward that count.
+            trained: Indices of the blocks that trained in this step.
         """
         places = [[work for place, work in each.items() if is_part(place)] for each in self.backwards]
         own = [work for place, work in self.backwards[-1].items() if place is not None and place[0] in trained]
@@ -101,24 +101,24 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateWork:
-    """What one kind of a run's updates computes and copies on one GPU."""
+    """Work of one kind of a run's updates on one GPU."""
 
     share: float
-    """Of the run's updates that are of this kind; 1 together."""
+    """Share of the run's updates that are of this kind. All shares sum to 1."""
     group: int
-    """Place of what it trains among the plan's groups."""
+    """Position of the group that it trains among the plan's groups."""
     forwards: tuple[Work, ...]
-    """Of the micro-batches that were run."""
+    """Forwards of the micro-batches that were run."""
     backwards: tuple[Work, ...]
-    """Of the micro-batches that were run."""
+    """Backwards of the micro-batches that were run."""
     step: Work
-    """The optimizer's step."""
+    """Step of the optimizer."""
     usual: int = -1
-    """Place of the micro-batch that those are like which were not run."""
+    """Index of the micro-batch that stands for those that were not run."""
     num_blocks: int = 0
-    """Blocks that train, where each update trains other ones."""
+    """Number of blocks that train, if updates train different blocks."""
     own_backward: Work = field(default_factory=Work)
-    """The part of a backward that goes through these blocks."""
+    """Part of the backward that goes through these blocks."""
 
     def forward(self, num_micro_batches: int) -> Work:
         """Return the work of all forwards of an update."""

@@ -1,26 +1,26 @@
-"""How long an update takes, by a formula: what the plan has counted, over what a card is taken to reach.
+"""Time of an update by a formula: the plan's counts, divided by the rates that a GPU is assumed to reach.
 
-An operator takes FLOPs / (efficiency x peak) or bytes / memory bandwidth, whichever is longer; those of a phase take
-their sum. Copies run beside it. S stands for the masters and the state of what trains, G for its gradients where they
-wait on the host, g for the largest of them, B for the bus each way, p for a piece of S, P for the room of pieces that
-are loaded ahead of their step.
+An operator takes FLOPs / (efficiency x peak) or bytes / memory bandwidth, whichever is longer. A phase takes the sum of
+its operators. Copies run concurrently. S stands for the masters and state of the parameters that train, G for their
+gradients if these are offloaded, g for the largest gradient, B for the bus bandwidth per direction, p for a chunk of S,
+P for the memory of chunks that are prefetched before their step.
 
-* What passes in a phase, weights and activations that wait on the host, is waited for where it takes longer than the
-  computation of the phase. The first block's weights have nothing before them under which they could come. State
-  that is loaded ahead is queued when the first forward ends, and weights that come next wait behind it.
-* Gradients have to leave under the backward that makes them. From the second micro-batch on the sum so far comes and
-  the new one leaves, beside which one other gradient is made. The largest, g, has nothing beside it before the step; if
-  it is most of G, it leaves under the next forward.
-* State comes from the turn's beginning (with weights from the host from the end of the forward), as much as P holds.
-  The rest comes in the step, beside what is stepped: p / B a piece, or, with few slots, the k-th part of a slot's
-  round, which is a load, a step and a write-back. The first slot is free after one step and one write-back.
-* Where the backward steps, the rest comes beside the backward of the trained blocks, but for the first.
-* Write-backs run under the next forward. State that is dropped after its turn is new in the first update of one, and
-  its memory is waited for; of the last, nothing is written back.
-* Where a turn has several updates, as many pieces stay as there are slots, less three, or all.
+* Offloaded weights and activations are copied during a phase. Computation stalls if the copies take longer than the
+  phase. The first block's weights have no computation before them with which they could overlap. Prefetched state is
+  queued when the first forward ends, and the next weights queue behind it.
+* Gradients must leave during the backward that makes them. From the second micro-batch on, the sum so far is loaded and
+  the new sum is written back, while one other gradient is made. The largest gradient, g, overlaps with nothing before
+  the step. If it is most of G, it leaves during the next forward.
+* State is loaded from the start of its group's updates (with offloaded weights from the end of the forward), up to P.
+  The rest is loaded in the step, while other chunks are stepped: p / B per chunk or, with k slots if k is small, 1 / k
+  of a slot's round of load, step and write-back. The first slot is free after one step and one write-back.
+* If the backward steps, the rest overlaps with the backward of the trained blocks, except the first.
+* Write-backs run during the next forward. State that is discarded after its group's updates is new in the first of
+  them, which stalls until there is memory for it. The last of them writes nothing back.
+* If a group has several updates in a row, all chunks stay resident, or as many as there are slots, less three.
 
-Engines of several GPUs send under the computation of their phase (`collectives`). The disk reads and writes under the
-updates meanwhile.
+Engines on several GPUs communicate during the computation of their phase (`collectives`). Disk reads and writes overlap
+with the updates.
 """
 
 from collections.abc import Mapping
@@ -41,25 +41,25 @@ _FP32 = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanUpdate:
-    """What an update takes on one GPU, in the mean over a run."""
+    """Mean time of an update on one GPU, over a run."""
 
     computing: Mapping[Phase, float]
     """Seconds of computation, by phase."""
     waiting: Mapping[str, float]
-    """Seconds in which computation stands still, by reason."""
+    """Seconds in which computation stalls, by reason."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of all of it."""
+        """Total seconds."""
         return sum(self.computing.values()) + sum(self.waiting.values())
 
 
 def mean_update(plan: Plan, rates: Rates) -> MeanUpdate:
-    """Compute what an update takes, in the mean over a run's.
+    """Compute the mean time of a run's updates.
 
     Args:
-        plan: The run, with what its updates compute and copy.
-        rates: What the card is taken to reach.
+        plan: Plan of the run, with the work of its updates.
+        rates: Rates that the GPU is assumed to reach.
     """
     computing, together = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
     for work in plan.updates:
@@ -72,14 +72,14 @@ def mean_update(plan: Plan, rates: Rates) -> MeanUpdate:
     waiting = {f"copies of {copied}": sum(together.values()) - sum(computing.values())}
     for each in owed(plan, rates):
         waiting[each.reason] = waiting.get(each.reason, 0.0) + each.waited_for(together[each.phase])
-    # A group is read into the buffer from which another was written, under the updates meanwhile.
+    # A group is read into the buffer from which another was written. Both overlap with the updates.
     moved = (2 if rates.disk_duplex == "half" else 1) * disk_bytes_per_update(plan) / rates.disk_bandwidth
     waiting["the disk"] = moved - sum(computing.values()) - sum(waiting.values())
     return MeanUpdate(computing=computing, waiting={reason: each for reason, each in waiting.items() if each > 0})
 
 
 def disk_bytes_per_update(plan: Plan) -> float:
-    """Return what one of the GPUs' processes writes to files in an update, in the mean over a cycle."""
+    """Return the bytes that the process of one GPU writes to files per update, as a mean over a cycle."""
     request = plan.request
     if request.state != "disk" or not planned(request.method).waits_on_host(request):
         return 0.0
@@ -87,12 +87,12 @@ def disk_bytes_per_update(plan: Plan) -> float:
         return mean_state_bytes(plan) / request.num_gpus
     sizes = [group.state_and_master_bytes for group in plan.groups for _ in group.indices]
     on_disk = [sizes[index] for index in groups_on_disk(sizes, request.state_ram_bytes)]
-    # Those that fit into the buffers never leave them; others are written when their turn ends.
+    # Groups that fit into the buffers never leave them. Others are written after their last update in a row.
     return 0.0 if len(on_disk) <= NUM_BUFFERS else sum(on_disk) / len(sizes) / request.steps_per_group
 
 
 def _part(plan: Plan) -> float:
-    """Return the share of an update that one GPU steps: all of it, an N-th, or none where the host steps."""
+    """Return the share of an update that one GPU steps: 1, 1 / N, or 0 if the host steps."""
     request = plan.request
     if request.layout in ("single", "ddp") or planned(request.method).steps_itself:
         return 1.0
@@ -100,12 +100,12 @@ def _part(plan: Plan) -> float:
 
 
 class _Update:
-    """One kind of a run's updates on a card.
+    """Computes the time of one kind of a run's updates.
 
     Args:
-        plan: The run.
-        work: What the update computes and copies.
-        rates: Of the card.
+        plan: Plan of the run.
+        work: Work of the update.
+        rates: Rates of the GPU.
     """
 
     def __init__(self, plan: Plan, work: UpdateWork, rates: Rates) -> None:
@@ -125,7 +125,7 @@ class _Update:
         self._state = part * group.state_and_master_bytes if moves else 0.0
         self._gradients = part * group.gradient_bytes if on_host else 0.0
         self._largest = part * group.largest_gradient_bytes if moves else 0.0
-        # A piece has room for gradients cast to fp32, and for those that come from the host.
+        # A chunk has room for gradients cast to fp32, and for gradients that are loaded from the host.
         in_piece = self._state + self._gradients + part * _FP32 * group.num_parameters * bool(group.master_bytes)
         share = min(1.0, request.stream_bytes / in_piece) if request.stream_bytes and in_piece else 1.0
         self._num_pieces = 1 / share
@@ -133,7 +133,7 @@ class _Update:
         in_slot = share * (self._state + self._gradients)
         self._slots = int(request.prefetch_bytes // in_slot) if in_slot else 0
         self._queued = 0.0 if request.state == "discard" else min(self._state, self._slots * self._piece)
-        """Bytes of state that are loaded ahead at once, and so leave together."""
+        """Bytes of state that are prefetched at the same time, and so are written back together."""
         num_blocks = sum(each.num_blocks for each in plan.updates)
         self._block = self._forward.copied("inbound", "parameters") / num / max(1, num_blocks)
 
@@ -145,14 +145,14 @@ class _Update:
         )
 
     def _copying(self, inbound: float, outbound: float = 0.0) -> float:
-        """Seconds of copies that go both ways at once."""
+        """Return the seconds of copies in both directions at the same time."""
         both, rates = inbound + outbound, self._rates
         slowest = both if rates.duplex == "half" else max(inbound, outbound)
         of_host = 0.0 if rates.host_bandwidth is None else both / rates.host_bandwidth
         return max(slowest / rates.bus_bandwidth, of_host)
 
     def with_copies(self) -> dict[Phase, float]:
-        """Return the seconds of each phase, with those in which computation waits for copies."""
+        """Return the seconds of each phase, including stalls for copies."""
         forward, (backward, before_step) = self._streamed_forward(), self._backward_with_gradients()
         step = self.computing["step"] + before_step
         if self._state:
@@ -166,23 +166,23 @@ class _Update:
         if not weights:
             return seconds
         first = 0.0 if self._request.resident_bytes else self._num * self._copying(self._block)
-        # What trained goes back behind the state when the next turn begins, where its block waits for it.
+        # When the next group begins, trained weights are written back behind the state, and their block waits for this.
         back = self._copying(0, self._queued + self._work.num_blocks * self._block)
         late = max(0.0, back - seconds / self._num / 2) if self._work.num_blocks else 0.0
         return seconds + first + late / self._request.steps_per_group
 
     def _backward_with_gradients(self) -> tuple[float, float]:
-        """Seconds of all backward passes, and those after the last in which its largest gradient leaves."""
+        """Return the seconds of all backward passes, and those after the last in which its largest gradient leaves."""
         weights = self._copying(self._backward.copied("inbound", "parameters", "activations"))
         seconds = max(self.computing["backward"], weights)
         if self._request.weights == "host":
-            # State is queued when the first forward ends, and whatever weights come next wait behind it.
+            # State is queued when the first forward ends, and the next weights queue behind it.
             behind = weights if self._num == 1 else self._copying(self._block)
             seconds += max(0.0, self._copying(self._queued) + behind - seconds / self._num) if behind else 0.0
         num_leaving = self._num - self._is_stepped
         if not self._gradients or not num_leaving:
             return seconds, 0.0
-        # One gradient that is most of all is made alone, and leaves under the forward that follows.
+        # A gradient that is most of all bytes is made alone, and leaves during the next forward.
         largest = self._copying(0, self._largest)
         alone = self._largest if self._largest > self._gradients / 2 else 0.0
         one, others = seconds / self._num, self._copying(0, self._gradients - alone)
@@ -195,7 +195,7 @@ class _Update:
         return seconds, 0.0 if self._is_stepped else (1 + (self._num > 1)) * largest
 
     def _waits_for_state(self, forward: float, backward: float) -> float:
-        """Seconds in which the step waits for state, in the mean over a turn's updates."""
+        """Return the seconds in which the step stalls for state, as a mean over a group's updates in a row."""
         request = self._request
         others: float = self._backward.copied("inbound", "parameters", "activations", "gradients")
         time, window, late = backward, self.computing["step"], self._gradients
@@ -224,7 +224,7 @@ class _Update:
         return (first + (request.steps_per_group - 1) * later) / request.steps_per_group
 
     def _waits(self, state: float, slots: int, ahead: float, gradients: float, window: float) -> float:
-        """Seconds that loads take beyond a window of computation."""
+        """Return the seconds that loads take beyond a window of computation."""
         room = slots * self._piece if slots >= WORKING_PIECES else 0.0
         rest = state - min(state, room, ahead)
         if rest + gradients <= 0:

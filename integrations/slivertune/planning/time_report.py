@@ -1,4 +1,4 @@
-"""Planned seconds as people read them."""
+"""Text output of planned times for people."""
 
 from rich.console import Console
 from rich.table import Table
@@ -11,13 +11,13 @@ _TITLES = {"forward": "forward", "backward": "backward", "step": "update"}
 
 
 def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console: Console) -> None:
-    """Print what an update takes by part, and what follows from it.
+    """Print the seconds of an update by part, the speed, and the hours of the run.
 
     Args:
-        time: Of an update.
-        card: On which.
-        num_tokens: To train on; None where nothing was said of it.
-        console: Where to.
+        time: Planned time of an update.
+        card: GPU of the run.
+        num_tokens: Tokens to train on; None if they were not given.
+        console: Console to print to.
     """
     rates = time.rates
     table = Table(title=f"an update on a {card.name}", title_justify="left", show_header=False)
@@ -43,11 +43,11 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
 
 
 def describe_rates(rates: Rates, *, uses_disk: bool = False) -> str:
-    """What planned seconds assume, in one line.
+    """Describe the assumptions behind planned seconds in one line.
 
     Args:
-        rates: Of the card, as they are taken to be reached.
-        uses_disk: Whether state waits in files.
+        rates: Rates that the GPU is assumed to reach.
+        uses_disk: Whether state is offloaded to files.
     """
     disk = f", {rates.disk_bandwidth / 1e9:.3g} GB/s of the disk (--disk_bandwidth)" if uses_disk else ""
     return (
@@ -58,10 +58,10 @@ def describe_rates(rates: Rates, *, uses_disk: bool = False) -> str:
 
 
 def describe_range(time: PlannedTime) -> str:
-    """What the seconds are worth, in one line.
+    """Describe the uncertainty of planned seconds in one line.
 
     Args:
-        time: As planned.
+        time: Planned time of an update.
     """
     (low, high), (slow, fast) = EFFICIENCIES, time.tokens_per_second_range
     return (
@@ -71,9 +71,9 @@ def describe_range(time: PlannedTime) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits, in seconds or milliseconds.
+    """Format a time with three digits, in s or ms.
 
     Args:
-        seconds: How many.
+        seconds: Number of seconds.
     """
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

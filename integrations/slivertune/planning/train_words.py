@@ -1,4 +1,4 @@
-"""What `slivertune train` says in other words than a plan's request: `--bf16`, `--weights_dtype`, `--optim`."""
+"""Options of `slivertune train` that a plan's request names differently: `--bf16`, `--weights_dtype`, `--optim`."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,7 +14,7 @@ _GROUP = "as slivertune train has it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainWords:
-    """Options of `slivertune train` that decide a field of `PlanRequest` of another name."""
+    """Options of `slivertune train` that set a field of `PlanRequest` with another name."""
 
     bf16: bool | None = field(
         default=None,
@@ -36,16 +36,16 @@ class TrainWords:
     )
 
     def settle(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Put these into a request's words.
+        """Translate these options into fields of a request.
 
         Args:
             given: Fields of `PlanRequest` that were typed.
 
         Returns:
-            The same, with what these say.
+            The given fields, with the fields that these options set.
 
         Raises:
-            ValueError: If one contradicts a field that was typed, or a plan does not know it.
+            ValueError: If an option contradicts a field that was typed, or a plan does not know its value.
         """
         given = dict(given)
         if self.bf16 is not None or self.weights_dtype in ("fp32", "bf16"):
@@ -60,7 +60,7 @@ class TrainWords:
 
 
 WORD_KINDS = kinds_of(TrainWords)
-"""Of these words."""
+"""Types of these options, by name."""
 
 
 def _set(given: dict[str, Any], name: str, value: str, words: list[str]) -> None:
@@ -73,15 +73,15 @@ def _set(given: dict[str, Any], name: str, value: str, words: list[str]) -> None
 
 
 def precision_of(given: dict[str, Any], bf16: bool, weights_dtype: WeightsDtype) -> PrecisionName:
-    """What `slivertune train` makes of `--bf16` and `--weights_dtype`, as a plan calls it.
+    """Return the precision of a plan that `--bf16` and `--weights_dtype` of `slivertune train` stand for.
 
-    `--bf16` is bf16 weights to methods that keep in fp32 what these have no room for, and to all under DeepSpeed, whose
-    engine keeps masters; to dense fine-tuning it is autocast; to what trains beside frozen weights it is both.
+    `--bf16` means bf16 weights for methods that keep in fp32 the precision that bf16 lacks, and for all methods under
+    DeepSpeed, whose engine keeps masters. It means autocast for dense fine-tuning, and both for adapters.
 
     Args:
-        given: Fields of `PlanRequest` that were typed: the method, its masters, 4 bits, the layout.
-        bf16: Whether it was asked for.
-        weights_dtype: In what weights are held; fp32 where `auto` would follow the checkpoint.
+        given: Fields of `PlanRequest` that were typed: method, masters, 4 bits and layout.
+        bf16: Whether `--bf16` was given.
+        weights_dtype: Dtype of the weights. fp32 is assumed if `auto` would follow the checkpoint.
     """
     defaults = PlanRequest()
     method, four_bit, layout, master = (
@@ -100,11 +100,11 @@ def precision_of(given: dict[str, Any], bf16: bool, weights_dtype: WeightsDtype)
 
 
 def optimizer_named(optim: str, optim_args: str) -> OptimizerName:
-    """The optimizer of a `TrainingArguments.optim`.
+    """Return the plan's optimizer for a `TrainingArguments.optim`.
 
     Args:
-        optim: Its name there.
-        optim_args: `TrainingArguments.optim_args`.
+        optim: Value of `TrainingArguments.optim`.
+        optim_args: Value of `TrainingArguments.optim_args`.
 
     Raises:
         ValueError: If a plan does not know it.

@@ -1,4 +1,4 @@
-"""Whether a saved state belongs to this optimizer: checked whole before anything is changed. Pure."""
+"""Checks that a saved state belongs to this optimizer, all made before anything is changed. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,21 +13,21 @@ from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight
 
 VERSION = 1
-"""Version of the saved form."""
+"""Version of the saved format."""
 
 
 def check_header(
     saved: Mapping[str, Any], identity: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Compare what identifies a state.
+    """Compare the identity of a saved state with that of this optimizer.
 
     Args:
         saved: The state to load.
         identity: `SFT.identity` of this optimizer.
-        param_groups: Its param groups.
+        param_groups: Param groups of this optimizer.
 
     Raises:
-        StateMismatchError: Naming the first thing that differs.
+        StateMismatchError: If something differs; it names the first difference.
     """
     check_form(saved, "sft", "SFT", (VERSION,))
     its_selection, selection, names = saved["sft"].get("selection"), identity["selection"], identity["tensors"]
@@ -55,11 +55,11 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any], oldest: int) ->
 
     Args:
         weight: The tensor as this optimizer has it.
-        state: What was saved for it.
-        oldest: The largest age of a trained weight.
+        state: Saved state of the tensor.
+        oldest: Largest age of a trained weight.
 
     Raises:
-        StateMismatchError: Naming the tensor and what is wrong.
+        StateMismatchError: If something is wrong; it names the tensor and the fault.
     """
     name, target = weight.name, weight.target
     num_active = len(state["indices"]) if "indices" in state else 0
@@ -115,7 +115,7 @@ def _check_tensors(
 
 
 def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:
-    """The model must hold the pretrained values that the deltas belong to, or already their sum with the deltas."""
+    """Check that the model holds the pretrained values of the deltas, or already their sum with the deltas."""
     indices, base, delta = (state[key].to(weight.pretrained.device) for key in ("indices", "base", "delta"))
     present = weight.pretrained.read(indices)
     own_base = weight.base_values()

@@ -1,4 +1,4 @@
-"""What ranks that train the same deltas on different data have to tell each other; alone, nothing."""
+"""Communication between ranks that train the same deltas on different data (none in a single process)."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,31 +8,31 @@ import torch.distributed as dist
 
 
 class ChunkKey(NamedTuple):
-    """A part of a dense gradient, as every rank names it."""
+    """Key of a part of a dense gradient, the same on every rank."""
 
     weight: int
-    """The tensor's number among the trained ones."""
+    """Number of the tensor among the trained ones."""
     end: int
-    """The estimation phase that looks at it, by the update that ends it."""
+    """Estimation phase that examines the part, by the update that ends it."""
     start: int
     """Position of the part's first element in the flattened tensor."""
     length: int
-    """Elements of the part."""
+    """Number of elements of the part."""
 
     def order(self) -> tuple[int, int, int]:
-        """What chunks are sorted by: as a backward goes, from the model's last tensor to its first."""
+        """Return the key by which chunks are sorted: from the model's last tensor to its first, as a backward goes."""
         return -self.weight, self.end, self.start
 
 
 NOWHERE = ChunkKey(-1, 0, 0, 0)
-"""After all chunks: where a rank is that has no more gradients in this backward."""
+"""Key after all chunks, of a rank that has no more gradients in this backward."""
 
 
 class Communicator:
-    """One process: every sum is its own.
+    """Communicator of a single process, whose values are their own means.
 
-    `slivertune.parallel` has the one for ranks. The methods from `meet` on are collectives there: all ranks call
-    them together.
+    `slivertune.parallel` has the one for several ranks. Its methods from `meet` on are collectives: all ranks call them
+    together.
     """
 
     is_alone = True
@@ -40,14 +40,14 @@ class Communicator:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that writes what all have."""
+        """Whether this rank writes the data that all ranks have."""
         return True
 
     def check(self) -> None:
-        """Check that no ranks train beside this one, each on its own deltas.
+        """Check that no other ranks train beside this one, each on its own deltas.
 
         Raises:
-            RuntimeError: If they do.
+            RuntimeError: If other ranks do.
         """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
@@ -58,14 +58,14 @@ class Communicator:
             )
 
     def is_last(self) -> bool:
-        """Whether the running backward is the last one before the update."""
+        """Return whether the running backward is the last one before the update."""
         return True
 
     def enter(self, updates: int) -> None:
-        """Note where this rank is, for errors of others. No collective.
+        """Record this rank's progress for the errors of other ranks, without a collective.
 
         Args:
-            updates: Updates applied so far.
+            updates: Number of updates applied so far.
         """
 
     def meet(self) -> None:
@@ -76,23 +76,23 @@ class Communicator:
         """
 
     def earliest(self, key: ChunkKey, device: torch.device) -> ChunkKey:
-        """Where the rank is whose turn comes first.
+        """Return the earliest chunk among those of all ranks.
 
         Args:
-            key: Where this rank is.
-            device: Where its gradients are.
+            key: Chunk of this rank.
+            device: Device of its gradients.
         """
         return key
 
     def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
-        """All ranks' positions, each once.
+        """Return the positions of all ranks, each once.
 
         Args:
-            positions: int32, sorted, on this rank.
-            most: At least as many as any rank has; the same on all of them.
+            positions: Positions of this rank, int32, sorted.
+            most: Upper bound of the number on any rank; the same on all of them.
 
         Returns:
-            int32, sorted.
+            Positions, int32, sorted.
         """
         return positions
 
@@ -100,18 +100,18 @@ class Communicator:
         """Set tensors to their mean over the ranks, in place.
 
         Args:
-            tensors: fp32, on one device, of the same shapes on every rank.
+            tensors: Tensors in fp32, on one device, of the same shapes on every rank.
         """
 
     def compare(self, updates: int, fingerprint: Mapping[str, torch.Tensor]) -> None:
-        """Check that all ranks hold the same.
+        """Check that all ranks hold the same tensors.
 
         Args:
-            updates: Updates applied so far.
+            updates: Number of updates applied so far.
             fingerprint: Tensors by name.
 
         Raises:
-            RuntimeError: If they don't.
+            RuntimeError: If they do not.
         """
 
 

@@ -1,4 +1,4 @@
-"""What a user can choose about SFT: its settings, and the options of the two update rules."""
+"""Settings of SFT, and the options of its two update rules."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Form = Literal["auto", "optimizer", "layer"]
 PhiGradient = Literal["chunked", "sampled"]
 
 DEFAULT_LORA_RANK = 64
-"""The paper's best setting (appendix A); taken if the number of weights is not given in any way."""
+"""LoRA rank that sets the number of weights if no setting does, the paper's best (appendix A)."""
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
@@ -24,55 +24,56 @@ SM3_EPS = 1e-30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTConfig:
-    """Settings of SFT; the paper's symbols in parentheses.
+    """Settings of SFT, with the paper's symbols in parentheses.
 
-    How many weights are trained is said in at most one way: `density`, `num_weights` or `equivalent_lora_rank`. The
-    share is the same in every tensor.
+    At most one of `density`, `num_weights` and `equivalent_lora_rank` sets the number of trained weights. The share is
+    the same in every tensor.
 
     Raises:
-        ValueError: If a value is outside what its field says.
+        ValueError: If a value is out of its field's range, or two settings contradict each other.
     """
 
     density: float | None = None
-    """Share of each target tensor that is trained, in (0, 1]; at least one weight a tensor."""
+    """Share of each target tensor that is trained, in (0, 1], and at least one weight per tensor."""
     num_weights: int | None = None
-    """Weights trained in all targets together (d_phi)."""
+    """Number of trained weights in all targets together (d_phi)."""
     equivalent_lora_rank: int | None = None
-    """As many weights as LoRA of this rank would train on the same matrices: rank x (in + out) for each of them, and
-    for each expert's. 64 if nothing is said."""
+    """LoRA rank whose number of trained parameters SFT matches: rank x (in + out) per matrix, and per expert's matrix.
+    64 if none of the three settings is given."""
     selection: SelectionCriterion = "accumulated_gradient"
-    """How weights are grown: by the gradient accumulated over `estimation_steps` updates, trained by AdamW (AG), or by
-    the row and column accumulators of the SM3 optimizer that trains them (MA), which takes less memory."""
+    """Criterion for growing weights. `accumulated_gradient` (AG): the gradient accumulated over `estimation_steps`
+    updates, with AdamW. `momentum` (MA): the row and column accumulators of SM3, which then trains the weights in less
+    memory."""
     reselection_interval: int | None = 20
     """Updates between two reselections (S). None keeps the first, random choice for the whole run."""
     estimation_steps: int = 5
-    """Updates of AG's estimation phase before each reselection (gamma); the first reselection ends the first."""
+    """Updates in AG's estimation phase before each reselection (gamma). The first reselection ends the first phase."""
     replacement_rate: float = 0.2
-    """Peak share of the weights that a reselection replaces (alpha), in [0, 1]; falls to 0 at the end of training."""
+    """Peak share of weights replaced by a reselection after the first (alpha), in [0, 1], falling to 0 over the run."""
     targets: Sequence[str | type[nn.Module]] | None = None
-    """What is trained: ends of module paths ("q_proj"), ends of parameter names ("q_proj.bias"), module classes. None
-    takes the weights of all linear layers and experts of the blocks that require gradients."""
+    """Trained tensors: ends of module paths ("q_proj"), ends of parameter names ("q_proj.bias"), or module classes.
+    None takes the weights of all linear layers and experts of the blocks that require gradients."""
     embeddings: bool = False
     """Whether the weights of all `nn.Embedding` modules are targets, too."""
     form: Form = "auto"
-    """Where the deltas live: in the dense weights, kept by the optimizer (`optimizer`), or beside frozen weights, added
-    by the layer (`layer`). `auto` takes the layer form for 4-bit weights alone."""
+    """Storage of the deltas. `optimizer` adds them to the dense weights. `layer` stores them beside frozen weights, and
+    the layer adds them. `auto` takes `layer` only for 4-bit weights."""
     phi_gradient: PhiGradient = "chunked"
-    """How the layer form computes the gradient of its deltas: by dense products of 1,024 rows at a time, as exact as
-    the optimizer form; or by `torch.sparse.sampled_addmm` on fp32 on a CPU, faster at low density, with sums in another
-    order (relative differences of 1e-6)."""
+    """Method for the deltas' gradient in the layer form. `chunked`: dense products of 1,024 rows at a time, as exact as
+    the optimizer form. `sampled`: `torch.sparse.sampled_addmm`, for fp32 on a CPU. It is faster at low density, with
+    sums in another order (relative differences of 1e-6)."""
     redistribute: bool = False
-    """Whether a reselection may move weights between tensors, to between a quarter and four times a tensor's share.
-    Not in the paper."""
+    """Whether a reselection may move weights between tensors, each of which keeps between a quarter and four times its
+    first share. Not in the paper."""
     packed: bool = False
-    """Whether what is kept for a weight is halved: 16-bit positions, bf16 deltas and moments that are rounded at
-    random, one byte of age. For bf16 weights 11 bytes with AG (23 in an estimation phase) and 6 with MA, in place of 20
-    (36) and 10."""
+    """Whether the bytes per trained weight are halved: 16-bit positions, bf16 deltas and moments with stochastic
+    rounding, 1-byte ages. For bf16 weights AG takes 11 bytes (23 in an estimation phase) and MA 6, instead of 20 (36)
+    and 10."""
     max_grad_norm: float | None = None
-    """Largest norm of the gradient of all trained weights together; larger gradients are scaled down in `step`. None
-    leaves clipping to the training loop."""
+    """Largest norm of the gradient of all trained weights together. `step` scales larger gradients down. None leaves
+    clipping to the training loop."""
     seed: int = 0
-    """Seed of the first choice; must be the same on all ranks."""
+    """Seed of the first choice, and of the rounding if `packed`. It must be the same on all ranks."""
 
     def __post_init__(self) -> None:
         check_choice("selection", self.selection, get_args(SelectionCriterion))
@@ -96,7 +97,7 @@ class SFTConfig:
                 raise ValueError(f"targets has {target!r}; it takes names and classes of modules")
 
     def _rules(self) -> tuple[tuple[bool, str], ...]:
-        """What settings have to fulfil; each with whether it is broken."""
+        """Return the rules for settings, each as whether it is broken and the error's text."""
         given = [name for name in ("density", "num_weights", "equivalent_lora_rank") if getattr(self, name) is not None]
         ends_before = self.reselection_interval is not None and self.reselection_interval <= self.estimation_steps
         return (
@@ -143,18 +144,18 @@ def checked_options(
     """Check the optimizer's options, and fill in the defaults of the update rule.
 
     Args:
-        config: Its `selection` decides on the rule: AdamW for AG, SM3 for MA.
+        config: Settings; `selection` chooses the rule, AdamW for AG and SM3 for MA.
         lr: Learning rate.
         betas: AdamW's decay rates, or None.
-        eps: Added to the denominator, or None.
-        weight_decay: Decay of the deltas.
+        eps: Term added to the denominator, or None.
+        weight_decay: Weight decay of the deltas.
         momentum: SM3's momentum.
 
     Returns:
-        The options of the param group.
+        Options of the param group.
 
     Raises:
-        ValueError: If one is out of range, or belongs to the other rule.
+        ValueError: If an option is out of range, or belongs to the other rule.
     """
     by_sm3 = config.selection == "momentum"
     numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}

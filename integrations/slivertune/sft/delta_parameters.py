@@ -1,4 +1,4 @@
-"""The deltas as parameters of the model, out of its state_dict, and a witness of what is done to their gradients."""
+"""The deltas as parameters of the model outside its state_dict, and a witness of changes to their gradients."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch import nn
 
 DELTA_PARAMETERS_NAME = "slivertune_sft"
-"""Their name among the modules of the first target's layer while SFT is attached."""
+"""Name of the deltas' module in the first target's layer while SFT is attached."""
 
 _WITNESS_GRADIENT = 2.0**-100
-"""Its square vanishes in an fp32 norm, and scaling it by any factor above 2^-26 is exact."""
+"""Gradient of the witness. Its square vanishes in an fp32 norm, and scaling it by any factor above 2^-26 is exact."""
 
 
 class DeltaParameters(nn.Module):
-    """Shows the deltas (phi) to whatever walks over `model.parameters()`: clipping, loss scaling, `model.zero_grad()`.
+    """Shows the deltas (phi) to code that walks over `model.parameters()`: clipping, loss scaling, `model.zero_grad()`.
 
-    Their `.grad` is the gradient of the trained weights and of nothing else, so a norm over the model's parameters is
-    the norm of the masked dense gradient. They stay fp32 when the model is cast, and neither `state_dict` nor
-    `load_state_dict` of the model knows them.
+    Their `.grad` is the gradient of the trained weights only, so a norm over the model's parameters is the norm of the
+    masked dense gradient. They keep their dtype when the model is cast. The model's `state_dict` and `load_state_dict`
+    ignore them.
 
     Args:
-        phis: Each weight's name and delta.
-        device: Where the witness lies first.
+        phis: Name and delta of each weight.
+        device: First device of the witness.
     """
 
     def __init__(self, phis: Iterable[tuple[str, nn.Parameter]], device: torch.device) -> None:
@@ -33,15 +33,15 @@ class DeltaParameters(nn.Module):
             self.register_parameter(name.replace(".", "/"), phi)
         self.witness = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
         self.serial = 0
-        """The number of the running update."""
+        """Number of the running update."""
         self._idle: torch.Tensor | None = None
-        """The zero that `give_zero` has given last."""
+        """Zero gradient that `give_zero` set last."""
 
     def begin(self) -> int:
-        """Note that a gradient arrives.
+        """Record that a gradient arrives.
 
         Returns:
-            The number of the update that it belongs to: a new one when the last one's gradients are gone, by `step` or
+            Number of the gradient's update. It is a new one if the last update's gradients are gone, after `step` or
             because the training loop dropped them.
         """
         if self.witness.grad is None or self.witness.grad is self._idle:
@@ -50,12 +50,12 @@ class DeltaParameters(nn.Module):
         return self.serial
 
     def give_zero(self) -> None:
-        """Give a GradScaler, which fails where no gradient is, a zero. No update begins."""
+        """Set a zero gradient if there is none, since a GradScaler fails without any. No update begins."""
         if self.witness.grad is None:
             self.witness.grad = self._idle = torch.zeros_like(self.witness)
 
     def scale(self) -> torch.Tensor:
-        """What all gradients were multiplied by since they arrived (clipping, unscaling); fp32, no dimensions."""
+        """Return the factor that clipping or unscaling applied to all gradients since they arrived, an fp32 scalar."""
         gradient = self.witness.grad
         if gradient is None or gradient is self._idle:
             return torch.ones_like(self.witness)

@@ -1,4 +1,4 @@
-"""Deltas and pretrained values as they leave the optimizer: copies, and files."""
+"""Deltas and pretrained values outside of the optimizer: copies and files."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,10 +16,10 @@ from slivertune.sft.weight import SparseWeight
 
 
 def copy_deltas(weights: Sequence[SparseWeight]) -> dict[str, SparseDelta]:
-    """A copy of every tensor's positions and deltas, by parameter name.
+    """Copy every tensor's positions and deltas, by parameter name.
 
     Raises:
-        RuntimeError: If somebody else has set trained entries of the weights since the last step.
+        RuntimeError: If other code has set trained entries of the weights since the last step.
     """
     for weight in weights:
         if count := weight.num_foreign():
@@ -33,7 +33,7 @@ def copy_deltas(weights: Sequence[SparseWeight]) -> dict[str, SparseDelta]:
 
 
 def copy_base_values(weights: Sequence[SparseWeight]) -> dict[str, torch.Tensor]:
-    """A copy of the pretrained values at the active positions, by parameter name; 4-bit weights are left out."""
+    """Copy the pretrained values at the active positions, by parameter name, without 4-bit weights."""
     found = ((weight.name, weight.base_values()) for weight in weights)
     return {name: values.clone() for name, values in found if values is not None}
 
@@ -47,14 +47,14 @@ def save(
     writes: bool,
     base_model_name: str | None,
 ) -> None:
-    """Write the deltas, the settings and a hash of each base tensor. Where weights lie in shards, a collective.
+    """Write the deltas, the settings and a hash of each base tensor (a collective if weights are sharded).
 
     Args:
-        folder: Where to write.
+        folder: Destination folder.
         model: The model.
-        weights: Its trained tensors.
+        weights: Trained tensors of the model.
         config: Settings.
-        writes: Whether this is the rank that writes.
+        writes: Whether this rank writes the files.
         base_model_name: Folder or hub id of the base model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""When the ranks' gradients become one: at the end of a backward, and in it while candidates are being chosen."""
+"""Averaging of gradients over the ranks: at the end of a backward, and inside it while candidates are chosen."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,26 +15,26 @@ from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.weight import SparseWeight
 
 BUCKET_ELEMENTS = 2**24
-"""Elements that are averaged together, 64 MiB; bounds the temporary of an update's averages."""
+"""Number of elements averaged together (64 MiB), which bounds the temporary of an update's averages."""
 
 
 class GradientSync:
-    """Averages the gradients of the deltas over the ranks, so that every rank does the same update and selection.
+    """Averages the gradients of the deltas over the ranks, so that every rank makes the same update and selection.
 
-    - At the end of the backward that is the last before an update: the deltas' gradients, and those of the growth
-      candidates, by one small all-reduce (or one for each 2^24 elements). What comes later, as clipping, sees means.
-    - In the backwards of an estimation phase's first update: the candidates. A tensor's dense gradient exists only in
-      its hook, so the ranks meet there: each names the largest entries of its own gradient, and the values of all ranks
-      at all these positions are averaged.
+    - At the end of the last backward before an update, it averages the gradients of the deltas and of the growth
+      candidates by one small all-reduce (or one for each 2^24 elements). Later code, such as clipping, sees means.
+    - In the backwards of an estimation phase's first update, it chooses the candidates. A tensor's dense gradient
+      exists only in its hook, so the ranks meet there: each names the largest entries of its own gradient, and the
+      values of all ranks at all these positions are averaged.
 
-    The ranks meet by the tensor's number, and where one has no gradient for it (an expert without a token), that rank
-    joins with zeros before it goes on; so they need not have the same tensors, nor in the same order.
+    The ranks meet by the tensor's number. If a rank has no gradient for it (an expert without a token), that rank joins
+    with zeros before it goes on. So the ranks need not have the same tensors, nor the same order.
 
-    Alone, all of this does nothing.
+    In a single process, all of this does nothing.
 
     Args:
         weights: The trained tensors.
-        delta_parameters: Counts updates.
+        delta_parameters: Counter of the updates.
     """
 
     def __init__(self, weights: Sequence[SparseWeight], delta_parameters: DeltaParameters) -> None:
@@ -43,17 +43,17 @@ class GradientSync:
         self._delta_parameters = delta_parameters
         self._waits_for_end = False
         self.has_own = False
-        """Whether there are gradients that are this rank's alone."""
+        """Whether there are gradients of this rank that are not averaged yet."""
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """See backwards begin at the model's outputs.
+        """Register hooks that see backwards begin at the model's outputs.
 
-        The end of a backward can be waited for from inside it alone, and inside a reentrant checkpoint that is the end
-        of the checkpoint's own. Without this, averaging happens there, too often but rightly.
+        Only code inside a backward can wait for its end, and inside a reentrant checkpoint that is the end of the
+        checkpoint's own backward. Without these hooks averaging happens there: too often, but correctly.
         """
 
         def before(module: nn.Module, inputs: Any) -> None:
-            # A backward that raised has never come to its end.
+            # A backward that raised has not reached its end.
             self._waits_for_end = False
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -64,13 +64,13 @@ class GradientSync:
         return [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
 
     def begin(self) -> int:
-        """Note that a gradient arrives, and see to it that it is averaged.
+        """Record that a gradient arrives, and schedule its averaging.
 
         Returns:
-            The number of the running update.
+            Number of the running update.
 
         Raises:
-            RuntimeError: If other ranks train, and nothing averages.
+            RuntimeError: If other ranks train and nothing averages.
         """
         if self.communicator.is_alone:
             self.communicator.check()
@@ -80,14 +80,14 @@ class GradientSync:
         return self._delta_parameters.begin()
 
     def show(self, at: int, gradient: torch.Tensor, start: int, active: torch.Tensor, serial: int) -> None:
-        """Show a part of a dense gradient to the tensor's growth estimators; it is only read.
+        """Show a part of a dense gradient to the tensor's growth estimators, which only read it.
 
         Args:
-            at: The tensor's number.
-            gradient: Any floating dtype, shape (n,), contiguous; the parts of a gradient come in order.
+            at: Number of the tensor.
+            gradient: Part of the gradient, any floating dtype, shape (n,), contiguous; the parts come in order.
             start: Position of its first element in the flattened tensor.
-            active: int32, sorted: the tensor's trained positions.
-            serial: The running update.
+            active: Trained positions of the tensor, int32, sorted.
+            serial: Number of the running update.
         """
         for end, estimator in self._weights[at].estimators.items():
             estimator.begin(serial)
@@ -100,7 +100,7 @@ class GradientSync:
                 estimator.end_backward()
 
     def _join_until(self, key: ChunkKey) -> None:
-        """Join in what other ranks have that comes before."""
+        """Join in the exchanges of other ranks that come before a chunk."""
         while (first := self.communicator.earliest(key, self._weights[0].device)) != key:
             weight = self._weights[first.weight]
             estimator = weight.estimators[first.end]
@@ -114,7 +114,7 @@ class GradientSync:
         if self._waits_for_end or self.communicator.is_alone:
             return
         if self.communicator.is_last() or self._lacks_candidates():
-            self.communicator.meet()  # as the ranks do in this backward
+            self.communicator.meet()  # the other ranks meet in this backward, too
         self._waits_for_end = True
         at_end_of_backward(self._end_backward)
 
@@ -132,7 +132,7 @@ class GradientSync:
         return any(not each.has_candidates for weight in self._weights for each in weight.estimators.values())
 
     def _average(self, weights: Sequence[SparseWeight]) -> None:
-        """Average what some tensors gathered; where no rank has a gradient for a tensor, it stays without."""
+        """Average the gathered gradients of some tensors, except tensors without a gradient on any rank."""
         present = [float(weight.phi.grad is not None) for weight in weights]
         is_present = torch.tensor(present, dtype=torch.float32, device=weights[0].device)
         gathered = [_gathered(weight, self._delta_parameters.serial) for weight in weights]
@@ -143,9 +143,9 @@ class GradientSync:
 
 
 def _gathered(weight: SparseWeight, serial: int) -> list[torch.Tensor]:
-    """What the running update's gradients added up to: phi's, and those of each phase's candidates; fp32.
+    """Return the running update's accumulated gradients, fp32: phi's, and those of each phase's candidates.
 
-    Zeros where nothing arrived. The tensors are the living ones where that is possible.
+    Gradients that did not arrive are zeros. The tensors are live where possible.
     """
     own = weight.phi.grad
     if own is None:
@@ -155,7 +155,7 @@ def _gathered(weight: SparseWeight, serial: int) -> list[torch.Tensor]:
 
 
 def _replace_gathered(weight: SparseWeight, averaged: Sequence[torch.Tensor], serial: int) -> None:
-    """Put averages in place of what `_gathered` returned."""
+    """Replace the tensors that `_gathered` returned by their averages."""
     weight.phi.grad = averaged[0]
     claim(averaged[0], "gradients")
     running = [each for each in weight.estimators.values() if each.has_candidates]

@@ -1,8 +1,8 @@
 """AG's estimate of the gradient of weights that are not trained yet (SFT, section 3.2, equation 8).
 
-In the first update of an estimation phase a pool of twice as many entries as the tensor trains follows the accumulated
-gradient over all its micro-batches; the largest become the candidates, whose gradients are then followed exactly. The
-paper takes the candidates from one batch, its code from the first micro-batch alone, where the noise is largest.
+In the first update of an estimation phase, a pool of twice as many entries as the tensor trains follows the gradient
+accumulated over all micro-batches. The largest entries become the candidates, whose gradients are then followed
+exactly. The paper takes the candidates from one batch, its code from the first micro-batch alone, the noisiest choice.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from slivertune.sft.communicator import ALONE, Communicator
 from slivertune.sft.selection import largest_entries, largest_positions
 
 POOL_FACTOR = 2
-"""Entries of the pool for each trained weight."""
+"""Entries in the pool per trained weight."""
 PACKED_POOL_FACTOR = 1.5
-"""The same where memory for 12 bytes a weight is all there is."""
+"""Entries in the packed pool per trained weight, for 12 bytes per weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What is known of the candidates when a phase ends."""
+    """Moments of the candidates' gradients at the end of a phase."""
 
     indices: torch.Tensor
-    """int32, shape (m,), sorted."""
+    """Positions of the candidates, int32, shape (m,), sorted."""
     mean: torch.Tensor
-    """fp32, shape (m,): the gradient's mean over the phase's updates."""
+    """Mean of the gradient over the phase's updates, fp32, shape (m,)."""
     mean_square: torch.Tensor
-    """fp32, shape (m,): the mean of its square."""
+    """Mean of its square, fp32, shape (m,)."""
     num_steps: int
-    """Updates that were averaged."""
+    """Number of averaged updates."""
 
     def select(self, chosen: torch.Tensor) -> Estimate:
-        """The estimate of some of the candidates.
+        """Return the estimate of some of the candidates.
 
         Args:
-            chosen: int64, sorted: which of them.
+            chosen: Indices of these candidates, int64, sorted.
         """
         return Estimate(
             indices=self.indices.index_select(0, chosen),
@@ -53,14 +53,14 @@ class Estimate:
 class GrowthEstimator:
     """Follows the gradients of one tensor's growth candidates through an estimation phase.
 
-    Holds 16 bytes for each trained weight: the pool's index and gradient for two entries, then a candidate's index,
-    gradient of the running update, sum, and sum of squares. Packed, 12 bytes: a smaller pool, and sums in bf16.
+    It holds 16 bytes per trained weight: the pool's index and gradient of two entries, then a candidate's index,
+    gradient of the running update, sum, and sum of squares. Packed, it holds 12: a smaller pool, and sums in bf16.
 
     Args:
-        num_elements: Elements of the tensor.
-        num_active: Its trained weights; as many of the others become candidates.
-        num_spare: Candidates beyond that, where others may be grown before the phase ends.
-        packed: Whether to take 12 bytes in place of 16.
+        num_elements: Number of elements of the tensor.
+        num_active: Number of its trained weights; as many of the others become candidates.
+        num_spare: Number of further candidates, if others may be grown before the phase ends.
+        packed: Whether to hold 12 bytes instead of 16.
     """
 
     def __init__(self, num_elements: int, num_active: int, *, num_spare: int = 0, packed: bool = False) -> None:
@@ -83,11 +83,11 @@ class GrowthEstimator:
         return self._sum is not None
 
     def pool_magnitudes(self) -> torch.Tensor | None:
-        """Magnitudes in the pool at the end of the first update, fp32; None before and after."""
+        """Return the magnitudes in the pool at the end of the first update, fp32, or None before and after."""
         return None if self._step is None or self.has_candidates else self._step.abs()
 
     def begin(self, serial: int) -> None:
-        """Note which update the coming gradients belong to; those of an abandoned one are forgotten."""
+        """Record the update of the coming gradients, and forget those of an abandoned update."""
         if serial == self._serial:
             return
         self._serial = serial
@@ -101,14 +101,13 @@ class GrowthEstimator:
     def feed(
         self, gradient: torch.Tensor, start: int, active: torch.Tensor, communicator: Communicator = ALONE
     ) -> None:
-        """Add a part of one micro-batch's dense gradient; it is only read.
+        """Add a part of one micro-batch's dense gradient, which is only read.
 
         Args:
-            gradient: Any floating dtype, shape (n,), contiguous.
+            gradient: Part of the gradient, any floating dtype, shape (n,), contiguous.
             start: Position of its first element in the flattened tensor.
-            active: int32, sorted: the tensor's trained positions, which can't be grown.
-            communicator: Reaches the ranks that feed their gradients of the same part; used while there are no
-                candidates.
+            active: Trained positions of the tensor, which can't be grown, int32, sorted.
+            communicator: Connection to the ranks that feed the same part; used while there are no candidates.
         """
         known = self._known(start, gradient.numel())
         if self.has_candidates and self._indices is not None and self._step is not None:
@@ -122,20 +121,20 @@ class GrowthEstimator:
 
     @torch.no_grad()
     def join(self, start: int, length: int, device: torch.device, communicator: Communicator) -> None:
-        """Take part in what other ranks feed, where this one has no gradient.
+        """Take part in the exchange of other ranks' gradients, without a gradient on this rank.
 
         Args:
             start: Position of the part's first element.
-            length: Its elements.
-            device: Where gradients arrive.
-            communicator: Reaches the other ranks.
+            length: Number of elements of the part.
+            device: Device of the gradients.
+            communicator: Connection to the other ranks.
         """
         self._admit(None, start, length, torch.empty(0, dtype=torch.int32, device=device), communicator)
 
     def _admit(
         self, gradient: torch.Tensor | None, start: int, length: int, found: torch.Tensor, communicator: Communicator
     ) -> None:
-        """Average a part's values at the pool's positions and at every rank's largest others, which may enter it."""
+        """Average a part at the pool's positions and at every rank's largest others, which may enter the pool."""
         newcomers = communicator.union(found, min(self._pool_size, length))
         part = self._known(start, length)
         known = newcomers[:0] if self._indices is None else self._indices[part]
@@ -147,31 +146,31 @@ class GrowthEstimator:
         if self._step is not None:
             self._step[part] += values[: known.numel()]
         self._entrants.append((newcomers, values[known.numel() :]))
-        # Merged with those of the parts before, so that no more than a pool's size waits.
+        # Merge them with the entrants of earlier parts, so that at most a pool's size is held.
         self._entrants = [self._largest_of_all(self._entrants, self._pool_size)]
 
     def _known(self, start: int, length: int) -> slice:
-        """The pool's positions in a part."""
+        """Return the slice of the pool's positions in a part."""
         return slice(0, 0) if self._indices is None else self._within(self._indices, start, length)
 
     def running(self, serial: int) -> torch.Tensor | None:
-        """The candidates' gradients of the running update, fp32; zeros if there were none yet.
+        """Return the candidates' gradients of the running update, fp32, or zeros if there were none yet.
 
         None while there are no candidates.
 
         Args:
-            serial: The running update.
+            serial: Number of the running update.
         """
         if self._step is None or not self.has_candidates:
             return None
         return self._step if serial == self._serial else torch.zeros_like(self._step)
 
     def set_running(self, gradients: torch.Tensor, serial: int) -> None:
-        """Put other gradients in their place.
+        """Replace the candidates' gradients of the running update.
 
         Args:
-            gradients: fp32, one for each candidate.
-            serial: The running update.
+            gradients: Gradients, fp32, one for each candidate.
+            serial: Number of the running update.
         """
         self.begin(serial)
         if self._step is not None:
@@ -179,7 +178,7 @@ class GrowthEstimator:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """All parts of a micro-batch's gradient were fed: let the largest newcomers into the pool."""
+        """Admit the largest newcomers to the pool, after all parts of a micro-batch's gradient were fed."""
         if self.has_candidates or not self._entrants:
             return
         parts = self._entrants
@@ -191,11 +190,11 @@ class GrowthEstimator:
 
     @torch.no_grad()
     def end_step(self, serial: int, scale: torch.Tensor) -> None:
-        """Count the running update's gradients; after the first, keep the best of the pool as candidates.
+        """Count the running update's gradients. After the first, keep the best of the pool as candidates.
 
         Args:
-            serial: The update; if the tensor had no gradient in it, nothing is counted.
-            scale: What clipping or a loss scaler multiplied the gradients by, without dimensions.
+            serial: Number of the update; if the tensor had no gradient in it, nothing is counted.
+            scale: Factor that clipping or a loss scaler applied to the gradients, a scalar.
         """
         if serial != self._serial or self._indices is None or self._step is None:
             return
@@ -213,7 +212,7 @@ class GrowthEstimator:
         self.num_steps += 1
 
     def estimate(self) -> Estimate | None:
-        """The candidates' mean gradient and mean square, or None if the tensor had no gradient in the phase."""
+        """Return the candidates' mean gradient and mean square, or None if the phase had no gradient of the tensor."""
         if self._indices is None or self._sum is None or self._sum_of_squares is None:
             return None
         return Estimate(
@@ -224,14 +223,14 @@ class GrowthEstimator:
         )
 
     def to(self, device: torch.device) -> None:
-        """Move what is held."""
+        """Move the tensors to a device."""
         for name in ("_indices", "_step", "_sum", "_sum_of_squares"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(device))
         self.claim()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What continues the phase between two updates; None while no update of it has finished."""
+        """Return the state that continues the phase between two updates, or None before its first update has ended."""
         if self._indices is None or self._sum is None or self._sum_of_squares is None:
             return None
         return {
@@ -242,7 +241,7 @@ class GrowthEstimator:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Continue from what `state_dict` returned; tensors are copied."""
+        """Load a copy of a state that `state_dict` returned."""
         self._indices = state["indices"].to(device, copy=True)
         self._sum = state["sum"].to(device, self._dtype, copy=True)
         self._sum_of_squares = state["sum_of_squares"].to(device, self._dtype, copy=True)
@@ -251,7 +250,7 @@ class GrowthEstimator:
         self.claim()
 
     def claim(self) -> None:
-        """Tell the ledger what is state."""
+        """Register the state with the memory ledger."""
         for tensor in (self._indices, self._step, self._sum, self._sum_of_squares):
             if tensor is not None:
                 claim(tensor, "state")
@@ -259,7 +258,7 @@ class GrowthEstimator:
     def _largest_of_all(
         self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` entries of largest magnitude of several disjoint sets, sorted by position."""
+        """Return the `count` entries of largest magnitude in several disjoint sets, sorted by position."""
         indices, values = parts[0]
         if len(parts) > 1:
             indices, order = torch.cat([indices for indices, _ in parts]).sort()
@@ -269,14 +268,14 @@ class GrowthEstimator:
         chosen = self._largest_positions(values.abs(), count)
         return indices.index_select(0, chosen), values.index_select(0, chosen)
 
-    # What follows depends on values; planning, which has none, knows how many there will be.
+    # The methods below depend on values. Planning has no values, but knows how many there will be.
 
     _largest_entries = staticmethod(largest_entries)
     _largest_positions = staticmethod(largest_positions)
 
     def _within(self, indices: torch.Tensor, start: int, length: int) -> slice:
-        """The part of some sorted positions that lies in a range."""
-        # A last position fits into int32, where the end of a range may not.
+        """Return the slice of some sorted positions that lie in a range."""
+        # The last position of a range fits into int32; its end may not.
         first = torch.searchsorted(indices, start)
         last = torch.searchsorted(indices, start + length - 1, right=True)
         return slice(*torch.stack([first, last]).tolist())

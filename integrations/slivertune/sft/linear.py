@@ -1,6 +1,6 @@
-"""SFT's layer form: a linear layer over W + delta whose weight stays W (SFT, equations 11 and 12).
+"""SFT's layer form: a linear layer over W + delta, whose weight stays W (SFT, equations 11 and 12).
 
-The gradient of its active weights is computed without its dense gradient (SFT, appendix B).
+The gradient of its active weights is computed without the whole dense gradient (SFT, appendix B).
 """
 
 import math
@@ -21,11 +21,11 @@ from slivertune.sft.targets import Target
 from slivertune.sft.weight import SparseWeight
 
 CHUNK_ROWS = 1024
-"""Most rows of the dense gradient that exist together."""
+"""Largest number of rows of the dense gradient that exist together."""
 
 
 def check_layer_form(target: Target, phi_gradient: PhiGradient) -> None:
-    """Check that the layer form can be put on a target.
+    """Check that a target supports the layer form.
 
     Raises:
         ValueError: If the target is not the weight of a plain or 4-bit linear layer, or its gradient can't be sampled.
@@ -45,16 +45,16 @@ def check_layer_form(target: Target, phi_gradient: PhiGradient) -> None:
 
 
 class DeltaLayer:
-    """Makes a linear layer compute X (W + delta)^T while its weight stays W, frozen.
+    """Makes a linear layer compute X (W + delta)^T while its weight W stays frozen.
 
-    Each product adds the deltas to W in place, in fp32 and rounded once, and puts W's bits back when it is done; a
-    4-bit W is dequantised into a temporary, and its codes are never written. Nothing but X is kept for the backward.
+    Each product adds the deltas to W in place, in fp32 and rounded once, and restores W's bits afterwards. A 4-bit W is
+    dequantised into a temporary, and its codes are never written. Only X is saved for the backward.
 
     Args:
-        weight: The layer's weight; its phi gets a gradient from autograd.
-        at: The weight's number among the trained ones.
-        gradient_sync: Is told of each gradient.
-        phi_gradient: How phi's gradient is computed.
+        weight: Weight of the layer; autograd gives its phi a gradient.
+        at: Number of the weight among the trained ones.
+        gradient_sync: Receiver of each gradient.
+        phi_gradient: Method for phi's gradient.
     """
 
     def __init__(self, weight: SparseWeight, at: int, gradient_sync: GradientSync, phi_gradient: PhiGradient) -> None:
@@ -69,10 +69,10 @@ class DeltaLayer:
         module.forward = self.forward
 
     def remove(self) -> None:
-        """Give the layer its own forward back."""
+        """Restore the layer's own forward."""
         self._is_active = False
         module = self.weight.target.module
-        # Another wrapper may lie around ours by now; then ours stays and passes through.
+        # If another wrapper was put around ours, ours stays and passes calls through.
         if vars(module).get("forward") != self.forward:
             return
         if self._replaced is None:
@@ -81,7 +81,7 @@ class DeltaLayer:
             module.forward = self._replaced
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The layer's output for inputs of shape (..., in)."""
+        """Compute the layer's output for inputs of shape (..., in)."""
         if not self._is_active:
             return self._original(inputs)
         self.weight.follow(inputs.device)
@@ -105,16 +105,16 @@ class DeltaLayer:
 
     @contextmanager
     def matrix(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """W + delta, shape (out, in), while inside."""
+        """Yield W + delta, shape (out, in), and restore W's bits afterwards."""
         phi, indices = self.weight.phi.data, self.weight.indices.long()
         if self.weight.target.is_4bit:
             dense = dequantised(self.weight.target)
             yield _with_sums(dense, indices, dense.take(indices), phi).to(dtype)
             return
-        # `.data` leaves W's version alone: others may have saved it for their backward, and its bits come back.
+        # `.data` leaves W's version unchanged: others may have saved W for their backward, and its bits are restored.
         dense = self.weight.target.parameter.data
         present = read_flat(dense, self.weight.indices)
-        # Where a layout gathers shards in a lower precision, those in W are rounded already.
+        # If a layout gathers shards in a lower precision, the entries of W are rounded already.
         base = present if self.weight.kept_base is None else self.weight.kept_base
         try:
             yield _with_sums(dense, indices, base, phi).to(dtype)
@@ -122,7 +122,7 @@ class DeltaLayer:
             write_flat(dense, indices, present)
 
     def phi_gradient(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """The gradient of phi, fp32; shows the dense one to the growth estimators, chunk by chunk."""
+        """Compute the gradient of phi in fp32, and show the dense one to the growth estimators, chunk by chunk."""
         serial = self._gradient_sync.begin()
         active = self.weight.indices
         if self.weight.estimators:
@@ -133,14 +133,14 @@ class DeltaLayer:
 
 
 def dequantised(target: Target) -> torch.Tensor:
-    """A dense copy of a 4-bit weight, shape (out, in), in the dtype that it had before.
+    """Return a dense copy of a 4-bit weight, shape (out, in), in the dtype before quantisation.
 
     Raises:
         RuntimeError: If bitsandbytes has repacked the codes for inference on the CPU.
     """
     parameter: Any = target.parameter
     state = parameter.quant_state
-    if hasattr(state, "dense_copy"):  # of a plan, which has sizes alone
+    if hasattr(state, "dense_copy"):  # of a memory plan, which has only sizes
         copy: torch.Tensor = state.dense_copy(parameter)
         return copy
     import bitsandbytes.functional
@@ -160,7 +160,7 @@ def _with_sums(dense: torch.Tensor, indices: torch.Tensor, base: torch.Tensor, p
 
 
 class _Product(torch.autograd.Function):
-    """Y = X (W + delta)^T + b."""
+    """Product Y = X (W + delta)^T + b."""
 
     @staticmethod
     def forward(
@@ -193,22 +193,22 @@ def chunked_gradient(
     indices: torch.Tensor,
     on_chunk: Callable[[torch.Tensor, int], None] | None = None,
 ) -> torch.Tensor:
-    """Compute dY^T X some rows at a time, and keep the active entries of each.
+    """Compute dY^T X some rows at a time, and keep the active entries of each chunk.
 
-    Costs the same products as the dense gradient, and memory for `CHUNK_ROWS` of its rows.
+    It costs the same products as the dense gradient, and memory for `CHUNK_ROWS` of its rows.
 
     Args:
-        output_gradient: dY, shape (tokens, out).
-        inputs: X, shape (tokens, in), of the same dtype.
-        indices: int32, sorted flat positions in the (out, in) matrix, shape (n,).
-        on_chunk: Called with each flat chunk and the flat position of its first entry.
+        output_gradient: Gradient dY, shape (tokens, out).
+        inputs: Inputs X, shape (tokens, in), of the same dtype.
+        indices: Sorted flat positions in the (out, in) matrix, int32, shape (n,).
+        on_chunk: Function that gets each flat chunk and the flat position of its first entry.
 
     Returns:
-        fp32, shape (n,): the same bits as the dense gradient's entries, as far as the matrix product sums each entry in
-        an order that does not depend on the number of rows.
+        Gradient, fp32, shape (n,). It has the bits of the dense gradient's entries, if the matrix product sums each
+        entry in an order that does not depend on the number of rows.
     """
     num_rows, num_columns = output_gradient.shape[1], inputs.shape[1]
-    # Chunks of one size: for a rest of a few rows, products are summed by another kernel, in another order.
+    # All chunks have one size: another kernel would sum a rest of a few rows in another order.
     chunk_rows = math.ceil(num_rows / math.ceil(num_rows / CHUNK_ROWS))
     starts = list(range(0, num_rows, chunk_rows))
     edges = torch.tensor([*starts, num_rows], device=indices.device) * num_columns
@@ -225,21 +225,21 @@ def chunked_gradient(
 
 
 def sampled_gradient(output_gradient: torch.Tensor, inputs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Compute the active entries of dY^T X alone, one dot product each (SFT, equation 16).
+    """Compute only the active entries of dY^T X, by one dot product each (SFT, equation 16).
 
     Args:
-        output_gradient: dY, fp32, shape (tokens, out), on the CPU.
-        inputs: X, fp32, shape (tokens, in), on the CPU.
-        indices: int32, sorted flat positions in the (out, in) matrix, shape (n,).
+        output_gradient: Gradient dY, fp32, shape (tokens, out), on the CPU.
+        inputs: Inputs X, fp32, shape (tokens, in), on the CPU.
+        indices: Sorted flat positions in the (out, in) matrix, int32, shape (n,).
 
     Returns:
-        fp32, shape (n,); sums run in another order than in the dense product.
+        Gradient, fp32, shape (n,), summed in another order than in the dense product.
     """
     num_rows, num_columns = output_gradient.shape[1], inputs.shape[1]
     positions = indices.long()
     edges = torch.arange(num_rows + 1, device=indices.device) * num_columns
     with warnings.catch_warnings():
-        # torch says at the first use that its CSR tensors are a beta feature.
+        # torch warns at the first use that its CSR tensors are a beta feature.
         warnings.simplefilter("ignore", UserWarning)
         pattern = torch.sparse_csr_tensor(
             torch.searchsorted(positions, edges),

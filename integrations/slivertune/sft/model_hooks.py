@@ -1,9 +1,9 @@
-"""What SFT puts on a model: hooks or layers on the trained tensors, the deltas as parameters, and what guards all that.
+"""SFT's changes to a model: hooks or layers on the trained tensors, the deltas as parameters, and guards.
 
-While it is on, `requires_grad` is kept as SFT needs it: what was changed is no error, and its dense gradient is
-dropped. A trained tensor that was replaced or cast, and a new parameter that requires a gradient, are errors. Another
-optimizer that steps the deltas, or holds the trained weights, is an error before it has stepped. Costs a walk over the
-model's modules in the pre-hook of each training forward and in `step`; no tensor is read.
+While they are on, SFT keeps `requires_grad` as it needs it: if other code changes it, SFT restores it and drops the
+dense gradient. A trained tensor that was replaced or cast is an error, and so is a new parameter that requires a
+gradient. Another optimizer that steps the deltas, or holds the trained weights, is an error before its step. The guards
+cost a walk over the model's modules per training forward and per `step`, and read no tensor.
 """
 
 import weakref
@@ -29,17 +29,17 @@ from slivertune.sft.weight import SparseWeight
 
 
 class ModelHooks:
-    """Hooks, layers and delta parameters, put on and taken off together.
+    """Hooks, layers and delta parameters, which are put on and taken off together.
 
     Args:
         model: The model.
         weights: The trained tensors.
-        delta_parameters: Holds their deltas.
-        gradient_sync: Is told of each gradient; knows whether other ranks train too, unprepared for: DDP's wrapper
-            writes deltas.
-        phi_gradient: How the layer form computes gradients.
-        optimizer: The one that may step the deltas.
-        layer_class: Makes a linear layer add the deltas.
+        delta_parameters: Module that holds their deltas.
+        gradient_sync: Receiver of each gradient. It knows whether other ranks train unprepared: DDP's wrapper writes
+            deltas.
+        phi_gradient: Method for gradients in the layer form.
+        optimizer: The only optimizer that may step the deltas.
+        layer_class: Class that makes a linear layer add the deltas.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class ModelHooks:
         self._optimizer = weakref.ref(optimizer)
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self.is_on = False
-        """Whether the model has it."""
+        """Whether the hooks are on the model."""
         self._handles: list[RemovableHandle | DeltaLayer | ReentrantBlocks] = []
         self._required: dict[int, tuple[nn.Parameter, bool]] = {}
-        """Parameters of the model, by identity, and whether each is to require a gradient."""
+        """Parameters of the model, by identity, each with whether it is to require a gradient."""
         self._trained: dict[int, str] = {}
         self._versions: list[int] = []
         self._recording = RecordingCheck()
         self._not_reached = list(weights)
-        """Tensors that the last step has met no gradient of, or none has yet."""
+        """Tensors without a gradient in the last step, or all of them before the first."""
 
     def put_on(self, *, with_delta_parameters: bool = True) -> None:
-        """Freeze the model, and see to each trained tensor's gradient.
+        """Freeze the model, and put a gradient hook or layer on each trained tensor.
 
         Args:
-            with_delta_parameters: Whether the deltas are to be parameters of the model.
+            with_delta_parameters: Whether the deltas become parameters of the model.
         """
         self.is_on = True
         self._model.requires_grad_(False)
@@ -91,7 +91,7 @@ class ModelHooks:
         self._handles.append(self._reentrant)
         if not self._gradient_sync.communicator.is_alone:
             self._handles += self._gradient_sync.watch(self._model)
-        # On a layer, as a model that is a container would count it among its layers and call it.
+        # The deltas go on a layer, since a model that is a container would count them among its layers and call them.
         if with_delta_parameters:
             self._owner.add_module(DELTA_PARAMETERS_NAME, self._delta_parameters)
         self._begin_to_guard()
@@ -102,7 +102,7 @@ class ModelHooks:
         written = {id(weight.target.parameter) for weight in self._weights if weight.merged}
         self._required = {id(each): (each, id(each) in written) for each in self._model.parameters()}
         self._required |= {id(each): (each, True) for each in (*deltas, self._delta_parameters.witness)}
-        # What SFT itself writes into the deltas leaves their versions alone.
+        # SFT's own writes leave the versions of the deltas unchanged.
         self._versions = [version_of(delta) for delta in deltas]
         self._handles += [
             self._model.register_forward_pre_hook(ModuleHook(self._before_forward)),
@@ -111,7 +111,7 @@ class ModelHooks:
         watch_steps(self)
 
     def take_off(self) -> None:
-        """Leave the model without any of it, still frozen."""
+        """Remove everything from the model, and leave it frozen."""
         forget_steps(self)
         for handle in self._handles:
             handle.remove()
@@ -122,13 +122,13 @@ class ModelHooks:
         self.is_on = False
 
     def restore_requires_grad(self) -> None:
-        """Let `requires_grad` be as it was before the first `put_on`."""
+        """Restore `requires_grad` as it was before the first `put_on`."""
         for name, parameter in self._model.named_parameters():
             was_trainable = self._was_trainable.get(name_before(name, self._was_trainable))
             parameter.requires_grad_(parameter.requires_grad if was_trainable is None else was_trainable)
 
     def _gradient_hook(self, at: int) -> Callable[[torch.Tensor], None]:
-        # A tensor's hooks lie where Python's garbage collector does not look: they must not hold the tensor.
+        # Python's garbage collector does not see a tensor's hooks, so they must not hold the tensor.
         alive = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ class ModelHooks:
         """Check that the model still has the tensors that SFT was built over.
 
         Raises:
-            RuntimeError: Naming the parameter that was replaced, cast or added, or the deltas that were written.
+            RuntimeError: If it has not; the error names the replaced, cast or added parameter, or the written deltas.
         """
         for weight, version in zip(self._weights, self._versions, strict=True):
             if version_of(weight.phi) != version:
@@ -162,7 +162,7 @@ class ModelHooks:
             elif parameter.requires_grad and not isinstance(module, DeltaParameters):
                 added.append(parameter)
         if not all(weight.pretrained.is_whole for weight in self._weights):
-            # FSDP2 puts other tensors in its place for a while, in the same module.
+            # FSDP2 exchanges the parameter for a while, in the same module.
             missing = {i: each.name for i, each in enumerate(self._weights) if id(each.target.module) not in modules}
         for name in missing.values():
             raise RuntimeError(
@@ -181,14 +181,14 @@ class ModelHooks:
             )
 
     def check_shards(self) -> None:
-        """Check that nobody else has set trained entries of weights that lie in shards.
+        """Check that no other code has set trained entries of sharded weights.
 
         Raises:
-            RuntimeError: Naming the parameter.
+            RuntimeError: If other code has; the error names the parameter.
         """
         found = [(weight.name, weight.is_changed_in_shards()) for weight in self._weights]
         changed = [(name, each) for name, each in found if each is not None]
-        # The device is waited for once.
+        # The device is synchronised once.
         if changed and bool(torch.stack([each for _, each in changed]).any()):
             name = next(name for name, each in changed if each)
             raise RuntimeError(
@@ -198,7 +198,7 @@ class ModelHooks:
             )
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """See to a training forward."""
+        """Check the model before a training forward, and restore `requires_grad`."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.check()
             settle_requires_grad(self._required.values())
@@ -206,13 +206,13 @@ class ModelHooks:
             self._recording.begin(self._model, {weight.target.module: weight.name for weight in self._not_reached})
 
     def note_gradients(self) -> None:
-        """Note of which tensors the step that begins has no gradient: the next forward watches their modules."""
+        """Record the tensors without a gradient in the step that begins, whose modules the next forward watches."""
         self._not_reached = [weight for weight in self._weights if weight.phi.grad is None]
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Freeze again when the backward begins, in which checkpointed layers run once more.
+        """Freeze the model again when the backward begins, since checkpointed layers run once more in it.
 
-        Where a training forward has met nothing that is trained, the user's backward finds an end nevertheless.
+        If a training forward reached no trained weight, its outputs are made to require gradients: a backward runs.
         """
         self._recording.end()
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -234,10 +234,10 @@ class ModelHooks:
             self._delta_parameters.give_zero()
 
     def refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse the step of another optimizer that holds what SFT trains.
+        """Refuse the step of another optimizer that holds deltas or trained weights.
 
         Args:
-            optimizer: About to step.
+            optimizer: Optimizer that is about to step.
         """
         names = {id(weight.phi): weight.name for weight in self._weights} | self._trained
         refuse_step_of_other(optimizer, self._optimizer(), names, "SFT")

@@ -1,4 +1,4 @@
-"""What the two update rules keep for a tensor's trained weights: AdamW's moments and ages, or SM3's accumulators."""
+"""State of the two update rules for a tensor's trained weights: AdamW's moments and ages, SM3's accumulators."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,29 +14,29 @@ from slivertune.sft.sm3 import matrix_shape, sm3_
 from slivertune.sft.targets import Target
 
 _MOST_COHORTS = 256
-"""What one byte can tell apart."""
+"""Number of cohorts that one byte can tell apart."""
 
 
 def regrown(vector: torch.Tensor, stay: torch.Tensor, grown: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """A vector along the trained weights, after a reselection.
+    """Return a vector along the trained weights after a reselection.
 
     Args:
-        vector: One value for each old weight, shape (n,).
-        stay: int64, sorted: which of them stay.
-        grown: Values of the new ones, of the same dtype.
-        order: int64: sorts the kept and the new ones by position.
+        vector: Values of the old weights, one each, shape (n,).
+        stay: Sorted indices of the kept weights, int64.
+        grown: Values of the new weights, of the same dtype.
+        order: Permutation that sorts the kept and then the new weights by position, int64.
 
     Returns:
-        One value for each weight, in the order of positions.
+        Values of all weights, one each, in the order of positions.
     """
     return torch.cat([vector.index_select(0, stay), grown]).index_select(0, order)
 
 
 class Moments(ABC):
-    """State of an update rule for one tensor; vectors run along its sorted indices."""
+    """State of an update rule for one tensor, in vectors along its sorted indices."""
 
     names: tuple[str, ...]
-    """Attributes that are the state."""
+    """Names of the attributes that form the state."""
 
     @abstractmethod
     def update(
@@ -50,52 +50,52 @@ class Moments(ABC):
         """Apply the rule to the deltas, in place.
 
         Args:
-            delta: fp32, shape (n,).
-            gradient: fp32, shape (n,).
-            indices: int32, shape (n,), sorted.
-            options: Those of the param group.
-            generator: What rounds packed state at random.
+            delta: Deltas, fp32, shape (n,).
+            gradient: Gradient, fp32, shape (n,).
+            indices: Positions, int32, shape (n,), sorted.
+            options: Options of the param group.
+            generator: Source of randomness for the rounding of packed state.
         """
 
     @abstractmethod
     def replace(
         self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
     ) -> None:
-        """Follow a reselection.
+        """Adapt the state to a reselection.
 
         Args:
-            stay: int64, sorted: which of the old entries stay.
-            seeds: What AG estimated for the new ones.
-            order: int64: sorts the kept and, after them, the new ones by position.
-            options: Those of the param group.
+            stay: Sorted indices of the kept entries, int64.
+            seeds: AG's estimate for the new entries.
+            order: Permutation that sorts the kept and then the new entries by position, int64.
+            options: Options of the param group.
         """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state by name."""
+        """Return the state by name."""
         return {name: getattr(self, name) for name in self.names}
 
     def set_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put other tensors in place of the state, by name."""
+        """Replace the state by tensors of the same names."""
         for name in self.names:
             setattr(self, name, tensors[name])
 
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Extents of each state tensor for so many weights of a tensor of that shape; -1 is any."""
+        """Return the state tensors' shapes for `num_active` weights of a tensor of `shape`, with -1 for any extent."""
         return dict.fromkeys(self.names, (num_active,))
 
 
 class AdamMoments(Moments):
-    """Two moments and an age for every trained weight: 10 bytes.
+    """Two moments and an age for every trained weight: 10 bytes per weight.
 
     Args:
-        num_active: Trained weights.
-        betas: Decide how wide an age is.
-        device: Where the state lies.
+        num_active: Number of trained weights.
+        betas: Decay rates, which decide the width of an age.
+        device: Device of the state.
     """
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "age")
     dtype = torch.float32
-    """Of the moments."""
+    """Dtype of the moments."""
 
     def __init__(self, num_active: int, betas: tuple[float, float], device: torch.device) -> None:
         self.exp_avg = torch.zeros(num_active, dtype=self.dtype, device=device)
@@ -106,11 +106,11 @@ class AdamMoments(Moments):
         self.age = torch.zeros(num_active, dtype=age_dtype(betas), device=device)
 
     def _counted(self) -> torch.Tensor:
-        """What counts the updates."""
+        """Return the tensor that counts the updates."""
         return self.age
 
     def _ages(self) -> torch.Tensor:
-        """Updates that each weight has had, int32."""
+        """Return the number of updates that each weight has had, int32."""
         return self.age.int()
 
     def _set_ages(self, ages: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class AdamMoments(Moments):
         options: Mapping[str, Any],
         generator: torch.Generator | None = None,
     ) -> None:
-        """One AdamW update in fp32."""
+        """Apply one AdamW update in fp32."""
         betas = tuple(options["betas"])
         self._counted().add_(1).clamp_(max=age_limit(betas))
         exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
@@ -147,7 +147,7 @@ class AdamMoments(Moments):
     def replace(
         self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
     ) -> None:
-        """Grown weights get the moments and the age that the phase gave them."""
+        """Give grown weights the moments and the age from the estimation phase."""
         assert seeds is not None, "AdamW's grown weights need the moments of an estimation phase"
         mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
         self.exp_avg = regrown(self.exp_avg, stay, mean.to(self.dtype), order)
@@ -158,10 +158,10 @@ class AdamMoments(Moments):
 
 
 class PackedAdamMoments(AdamMoments):
-    """AdamW's state in 5 bytes: two bf16 moments rounded at random, and the number of a cohort.
+    """AdamW's state in 5 bytes per trained weight: two bf16 moments with stochastic rounding, and a cohort's number.
 
-    Weights that were grown together have one age, so a byte says which of up to 256 cohorts a weight belongs to. Where
-    there would be more, the two oldest become one, whose bias corrections differ least.
+    Weights that were grown together have one age, so 1 byte says which of up to 256 cohorts a weight belongs to. If
+    there would be more, the two oldest cohorts become one, since their bias corrections differ least.
     """
 
     names = ("exp_avg", "exp_avg_sq", "cohort", "cohort_ages")
@@ -183,19 +183,19 @@ class PackedAdamMoments(AdamMoments):
         self.cohort = cohort.clamp_(max=_MOST_COHORTS - 1).to(torch.uint8)
 
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """One of each for every weight, and any number of cohorts."""
+        """Return shapes with one value per weight, and any number of cohorts."""
         return {**super().expected_shapes(num_active, shape), "cohort_ages": (-1,)}
 
 
 class SM3Accumulators(Moments):
-    """One accumulator a row and one a column; with momentum, 4 bytes for every trained weight.
+    """One accumulator per row and per column, and with momentum 4 bytes per trained weight (2 if packed).
 
     Args:
-        shape: Extents of the dense tensor.
-        num_active: Trained weights.
+        shape: Shape of the dense tensor.
+        num_active: Number of trained weights.
         has_momentum: Whether updates are averaged.
-        packed: Whether the averages are kept in bf16, rounded at random.
-        device: Where the state lies.
+        packed: Whether the averages are stored in bf16, with stochastic rounding.
+        device: Device of the state.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class SM3Accumulators(Moments):
         options: Mapping[str, Any],
         generator: torch.Generator | None = None,
     ) -> None:
-        """One SM3-II update."""
+        """Apply one SM3-II update."""
         momentum_buffer = None if self.momentum_buffer is None else self.momentum_buffer.float()
         sm3_(
             delta,
@@ -236,19 +236,19 @@ class SM3Accumulators(Moments):
     def replace(
         self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
     ) -> None:
-        """Grown weights begin without momentum; rows and columns go on."""
+        """Start grown weights without momentum, and keep rows and columns."""
         if self.momentum_buffer is not None:
             grown = self.momentum_buffer.new_zeros(order.numel() - stay.numel())
             self.momentum_buffer = regrown(self.momentum_buffer, stay, grown, order)
 
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """One accumulator a row and a column, one momentum a weight."""
+        """Return the shapes of one accumulator per row and per column, and of one momentum per weight."""
         num_rows, num_columns = matrix_shape(shape)
         return {**super().expected_shapes(num_active, shape), "rows": (num_rows,), "columns": (num_columns,)}
 
 
 def new_moments(target: Target, num_active: int, config: SFTConfig, options: Mapping[str, Any]) -> Moments:
-    """Fresh state of the update rule that goes with a way of selection."""
+    """Make fresh state of the update rule that belongs to the selection criterion."""
     device = target.parameter.device
     if config.selection == "momentum":
         return SM3Accumulators(target.shape, num_active, options["momentum"] > 0, config.packed, device)

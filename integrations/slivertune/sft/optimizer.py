@@ -1,7 +1,7 @@
-"""SFT as a torch optimizer: trains a sparse delta of a model's weights (SFT, Algorithms 1 and 2).
+"""SFT as a torch optimizer, which trains a sparse delta of a model's weights (SFT, Algorithms 1 and 2).
 
-The length of this file is that of the documented interface: `SparseWeight` updates one tensor, `Reselection` renews
-the choice of weights, `ModelHooks` sees to the model, and `export` writes deltas.
+This file is long because the documented interface is. `SparseWeight` updates one tensor, `Reselection` reselects
+weights, `ModelHooks` changes the model, and `export` writes deltas.
 """
 
 import math
@@ -38,33 +38,33 @@ from slivertune.sft.weight import PretrainedValues, SparseWeight
 
 
 class SFT(CheckpointedSliver):
-    """Sparse fine-tuning with dropping and growth (arXiv 2401.16405), around a model whose weights stay dense.
+    """Sparse fine-tuning with dropping and growth (arXiv 2401.16405), for a model whose weights stay dense.
 
-    The constructor freezes what is not trained and draws the first positions; `step` updates the deltas of the active
-    weights by AdamW (AG) or SM3 (MA), and reselects positions when the schedule says so. Weights that are not active
-    keep their pretrained bits throughout.
+    The constructor freezes all other weights and draws the first positions. `step` updates the deltas of the active
+    weights by AdamW (AG) or SM3 (MA), and reselects positions by the schedule. Inactive weights keep their pretrained
+    bits throughout.
 
-    In the optimizer form the dense weights hold the sum: a hook takes the active entries out of each dense gradient
-    as soon as it is complete and frees it, so one tensor's dense gradient is alive at a time. In the layer form the
-    weights stay as they are and the layers add the deltas.
+    In the optimizer form the dense weights hold the sum. A hook takes the active entries out of each dense gradient as
+    soon as it is complete, then frees it, so one tensor's dense gradient exists at a time. In the layer form the
+    weights stay unchanged and the layers add the deltas.
 
-    The deltas are parameters of the model while this is attached, outside its `state_dict`: clipping by
-    `clip_grad_norm_(model.parameters())`, loss scaling and `model.zero_grad()` work as ever, and the norm that they
+    While SFT is attached, the deltas are parameters of the model, outside its `state_dict`. Clipping by
+    `clip_grad_norm_(model.parameters())`, loss scaling and `model.zero_grad()` work as usual, and the norm that they
     report is that of the trained weights' gradient.
 
     Args:
         model: The model, in fp32 or bf16, or with bitsandbytes' 4-bit linear layers.
         config: Settings; the defaults are the paper's.
         lr: Learning rate. The paper's are 1e-4 (AG) and 1e-3 (MA) for 7B.
-        total_steps: Updates in the whole run (T), over which the rate of replacement falls to zero.
-        betas: AdamW's decay rates, (0.9, 0.999) if None; AG alone.
-        eps: Added to the denominator; 1e-8 for AG and 1e-30 for MA if None.
-        weight_decay: Decoupled decay of the deltas, that is of the weights to their pretrained values.
-        momentum: SM3's momentum, in [0, 1); MA alone.
+        total_steps: Updates in the whole run (T), over which the replacement rate falls to zero.
+        betas: AdamW's decay rates, (0.9, 0.999) if None; for AG only.
+        eps: Term added to the denominator; 1e-8 for AG and 1e-30 for MA if None.
+        weight_decay: Decoupled decay of the deltas, and so of the weights to their pretrained values.
+        momentum: SM3's momentum, in [0, 1); for MA only.
 
     Raises:
-        ValueError: If an argument is out of range or belongs to the other way of selection, no target is found, a
-            target can't be trained, or the model has SFT attached or another optimizer of this library holds it.
+        ValueError: If an argument is out of range or belongs to the other criterion, if no target is found or a target
+            can't be trained, or if the model has SFT attached or another optimizer of this library holds it.
 
     Example:
         >>> optimizer = SFT(model, config=SFTConfig(density=0.01), lr=1e-4, total_steps=1000)
@@ -73,10 +73,10 @@ class SFT(CheckpointedSliver):
     """
 
     reselection_class = Reselection
-    """Chooses what is dropped and grown; planning, which has no values to choose by, takes another."""
+    """Class that chooses dropped and grown weights. Planning, which has no values to choose by, uses another."""
 
     layer_class = DeltaLayer
-    """What the layer form puts on a linear layer; planning, in which layers alike need the same, takes another."""
+    """Class that puts the layer form on a linear layer. Planning uses another, which computes once for equal layers."""
 
     method = "sft"
     without_state = "its deltas can't be told from pretrained weights"
@@ -108,7 +108,7 @@ class SFT(CheckpointedSliver):
         targets = find_targets(model, config)
         counts = count_weights(targets, config)
         self.model = model
-        """The model that it was built over."""
+        """Model whose weights are trained."""
         self._weights = [
             self._new_weight(target, count, options) for target, count in zip(targets, counts, strict=True)
         ]
@@ -120,7 +120,7 @@ class SFT(CheckpointedSliver):
         self._updates = 0
         self._num_idle_steps = 0
         self.grad_norm: torch.Tensor | None = None
-        """Norm of the trained weights' gradient in the last step, before `max_grad_norm` applied; fp32."""
+        """Norm of the trained weights' gradient in the last step, before `max_grad_norm` applied (fp32 scalar)."""
         self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
         self._hooks = ModelHooks(
             model,
@@ -139,7 +139,7 @@ class SFT(CheckpointedSliver):
         config = self.config
         indices = random_indices(target.name, target.num_elements, count, config.seed)
         moments = new_moments(target, count, config, options)
-        # A tensor that ZeRO-3 has shared out already can't be written.
+        # A tensor that ZeRO-3 has already partitioned can't be written.
         is_elsewhere = hasattr(target.parameter, "ds_id")
         in_layer = is_elsewhere or config.form == "layer" or (config.form == "auto" and target.is_4bit)
         if in_layer:
@@ -152,12 +152,12 @@ class SFT(CheckpointedSliver):
 
     @property
     def config(self) -> SFTConfig:
-        """The settings."""
+        """Settings of the optimizer."""
         return self._config
 
     @property
     def updates(self) -> int:
-        """Updates applied so far (t); steps without a gradient do not count."""
+        """Number of updates applied so far (t), without steps that had no gradient."""
         return self._updates
 
     @property
@@ -167,12 +167,12 @@ class SFT(CheckpointedSliver):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The tensors that have trained weights."""
+        """Tensors that have trained weights."""
         return tuple(weight.target for weight in self._weights)
 
     @property
     def num_weights(self) -> int:
-        """Weights that are trained (d_phi)."""
+        """Number of trained weights (d_phi)."""
         return sum(weight.num_active for weight in self._weights)
 
     @property
@@ -181,7 +181,7 @@ class SFT(CheckpointedSliver):
         return bool(self._schedule.open_phases(self._updates))
 
     def metrics(self) -> dict[str, float]:
-        """How many weights are trained, how often they were reselected, and whether an estimation phase is open."""
+        """Return the numbers of trained weights and reselections, and whether an estimation phase is open."""
         return {
             "trained_parameters": self.num_weights,
             "reselections": self._schedule.num_reselections(self._updates),
@@ -191,38 +191,38 @@ class SFT(CheckpointedSliver):
 
     @property
     def num_elements(self) -> dict[str, int]:
-        """Elements of each tensor that has trained weights, by parameter name."""
+        """Number of elements of each tensor that has trained weights, by parameter name."""
         return {weight.name: weight.target.num_elements for weight in self._weights}
 
     def claim_state(self) -> None:
-        """Tell ledgers once more what is state: one that was made since has taken the deltas for the model's."""
+        """Register the state again, since a memory ledger created later counts the deltas as the model's."""
         for weight in self._weights:
             weight.claim()
 
     def deltas(self) -> dict[str, SparseDelta]:
-        """A copy of every tensor's positions and deltas, by parameter name.
+        """Copy every tensor's positions and deltas, by parameter name.
 
         Raises:
-            RuntimeError: If somebody else has set trained entries of the weights since the last step.
+            RuntimeError: If other code has set trained entries of the weights since the last step.
         """
         return copy_deltas(self._weights)
 
     def positions(self) -> dict[str, torch.Tensor]:
-        """Positions of every tensor's trained weights by parameter name, int32, sorted; the living ones or copies."""
+        """Return the positions of every tensor's trained weights by parameter name: int32, sorted, live or copied."""
         return {weight.name: weight.indices for weight in self._weights}
 
     def base_values(self) -> dict[str, torch.Tensor]:
-        """Pretrained values at the positions of `deltas`, by parameter name; 4-bit weights are left out."""
+        """Copy the pretrained values at the positions of `deltas`, by parameter name, without 4-bit weights."""
         return copy_base_values(self._weights)
 
     def save_pretrained(self, folder: str | Path, *, base_model_name: str | None = None) -> None:
-        """Write the deltas, the settings and a hash of each base tensor; weights are only read.
+        """Write the deltas, the settings and a hash of each base tensor, without changing the weights.
 
-        With several ranks all of them call it, with the same folder, and rank 0 writes.
+        With several ranks, all of them call it with the same folder, and rank 0 writes.
 
         Args:
-            folder: Where to write; `slivertune.deltas.load` and `slivertune.deltas.apply` read it.
-            base_model_name: Folder or hub id of the base model, which `slivertune merge` then finds by itself.
+            folder: Destination folder, which `slivertune.deltas.load` and `slivertune.deltas.apply` read.
+            base_model_name: Folder or hub id of the base model, by which `slivertune merge` then finds it.
 
         Raises:
             ValueError: If a delta is not finite.
@@ -231,26 +231,26 @@ class SFT(CheckpointedSliver):
         save(folder, self.model, self._weights, self.config, writes=writes, base_model_name=base_model_name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients gathered since the last step; `set_to_none=False` drops them as well."""
+        """Drop the gradients gathered since the last step, also with `set_to_none=False`."""
         super().zero_grad(set_to_none=True)
         self._gradient_sync.has_own = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the deltas, drop their gradients, and reselect if it is time.
+        """Update the deltas, drop their gradients, and reselect weights if it is time.
 
-        A step in which no active weight has a gradient is none: nothing changes. Entries of the weights that somebody
-        else has set since the last step are taken for pretrained ones: training goes on from there.
+        If no active weight has a gradient, nothing changes and the step does not count. Entries of the weights that
+        other code has set since the last step become pretrained values, from which training continues.
 
         Args:
-            closure: Evaluates the model again and returns the loss; called once, before the update.
+            closure: Function that evaluates the model again and returns the loss; called once, before the update.
 
         Returns:
-            What the closure returned, or None.
+            Result of the closure, or None.
 
         Raises:
-            RuntimeError: If other ranks train too, and the gradients were not averaged over them; if only the
-                placeholder of a state was loaded (see `use_sidecar`); if a trained tensor was replaced or cast; or
+            RuntimeError: If other ranks train too and the gradients were not averaged over them, if only the
+                placeholder of a state was loaded (see `use_sidecar`), if a trained tensor was replaced or cast, or
                 after `detach`.
         """
         if not self._hooks.is_on:
@@ -306,17 +306,17 @@ class SFT(CheckpointedSliver):
             )
 
     def detach(self, *, merge: bool = True) -> None:
-        """Take everything off the model that SFT put there, and let `requires_grad` be as before.
+        """Remove everything that SFT put on the model, and restore `requires_grad`.
 
         A second call does nothing.
 
         Args:
-            merge: Whether the weights keep the deltas, or get them in the layer form. Otherwise they have their
-                pretrained bits.
+            merge: Whether the weights hold the deltas afterwards, in either form. Otherwise they hold their pretrained
+                bits.
 
         Raises:
             ValueError: If 4-bit weights were to be merged.
-            RuntimeError: If deltas were to be merged into shards that somebody else has written.
+            RuntimeError: If deltas were to be merged into shards that other code has written.
         """
         if not self._hooks.is_on:
             return
@@ -346,14 +346,14 @@ class SFT(CheckpointedSliver):
         pretrained: Callable[[Target], PretrainedValues] = PretrainedValues,
         with_delta_parameters: bool = True,
     ) -> Iterator[None]:
-        """Follow the model while a layout rearranges it: inside, it is a frozen model with its pretrained weights.
+        """Follow the model while a layout rearranges it. Inside, it is a frozen model with its pretrained weights.
 
         Args:
-            communicator: Reaches the other ranks from then on.
+            communicator: Connection to the other ranks from then on.
             in_layers: Whether the weights can't be written from then on, so that the layers have to add the deltas.
-            pretrained: Makes what reads and writes a tensor's pretrained values from then on.
-            with_delta_parameters: Whether the deltas are parameters of the model again afterwards; not where an engine
-                that holds the model would take them for its own.
+            pretrained: Factory of the reader and writer of a tensor's pretrained values from then on.
+            with_delta_parameters: Whether the deltas become parameters of the model again; not if an engine that holds
+                the model would take them for its own.
         """
         self._hooks.take_off()
         for weight in self._weights:
@@ -366,10 +366,10 @@ class SFT(CheckpointedSliver):
         self._hooks.put_on(with_delta_parameters=with_delta_parameters)
 
     def check_built_over(self, model: nn.Module) -> None:
-        """Check that this was built over a model.
+        """Check that this optimizer was built over a model.
 
         Raises:
-            ValueError: If it was not.
+            ValueError: If it was built over another model.
         """
         if self.model is not model:
             raise ValueError(
@@ -378,11 +378,11 @@ class SFT(CheckpointedSliver):
             )
 
     def identity(self) -> dict[str, object]:
-        """What a saved state has in common with every SFT that it fits: way of selection, and tensors."""
+        """Return the facts that a saved state shares with every SFT that it fits: criterion, and names of tensors."""
         return {"selection": self.config.selection, "tensors": [weight.name for weight in self._weights]}
 
     def facts(self) -> dict[str, object]:
-        """What every rank must have been given alike: settings, hyperparameters, tensors, and positions in them."""
+        """Return the values that every rank must share: settings, hyperparameters, tensors, and positions in them."""
         facts = {"total_steps": self.total_steps, **super().facts()}
         for weight in self._weights:
             facts[weight.name] = (weight.target.shape, str(weight.target.parameter.dtype), weight.num_active)
@@ -390,7 +390,7 @@ class SFT(CheckpointedSliver):
         return facts
 
     def unsupported(self, layout: Layout) -> str | None:
-        """Why this SFT can't be trained under a layout, and the way out; None if it can."""
+        """Return the reason why this SFT can't be trained under a layout, with the way out, or None if it can."""
         clashes = (clash_with_layout(layout, each, self.config.phi_gradient) for each in self.targets)
         return next((clash for clash in clashes if clash is not None), None)
 
@@ -399,10 +399,10 @@ class SFT(CheckpointedSliver):
         return parameters
 
     def whole_state(self) -> dict[str, Any]:
-        """Everything that continues the run at this step: plain containers, and tensors by parameter name.
+        """Return the state that continues the run at this step: plain containers, and tensors by parameter name.
 
-        An open estimation phase is part of it. Tensors are the living ones where that is possible, as in torch; save or
-        copy them before the next step. The same on every rank.
+        It includes an open estimation phase, and is the same on every rank. Tensors may be live, as in torch: save or
+        copy them before the next step.
         """
         return {
             "state": {weight.name: weight.state_dict() for weight in self._weights},
@@ -413,12 +413,12 @@ class SFT(CheckpointedSliver):
         }
 
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `whole_state` returned; tensors are copied.
+        """Load a copy of a state that `whole_state` returned.
 
-        The model may hold its pretrained weights or those of the checkpoint; it gets the checkpoint's bits.
+        The model may hold its pretrained weights or those of the checkpoint. It gets the checkpoint's bits.
 
         Raises:
-            ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
+            ValueError: If the state is damaged, or of another model, pretrained value or criterion; nothing changes.
         """
         check_header(state_dict, self.identity(), self.param_groups)
         for group in state_dict["param_groups"]:
@@ -443,13 +443,13 @@ class SFT(CheckpointedSliver):
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down where their norm is larger, as `clip_grad_norm_(model.parameters())` would.
+        """Scale the gradients down to a norm of at most `max_norm`, as `clip_grad_norm_(model.parameters())` would.
 
         Args:
-            max_norm: The largest norm; infinity only measures.
+            max_norm: Largest norm; infinity only measures.
 
         Returns:
-            The norm before, fp32, without dimensions.
+            Norm before clipping, an fp32 scalar.
         """
         norm = torch.nn.utils.get_total_norm([w.phi.grad for w in self._weights if w.phi.grad is not None])
         if math.isfinite(max_norm):

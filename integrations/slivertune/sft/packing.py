@@ -1,26 +1,26 @@
-"""Half-size storage of an active weight: 16-bit positions, and bf16 values that are rounded at random."""
+"""Storage of an active weight in half the bytes: 16-bit positions, and bf16 values with stochastic rounding."""
 
 import zlib
 
 import torch
 
 TILE = 2**16
-"""Elements of the flattened tensor whose positions share their high bits."""
+"""Number of elements of the flattened tensor whose positions share their high bits."""
 
 
 class Positions:
-    """Sorted positions of a tensor: 4 bytes each, or 2 if packed.
+    """Sorted positions of a tensor: 4 bytes per position, or 2 if packed.
 
-    Packed are the position in its tile, and how many positions every tile has.
+    Packed storage holds each position within its tile, and the number of positions per tile.
 
     Args:
-        indices: int32, sorted, shape (n,).
-        num_elements: Elements of the tensor.
-        packed: Whether to take half the bytes.
+        indices: Positions, int32, sorted, shape (n,).
+        num_elements: Number of elements of the tensor.
+        packed: Whether to use half the bytes.
     """
 
     tensors: tuple[torch.Tensor, ...]
-    """What is stored."""
+    """Stored tensors."""
 
     def __init__(self, indices: torch.Tensor, num_elements: int, *, packed: bool) -> None:
         self._num_tiles = -(-num_elements // TILE)
@@ -28,7 +28,7 @@ class Positions:
         self.set(indices)
 
     def get(self) -> torch.Tensor:
-        """The positions, unpacked: int32, shape (n,), sorted."""
+        """Return the unpacked positions, int32, shape (n,), sorted."""
         if not self._packed:
             return self.tensors[0]
         low, counts = self.tensors
@@ -36,10 +36,10 @@ class Positions:
         return (low.int() & (TILE - 1)) + torch.repeat_interleave(tiles, counts, output_size=low.numel()) * TILE
 
     def set(self, indices: torch.Tensor) -> None:
-        """Hold other positions."""
+        """Store other positions."""
         self.tensors = (indices,)
         if self._packed:
-            # No size depends on a value, so that a GPU need not be waited for.
+            # No size depends on a value, so a GPU need not be synchronised.
             starts = torch.arange(1, self._num_tiles, dtype=torch.int32, device=indices.device) * TILE
             ends = torch.searchsorted(indices.contiguous(), starts, out_int32=True)
             counts = torch.cat([ends, ends.new_full((1,), indices.numel())])
@@ -49,17 +49,17 @@ class Positions:
 
 
 def rounding_generator(seed: int, name: str, updates: int, device: torch.device) -> torch.Generator:
-    """Randomness for one tensor's update: the same on every rank, and after a resume."""
+    """Make the generator for one tensor's update, the same on every rank and after a resume."""
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name} {updates}".encode()))
 
 
 def rounded_at_random(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round to bf16, up or down with the probability that makes the expectation exact.
+    """Round to bf16, up or down with the probability that makes the expectation exact (stochastic rounding).
 
-    An update far below a value's last place moves it now and then, where rounding to nearest never would.
+    An update far below a value's last place then changes it now and then. Rounding to nearest never would.
 
     Args:
-        values: fp32; infinite ones and NaN stay what they are.
+        values: Values in fp32; infinite ones and NaN stay the same.
         generator: Source of randomness, on the values' device.
 
     Returns:

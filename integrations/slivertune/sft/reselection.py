@@ -1,4 +1,4 @@
-"""When weights are reselected, what is dropped and grown, and estimation phases (SFT, sections 3.2 and 3.3).
+"""Reselection: its schedule, the dropped and grown weights, and estimation phases (SFT, sections 3.2 and 3.3).
 
 Redistribution of weights between tensors is not in the paper.
 """
@@ -21,27 +21,27 @@ from slivertune.sft.weight import SparseWeight
 
 LEAST_SHARE = 0.25
 MOST_SHARE = 4.0
-"""A redistributed tensor keeps between these multiples of the weights that it began with."""
+"""Bounds of a redistributed tensor's number of weights, as multiples of its first number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Update counts t start from 1: t is the number of finished updates."""
+    """Schedule of reselections by update counts t, which start from 1: t is the number of finished updates."""
 
     first: int | None
-    """t of the first reselection, which replaces all weights; None if the choice never changes."""
+    """Update t of the first reselection, which replaces all weights, or None if the choice never changes."""
     interval: int
-    """S: later reselections are at its multiples."""
+    """Interval in updates (S), at whose multiples later reselections take place."""
     estimation_steps: int
-    """gamma; 0 if nothing is estimated (MA)."""
+    """Updates in an estimation phase (gamma), or 0 if nothing is estimated (MA)."""
     replacement_rate: float
-    """alpha."""
+    """Peak share of weights that a reselection replaces (alpha)."""
     total_steps: int
-    """T, after which nothing is reselected."""
+    """Updates in the whole run (T), after which nothing is reselected."""
 
     @classmethod
     def of(cls, config: SFTConfig, total_steps: int) -> Schedule:
-        """The schedule of a run.
+        """Make the schedule of a run.
 
         Args:
             config: Settings.
@@ -63,38 +63,38 @@ class Schedule:
         )
 
     def next_reselection(self, updates: int) -> int | None:
-        """The first t greater than `updates` at which weights are reselected, or None if there is none to come."""
+        """Return the first t greater than `updates` at which weights are reselected, or None if none is to come."""
         if self.first is None:
             return None
         following = self.first if updates < self.first else (updates // self.interval + 1) * self.interval
         return following if following <= self.total_steps else None
 
     def num_reselections(self, updates: int) -> int:
-        """Reselections in the first `updates` updates."""
+        """Count the reselections in the first `updates` updates."""
         updates = min(updates, self.total_steps)
         if self.first is None or updates < self.first:
             return 0
         return 1 + updates // self.interval - self.first // self.interval
 
     def num_replaced(self, updates: int, num_active: int) -> int:
-        """k(i, t): weights of a tensor to replace at t = `updates`, a reselection.
+        """Compute k(i, t), the number of a tensor's weights that the reselection at t = `updates` replaces.
 
         Args:
-            updates: t.
-            num_active: Trained weights of the tensor (d_phi(i)).
+            updates: Number of finished updates (t).
+            num_active: Number of trained weights of the tensor (d_phi(i)).
         """
         if updates == self.first:
             return num_active
         return int(self.replacement_rate * (max(0, self.total_steps - updates) / self.total_steps) * num_active)
 
     def grew_in_phase(self, end: int) -> bool:
-        """Whether there was a reselection within the estimation phase that ends at `end`."""
+        """Return whether a reselection took place within the estimation phase that ends at `end`."""
         return self.num_reselections(end - 1) > self.num_reselections(end - self.estimation_steps)
 
     def open_phases(self, updates: int) -> tuple[int, ...]:
-        """The reselections to whose estimation phases the update after `updates` finished ones belongs.
+        """List the reselections whose estimation phases contain the update after `updates` finished ones.
 
-        With S < 2 gamma the first phase, which ends at gamma, and the second, which ends at S, overlap.
+        If S < 2 gamma, the first phase, which ends at gamma, overlaps the second, which ends at S.
         """
         found: list[int] = []
         end = self.next_reselection(updates)
@@ -106,16 +106,16 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """What a reselection may do to one tensor."""
+    """Entries of one tensor that a reselection may drop and grow."""
 
     dropped: torch.Tensor
-    """bool, shape (n,): entries to drop."""
+    """Mask of the entries to drop, bool, shape (n,)."""
     indices: torch.Tensor
-    """int32, sorted: positions that may be grown; none is active."""
+    """Positions that may be grown, none of them active, int32, sorted."""
     scores: torch.Tensor
-    """fp32: how much each is worth, not negative."""
+    """Scores of these positions, fp32, not negative."""
     estimate: Estimate | None
-    """AG's moments of these positions."""
+    """AG's estimate at these positions, or None with MA."""
 
 
 def propose(
@@ -126,29 +126,29 @@ def propose(
     grew_in_phase: bool,
     breadth: int,
 ) -> Proposal | None:
-    """Choose what to drop, and what may be grown in its place.
+    """Choose the weights to drop, and the positions that may be grown in their place.
 
-    Dropped are the weights that are nearest to their pretrained values; grown are others that were frozen until
-    now, so that as many are really replaced. Where too few are frozen, fewer are.
+    Dropped weights are the nearest to their pretrained values. Grown positions were frozen until now, so that as many
+    are really replaced. If too few are frozen, fewer are replaced.
 
     Args:
         weight: The tensor.
-        estimator: AG's estimation phase that has ended.
-        num_replaced: k(i, t).
+        estimator: AG's estimator, whose phase has ended.
+        num_replaced: Number of weights to replace, k(i, t).
         grew_in_phase: Whether candidates may have been grown since they were chosen.
-        breadth: MA's candidates for each trained weight; more than one lets a tensor grow beyond what it dropped.
+        breadth: MA's candidates per trained weight; more than one lets a tensor grow beyond the number that it dropped.
 
     Returns:
-        The proposal; None if there is nothing to replace, or nothing is known of what could be grown.
+        The proposal; None if there is nothing to replace, or no candidate is known.
     """
     if num_replaced == 0:
         return None
     moments, estimate = weight.moments, None
     if isinstance(moments, SM3Accumulators):
         if not bool(moments.rows.any()):
-            # No batch has reached this tensor, so that all its positions are worth the same.
+            # No batch has reached this tensor, so all its positions have the same score.
             return None
-        # The active ones may all be among the first.
+        # All active positions may be among the largest products.
         num_searched = min((1 + breadth) * weight.num_active, weight.target.num_elements)
         wanted = num_replaced if breadth == 1 else num_searched
         positions, products = leading_products(
@@ -171,17 +171,17 @@ def propose(
 
 
 class Reselection:
-    """Renews the choice of trained weights. What it does follows from the tensors' state alone, as on every rank.
+    """Reselects the trained weights by the tensors' state alone, so that every rank makes the same choice.
 
     Args:
         weights: The trained tensors.
-        shares: Trained weights of each, at first.
-        schedule: When, and how many.
+        shares: First number of trained weights of each tensor.
+        schedule: Times of reselection, and numbers of replaced weights.
         config: Settings.
     """
 
     estimator_class = GrowthEstimator
-    """Follows the candidates; planning, which has no values to choose by, takes another."""
+    """Class that follows the candidates. Planning, which has no values to choose by, uses another."""
 
     def __init__(
         self, weights: Sequence[SparseWeight], shares: Sequence[int], schedule: Schedule, config: SFTConfig
@@ -192,28 +192,28 @@ class Reselection:
         self._config = config
 
     def open_phases(self, updates: int) -> None:
-        """Give estimators to the tensors that will grow at the end of a phase that the next update belongs to.
+        """Create estimators for the tensors that will grow at the end of a phase that contains the next update.
 
         Args:
-            updates: Finished ones (t).
+            updates: Number of finished updates (t).
         """
         for number, end in enumerate(self._schedule.open_phases(updates)):
             for weight in self._weights:
                 num_active, num_elements = weight.num_active, weight.target.num_elements
                 grows = num_active < num_elements and self._schedule.num_replaced(end, num_active) > 0
                 if grows and end not in weight.estimators:
-                    # A phase that ends before may grow as many as any reselection after the first.
+                    # An earlier phase may grow `num_active` candidates. A later reselection needs this many.
                     num_spare = math.ceil(self._config.replacement_rate * num_active) if number else 0
                     weight.estimators[end] = self.estimator_class(
                         num_elements, num_active, num_spare=num_spare, packed=self._config.packed
                     )
 
     def end_estimates(self, updates: int, delta_parameters: DeltaParameters) -> None:
-        """Count the running update's gradients in the phases that it belongs to.
+        """Count the running update's gradients in the phases that contain it.
 
         Args:
-            updates: Those that are finished.
-            delta_parameters: Knows the running one, and what its gradients were multiplied by.
+            updates: Number of finished updates.
+            delta_parameters: Source of the running update's number, and of the factor applied to its gradients.
         """
         scale = delta_parameters.scale()
         for end in self._schedule.open_phases(updates):
@@ -224,7 +224,7 @@ class Reselection:
                 estimator.end_step(delta_parameters.serial, scale)
 
     def _share_candidates(self, estimators: Mapping[str, GrowthEstimator]) -> None:
-        """After a phase's first update: as many candidates as ever, but from the tensors with the largest gradients."""
+        """Redistribute the candidates over the tensors after a phase's first update, by the largest gradients."""
         pools = [(name, each, each.pool_magnitudes()) for name, each in estimators.items()]
         filled = [(name, each, pool) for name, each, pool in pools if pool is not None]
         if not filled:
@@ -238,8 +238,8 @@ class Reselection:
         """Drop and grow weights of every tensor (SFT, section 3.2).
 
         Args:
-            updates: t, a time of reselection.
-            options: Those of the param group.
+            updates: Number of finished updates (t), a time of reselection.
+            options: Options of the param group.
         """
         proposals: list[tuple[SparseWeight, Proposal]] = []
         breadth = POOL_FACTOR if self._config.redistribute else 1
@@ -271,17 +271,17 @@ class Reselection:
 
 
 def share_out(requests: Sequence[tuple[torch.Tensor, int, int]], total: int) -> list[int]:
-    """Give positions to the highest scores over all tensors, within each tensor's bounds.
+    """Assign positions to the highest scores over all tensors, within each tensor's bounds.
 
     A tensor ends with a quarter to four times its share, as far as its positions and the total allow.
 
     Args:
-        requests: For each tensor that takes part the worth of each position it could take, fp32, shape (m,); the
-            weights that it began with; and those that it has anyway.
-        total: Positions to give away, at most as many as there are.
+        requests: For each tensor: scores of the positions that it could take, fp32, shape (m,); its first number of
+            weights; and the number of weights that it keeps anyway.
+        total: Number of positions to assign, at most as many as there are.
 
     Returns:
-        Positions for each tensor; they add up to `total`.
+        Number of positions for each tensor; they add up to `total`.
     """
     free = [scores.numel() for scores, _, _ in requests]
     lows = [min(len(scores), max(0, math.ceil(LEAST_SHARE * share) - kept)) for scores, share, kept in requests]

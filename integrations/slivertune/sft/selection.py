@@ -1,7 +1,7 @@
-"""Which weights are trained: the first random choice, the largest of many (SFT, section 3.2). Pure.
+"""Selection of trained weights: the first random choice, and the largest of many (SFT, section 3.2). Pure.
 
-Every choice is a total order (larger first, ties to the lower position), so that it does not depend on how a tensor was
-cut, on the device or on the rank.
+Every choice is a total order (larger first, ties to the lower position), so it does not depend on the cutting of a
+tensor, on the device or on the rank.
 """
 
 import zlib
@@ -11,29 +11,29 @@ import numpy as np
 import torch
 
 PIECE = 2**20
-"""Elements looked at together; bounds the temporaries of a search in a dense tensor."""
+"""Number of elements examined together, which bounds the temporaries of a search in a dense tensor."""
 NUM_MAGNITUDES = 2**15
 _MAGNITUDE = NUM_MAGNITUDES - 1
-"""The bits of a bf16 that are not its sign."""
+"""Mask of the bits of a bf16 other than its sign."""
 _INFINITE = 0x7F80
-"""Those of an infinite one."""
+"""Magnitude bits of an infinite bf16."""
 NUM_KEYS = 2**13
 _BISECTIONS = 100
 _SLACK = 1e-12
 """Relative width around a threshold inside which fp64 quotients may misjudge fp64 products."""
 _SCORE_SLACK = 2.0**-19
-"""Products further apart than this have other fourth roots in fp32, too."""
+"""Relative difference above which the fourth roots of two products differ in fp32, too."""
 
 
 def spread_weights(sizes: Sequence[int], total: int) -> list[int]:
-    """Share a number of weights out over tensors in proportion to their sizes, at least one each.
+    """Distribute a number of weights over tensors in proportion to their sizes, at least one per tensor.
 
     Args:
-        sizes: Elements of each tensor, all positive.
-        total: Weights to share out.
+        sizes: Numbers of elements of the tensors, all positive.
+        total: Number of weights to distribute.
 
     Returns:
-        Weights of each tensor; they add up to `total` (largest remainders get the rest).
+        Number of weights of each tensor; they add up to `total` (largest remainders get the rest).
 
     Raises:
         ValueError: If there are fewer weights than tensors or more than elements.
@@ -57,15 +57,15 @@ def random_indices(name: str, num_elements: int, count: int, seed: int) -> torch
     """Draw positions of a tensor without replacement, the same on every rank and device.
 
     Args:
-        name: The tensor's name; each gets a stream of its own.
-        num_elements: Elements of the tensor.
-        count: Positions to draw.
-        seed: The run's seed.
+        name: Name of the tensor; each name has its own random stream.
+        num_elements: Number of elements of the tensor.
+        count: Number of positions to draw.
+        seed: Seed of the run.
 
     Returns:
-        Sorted int32 positions, shape (count,). Takes O(count) memory at densities below a half.
+        Sorted int32 positions, shape (count,). The draw takes O(count) memory at densities below a half.
     """
-    # The generator keeps 32 bits of its seed, so both go through one hash.
+    # The generator uses 32 bits of its seed, so seed and name go through one hash.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     if 2 * count >= num_elements:
         return torch.randperm(num_elements, generator=generator, device="cpu")[:count].sort().values.int()
@@ -78,14 +78,14 @@ def random_indices(name: str, num_elements: int, count: int, seed: int) -> torch
 
 
 def largest_of(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Mark the `count` largest values, ties to the lower position; NaN counts as the largest.
+    """Mark the `count` largest values. Ties go to the lower position, and NaN counts as the largest.
 
     Args:
-        values: Floating, shape (n,).
-        count: How many, in [0, n].
+        values: Floating-point values, shape (n,).
+        count: Number of values to mark, in [0, n].
 
     Returns:
-        bool, shape (n,).
+        Mask, bool, shape (n,).
     """
     if count <= 0 or count >= values.numel():
         return torch.full(values.shape, count > 0, dtype=torch.bool, device=values.device)
@@ -97,26 +97,26 @@ def largest_of(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Sorted int64 positions of the `count` largest values, as `largest_of` marks them."""
+    """Return the sorted int64 positions of the values that `largest_of` marks."""
     return true_positions(largest_of(values, count))
 
 
 def true_positions(mask: torch.Tensor) -> torch.Tensor:
-    """Sorted int64 positions of what is true in a mask of shape (n,).
+    """Return the sorted int64 positions of the true entries of a mask of shape (n,).
 
-    On a CPU by numpy, whose loop has no branch to mispredict: a fifth of the time of `torch.nonzero`.
+    A CPU uses numpy, whose loop has no branch to mispredict: a fifth of the time of `torch.nonzero`.
     """
     if mask.device.type != "cpu":
         return torch.nonzero(mask).view(-1)
-    # What numpy allocates no ledger sees; it is copied piece by piece.
+    # The memory ledger does not see numpy's allocations, so they are copied piece by piece.
     found = [torch.from_numpy(np.flatnonzero(piece.numpy())) + at * PIECE for at, piece in enumerate(mask.split(PIECE))]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _kth_largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count`-th largest value, without dimensions; none is NaN.
+    """Return the `count`-th largest value as a scalar, given values without NaN.
 
-    Values are counted in bins, 16 between a number and its double; few share that of the one in question.
+    The values are counted in bins, 16 between a number and its double, so few share the bin of the result.
     """
     keys = order_keys(values)
     counts = torch.bincount(keys, minlength=NUM_KEYS)
@@ -127,26 +127,26 @@ def _kth_largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def order_keys(values: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of some numbers, equal for numbers that are nearly equal: int16, in [0, 2^13)."""
+    """Return int16 keys in [0, 2^13) in the order of some numbers, equal for nearly equal numbers."""
     bits = values.to(torch.bfloat16).view(torch.int16)
-    # Those of negative numbers run the other way.
+    # The bits of negative numbers run the other way.
     return (bits >> 15).bitwise_and_(_MAGNITUDE).bitwise_xor_(bits).bitwise_right_shift_(3).add_(NUM_KEYS // 2)
 
 
 def _num_bins_reaching(counts: torch.Tensor, count: int) -> int:
-    """How many of the last bins hold fewer than `count` together."""
+    """Count the last bins that together hold fewer than `count`."""
     return int(torch.searchsorted(counts.flip(0).cumsum_(0), count))
 
 
 def largest_entries(flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """Find the entries of largest magnitude in a dense tensor with no dense temporary.
 
-    Counts magnitudes rounded to bf16, which gives a threshold; the choice among the few that round to it is exact.
+    Counts of magnitudes rounded to bf16 give a threshold. The choice among the few that round to it is exact.
 
     Args:
-        flat: Floating, shape (n,), contiguous.
-        count: How many; there may be fewer that are not barred.
-        barred: Sets of sorted int64 positions that don't take part, disjoint from each other.
+        flat: Floating-point tensor, shape (n,), contiguous.
+        count: Number of entries to find; fewer may be available beside the barred ones.
+        barred: Sets of sorted int64 positions to leave out, disjoint from each other.
 
     Returns:
         Sorted int64 positions, shape (count,), or all that are not barred; ties go to the lower position.
@@ -163,12 +163,12 @@ def largest_entries(flat: torch.Tensor, count: int, barred: Sequence[torch.Tenso
 
 
 def magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """Magnitudes rounded to bf16, as int16 of the same order; those of NaN are above `_INFINITE`."""
+    """Return magnitudes rounded to bf16, as int16 of the same order, with NaN above `_INFINITE`."""
     return values.to(torch.bfloat16).view(torch.int16).bitwise_and(_MAGNITUDE)
 
 
 def _least_magnitude(flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor]) -> int:
-    """The rounded magnitude that at least `count` entries reach which are not barred, and no larger one does."""
+    """Return the largest rounded magnitude that at least `count` entries reach which are not barred."""
     counts = torch.zeros(NUM_MAGNITUDES, dtype=torch.int32, device=flat.device)
     for piece in flat.split(PIECE):
         counts += torch.bincount(magnitudes(piece), minlength=NUM_MAGNITUDES)
@@ -178,7 +178,7 @@ def _least_magnitude(flat: torch.Tensor, count: int, barred: Sequence[torch.Tens
 
 
 def _positions(flat: torch.Tensor, least: int, barred: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Positions of rounded magnitudes of at least a positive `least`; of all that are not zero if it is 0."""
+    """Find the rounded magnitudes of at least `least`, or all nonzero values if `least` is 0, except barred ones."""
     starts = list(range(0, flat.numel(), PIECE))
     edges = torch.tensor([*starts, flat.numel()], device=flat.device)
     cuts = [torch.searchsorted(positions, edges).tolist() for positions in barred]
@@ -193,7 +193,7 @@ def _positions(flat: torch.Tensor, least: int, barred: Sequence[torch.Tensor]) -
 
 
 def _without_surplus(flat: torch.Tensor, positions: torch.Tensor, least: int, count: int) -> torch.Tensor:
-    """Of positions of rounded magnitudes of at least `least` the `count` largest."""
+    """Keep the `count` largest of the positions whose rounded magnitudes are at least `least`."""
     num_surplus = positions.numel() - count
     if num_surplus == 0:
         return positions
@@ -208,7 +208,7 @@ def _without_surplus(flat: torch.Tensor, positions: torch.Tensor, least: int, co
 def _filled_with_zeros(
     flat: torch.Tensor, nonzero: torch.Tensor, count: int, barred: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    # So many first entries hold at least count - len(nonzero) zeros that are not barred.
+    # These first entries hold at least count - len(nonzero) zeros that are not barred.
     is_zero = flat[: count + sum(positions.numel() for positions in barred)] == 0
     for positions in barred:
         is_zero.index_fill_(0, positions[positions < is_zero.numel()], False)
@@ -216,14 +216,14 @@ def _filled_with_zeros(
 
 
 def contains(sorted_indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Mark which values are among some sorted positions.
+    """Mark the values that are among some sorted positions.
 
     Args:
-        sorted_indices: Integers, shape (n,), increasing.
+        sorted_indices: Positions, integers, shape (n,), increasing.
         values: Integers of the same dtype, shape (m,).
 
     Returns:
-        bool, shape (m,).
+        Mask, bool, shape (m,).
     """
     if sorted_indices.numel() == 0:
         return torch.zeros(values.shape, dtype=torch.bool, device=values.device)
@@ -232,18 +232,18 @@ def contains(sorted_indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor
 
 
 def largest_products(rows: torch.Tensor, columns: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the positions (i, j) of the largest r_i * c_j without their matrix (MA's growth; SFT, equation 10).
+    """Find the positions (i, j) of the largest r_i * c_j without their matrix (MA's growth, SFT's equation 10).
 
-    MA's score, (r_i c_j)^(1/4), has the same order. Sorts c and bisects a threshold, counting in each row what reaches
-    it; then compares the columns with each row's, some rows at a time. Takes O(rows + columns + count) memory. Products
-    of fp32 numbers are exact in fp64, so the order is exact.
+    MA's score, (r_i c_j)^(1/4), has the same order. The search sorts c and bisects a threshold, for which it counts the
+    products in each row that reach it. Then it compares the columns with each row's limit, some rows at a time. It
+    takes O(rows + columns + count) memory. Products of fp32 numbers are exact in fp64, so the order is exact.
 
-    A product is zero where a row or column has met no gradient, or none but zeros: it comes after all positive ones.
+    A product is zero if its row or column has met no gradient, or only zeros. Zeros come after all positive products.
 
     Args:
-        rows: r, fp32, shape (num_rows,), not negative.
-        columns: c, fp32, shape (num_columns,), not negative.
-        count: Positions to find, at most num_rows * num_columns.
+        rows: Row factors r, fp32, shape (num_rows,), not negative.
+        columns: Column factors c, fp32, shape (num_columns,), not negative.
+        count: Number of positions to find, at most num_rows * num_columns.
 
     Returns:
         Sorted int64 flat positions, shape (count,), and their products, fp64; ties go to the lower position.
@@ -256,7 +256,7 @@ def largest_products(rows: torch.Tensor, columns: torch.Tensor, count: int) -> t
         low, high, are_few = _bisected(r, ascending, lambda limit, reached: reached >= count, count // 8)
         limits = (low * (1 - _SLACK) / r).expand(r.shape)
         if not are_few:
-            # All may tie in a young run: no rows after those that together have enough.
+            # All products may tie early in a run: take no rows after those that together have enough.
             above = high * (1 + _SLACK) / r
             num_ties = torch.searchsorted(ascending, above) - torch.searchsorted(ascending, limits)
             limits = torch.where(num_ties.cumsum(0) - num_ties < count, limits, above)
@@ -268,20 +268,20 @@ def largest_products(rows: torch.Tensor, columns: torch.Tensor, count: int) -> t
 def leading_products(
     rows: torch.Tensor, columns: torch.Tensor, barred: torch.Tensor, wanted: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the positions of the `count` largest products those that are not barred, as far as they may be grown.
+    """Find the positions among the `count` largest products that are not barred, as far as they may be grown.
 
-    Left out may be products whose scores, in fp32, are below the `wanted` largest. That makes the search as short as
-    what is grown.
+    Products whose fp32 scores are below the `wanted` largest may be left out, so the search is only as long as the
+    growth needs.
 
     Args:
-        rows: r, fp32, shape (num_rows,), not negative.
-        columns: c, fp32, shape (num_columns,), not negative.
+        rows: Row factors r, fp32, shape (num_rows,), not negative.
+        columns: Column factors c, fp32, shape (num_columns,), not negative.
         barred: Sorted int64 flat positions, shape (n,).
-        wanted: How many are to be grown.
-        count: As many products are looked at, at most; those of barred positions are among them.
+        wanted: Number of positions to grow.
+        count: Largest number of products to examine, those of barred positions included.
 
     Returns:
-        Sorted int64 flat positions, at least `wanted` or all of those described, and their products, fp64.
+        Sorted int64 flat positions, at least `wanted` or all that qualify, and their products, fp64.
     """
     r, c, ascending = _factors(rows, columns)
     of_barred = _products_at(r, c, barred)
@@ -301,7 +301,7 @@ def leading_products(
 
 
 def _factors(rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The factors r and c, fp64, and c in ascending order."""
+    """Return the factors r and c, fp64, and c in ascending order."""
     r, c = rows.double(), columns.double()
     return r, c, c.sort().values
 
@@ -311,7 +311,7 @@ def _num_positive(factors: torch.Tensor) -> int:
 
 
 def _limits_with_zeros(r: torch.Tensor, c: torch.Tensor, num_zeros: int) -> torch.Tensor:
-    """Limits of c by row that all positive products reach, and at least so many zeros, those of the first rows."""
+    """Return limits of c by row that all positive products and at least `num_zeros` zeros of the first rows reach."""
     zeros_of_row = torch.where(r > 0, c.numel() - _num_positive(c), c.numel())
     is_wanted = zeros_of_row.cumsum(0) - zeros_of_row < num_zeros
     least = torch.where(c > 0, c, torch.inf).min()
@@ -319,7 +319,7 @@ def _limits_with_zeros(r: torch.Tensor, c: torch.Tensor, num_zeros: int) -> torc
 
 
 def _num_reaching(r: torch.Tensor, ascending: torch.Tensor, limit: torch.Tensor) -> int:
-    """How many products are at least a positive limit: in row i, from searchsorted(ascending, limit / r_i) on."""
+    """Count the products of at least a positive limit: in row i, from searchsorted(ascending, limit / r_i) on."""
     return r.numel() * ascending.numel() - int(torch.searchsorted(ascending, limit / r).sum())
 
 
@@ -331,12 +331,12 @@ def _bisected(
     Args:
         r: Factors of the rows, fp64.
         ascending: Factors of the columns, fp64.
-        is_enough: Says of a limit, and of the number of products that reach it, whether it is low enough.
-        most_between: So few products between two limits need not be told apart.
+        is_enough: Predicate of a limit and the number of products that reach it: whether the limit is low enough.
+        most_between: Number of products between two limits that need not be told apart.
 
     Returns:
-        A limit that is low enough, or the smallest positive product if none is; a higher one that is not low enough;
-        and whether so few products lie between them.
+        A limit that is low enough, or the smallest positive product if none is; a higher limit that is not low enough;
+        and whether at most `most_between` products lie between them.
     """
     positive = r[r > 0].min() * ascending[ascending > 0][0]
     low, high = positive * (1 - _SLACK), (r.max() * ascending[-1]) * (1 + _SLACK)
@@ -356,7 +356,7 @@ def _bisected(
 def _products_from(
     r: torch.Tensor, c: torch.Tensor, limits: torch.Tensor, barred: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions, sorted, at which c_j reaches the limit of row i, and r_i * c_j there; barred ones do not take part."""
+    """Return the sorted positions, except barred ones, at which c_j reaches row i's limit, and r_i * c_j there."""
     num_rows = max(1, PIECE // c.numel())
     starts = list(range(0, r.numel(), num_rows))
     edges = torch.tensor([*starts, r.numel()], device=r.device) * c.numel()

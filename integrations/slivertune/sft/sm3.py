@@ -1,4 +1,4 @@
-"""SM3-II on some entries of a matrix, with one accumulator a row and one a column (Anil et al., arXiv 1901.11150)."""
+"""SM3-II on some entries of a matrix, with one accumulator per row and per column (Anil et al., arXiv 1901.11150)."""
 
 import math
 
@@ -6,11 +6,10 @@ import torch
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A tensor seen as a matrix, whose rows and columns are some of its extents each (1 column for a vector).
+    """Return the numbers of rows and columns of a tensor viewed as a matrix (1 column for a vector).
 
-    Of several ways to cut the extents in two, the one with the fewest rows and columns: a stack of experts
-    (experts, out, in) has one row for each output of each expert, a convolution (out, in, height, width) one for each
-    output.
+    The tensor's extents are cut in two, so that there are the fewest rows and columns: a stack of experts
+    (experts, out, in) has one row per output of each expert, a convolution (out, in, height, width) one per output.
     """
     if not shape:
         return 1, 1
@@ -31,22 +30,22 @@ def sm3_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One SM3-II update of the active entries, in place (SFT, Algorithm 2).
+    """Apply one SM3-II update to the active entries, in place (SFT, Algorithm 2).
 
     nu = min(r_i, c_j) + g^2, r_i = max(r_i, nu), c_j = max(c_j, nu), u = g / (sqrt(nu) + eps);
     with momentum b, u = b u_before + (1 - b) u; delta = (1 - lr wd) delta - lr u.
 
     Args:
-        delta: fp32, shape (n,).
-        gradient: fp32, shape (n,).
-        indices: int32, shape (n,): positions of the entries in the flattened matrix.
-        rows: r, fp32, shape (number of rows,).
-        columns: c, fp32, shape (number of columns,).
-        momentum_buffer: fp32, shape (n,); None without momentum.
+        delta: Deltas, fp32, shape (n,).
+        gradient: Gradient g, fp32, shape (n,).
+        indices: Positions of the entries in the flattened matrix, int32, shape (n,).
+        rows: Row accumulators r, fp32, shape (number of rows,).
+        columns: Column accumulators c, fp32, shape (number of columns,).
+        momentum_buffer: Averages of u, fp32, shape (n,); None without momentum.
         lr: Learning rate.
-        momentum: b, in [0, 1).
-        eps: Added to the denominator.
-        weight_decay: wd, decoupled.
+        momentum: Momentum b, in [0, 1).
+        eps: Term added to the denominator.
+        weight_decay: Decoupled weight decay wd.
     """
     row = torch.div(indices, columns.numel(), rounding_mode="floor").long()
     column = indices.long() - row * columns.numel()

@@ -1,4 +1,4 @@
-"""Which tensors of a model are trained sparsely: weights of matrix products, or what the user names."""
+"""Choice of the tensors that SFT trains: weights of matrix products, or the tensors that the user names."""
 
 import math
 import sys
@@ -26,19 +26,19 @@ class Target:
     """A tensor to train."""
 
     name: str
-    """As in `model.named_parameters()`."""
+    """Name in `model.named_parameters()`."""
     module: nn.Module
-    """The module that owns it."""
+    """Module that owns the tensor."""
     attribute: str
-    """Its name there."""
+    """Name of the tensor in its module."""
     shape: tuple[int, ...]
-    """Extents of the dense tensor."""
+    """Shape of the dense tensor."""
     num_experts: int = 1
-    """Experts whose matrices the tensor stacks; 1 if they are no experts'."""
+    """Number of experts whose matrices the tensor stacks, or 1 if it belongs to no expert."""
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The tensor as the module has it now, or the codes of a 4-bit one; some layouts exchange it in every step."""
+        """The module's present tensor, or a 4-bit tensor's codes. Some layouts exchange it in every step."""
         found: nn.Parameter = getattr(self.module, self.attribute)
         return found
 
@@ -49,11 +49,11 @@ class Target:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the dense tensor."""
+        """Number of elements of the dense tensor."""
         return math.prod(self.shape)
 
     def lora_numbers(self, rank: int) -> int:
-        """Numbers that LoRA of a rank would train beside the tensor: rank x (in + out) for each expert's matrix."""
+        """Count the parameters that LoRA would train beside the tensor: rank x (in + out) per expert's matrix."""
         if self.num_experts == 1:
             return rank * sum(matrix_shape(self.shape))
         columns = self.shape[-1]
@@ -61,7 +61,7 @@ class Target:
 
 
 def is_4bit(parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds bitsandbytes' 4-bit codes, or stands for such in a plan."""
+    """Return whether a parameter holds bitsandbytes' 4-bit codes, or stands for them in a memory plan."""
     return hasattr(parameter, "quant_state")
 
 
@@ -70,7 +70,7 @@ def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
 
     Args:
         model: The model.
-        config: `targets` and `embeddings`.
+        config: Settings; `targets` and `embeddings` are read.
 
     Raises:
         ValueError: If a target matches nothing, nothing is left to train, or a tensor can't be trained sparsely.
@@ -92,18 +92,18 @@ def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
 
 
 def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
-    """How many weights of each target are trained.
+    """Count the trained weights of each target.
 
     Args:
         targets: The tensors.
-        config: `density`, `num_weights` or `equivalent_lora_rank`.
+        config: Settings; `density`, `num_weights` or `equivalent_lora_rank` is read.
 
     Returns:
-        Weights of each tensor; the share is the same everywhere, up to rounding. The default rank is lowered, with a
-        warning, to what the targets have; one that was asked for is not.
+        Trained weights of each tensor; the share is the same everywhere, up to rounding. If the default rank needs more
+        weights than the targets have, it is lowered with a warning. A rank that was set is not lowered.
 
     Raises:
-        ValueError: If there are not that many.
+        ValueError: If the targets have fewer weights than that.
     """
     sizes = [target.num_elements for target in targets]
     if config.density is not None:
@@ -135,12 +135,12 @@ def _default_names(model: nn.Module) -> list[str]:
     layers = find_layers(model)
     in_blocks = {name for layer in layers if layer.kind == "block" for name in layer.parameter_names}
     parameters = list(model.parameters())
-    # All weights beside 4-bit ones are frozen, as PEFT's `prepare_model_for_kbit_training` leaves them.
+    # PEFT's `prepare_model_for_kbit_training` freezes all weights beside the 4-bit ones.
     others_are_frozen = any(map(is_4bit, parameters)) and not any(each.requires_grad for each in parameters)
     names = []
     for name in _matrix_names(model):
         weight = model.get_parameter(name)
-        # Codes never require gradients, and are trained or refused.
+        # Quantised codes never require gradients. They are trained, or refused later.
         is_open = weight.requires_grad or is_4bit(weight) or not weight.is_floating_point() or others_are_frozen
         if name in in_blocks and is_open:
             names.append(name)
@@ -148,7 +148,7 @@ def _default_names(model: nn.Module) -> list[str]:
 
 
 def _matrix_names(module: nn.Module, path: str = "") -> list[str]:
-    """Names of the weights of matrix products in a module and inside of it."""
+    """List the names of the weights of matrix products in a module and its submodules."""
     return [
         f"{inner}.{attribute}" if inner else attribute
         for inner, each in module.named_modules(prefix=path)
@@ -178,12 +178,12 @@ def _listed_names(model: nn.Module, targets: Sequence[str | type[nn.Module]]) ->
 
 
 def _own(module: nn.Module, path: str, *, with_inner: bool) -> list[str]:
-    """What a module that was asked for is trained by: its weight, or else the matrices that it multiplies by.
+    """List the parameters of a named module to train: its weight, or else the matrices that it multiplies by.
 
     Args:
         module: The module.
-        path: Its name.
-        with_inner: Whether the matrices of modules inside it count, too.
+        path: Path of the module.
+        with_inner: Whether the matrices of its submodules count, too.
     """
     if isinstance(getattr(module, "weight", None), nn.Parameter):
         return [f"{path}.weight"]
@@ -197,7 +197,7 @@ def _ends_with(path: str, end: str) -> bool:
 def _target(model: nn.Module, name: str) -> Target:
     path, _, attribute = name.rpartition(".")
     module, parameter = model.get_submodule(path), model.get_parameter(name)
-    # ZeRO-3 leaves a parameter without elements where its part lies elsewhere.
+    # Under ZeRO-3 a parameter's local tensor is empty if its part is elsewhere.
     shape = whole_shape(parameter)
     if is_4bit(parameter):
         state: Any = getattr(parameter, "quant_state", None)
@@ -248,21 +248,21 @@ def _check(target: Target) -> None:
 
 
 def matrices_of(module: nn.Module) -> dict[str, int]:
-    """Find the parameters that a module itself, without those inside it, multiplies its inputs by.
+    """Find the parameters by which a module itself, without its submodules, multiplies its inputs.
 
     * the weight of a linear layer, and the input projections of `nn.MultiheadAttention`;
-    * experts: in a module that knows its number of experts, parameters of three dimensions that begin with it, and in
-      a class of experts those of two dimensions whose rows are a multiple of it (DBRX);
+    * experts: in a module that knows its number of experts, parameters of three dimensions that begin with it, and in a
+      class of experts those of two dimensions whose rows are a multiple of it (DBRX);
     * other parameters of three dimensions, such as XLNet's projections, unless one extent is 1 or the module is one of
       torch's own (a convolution is no linear layer).
 
-    Biases, norms, tables and routers, which have one row an expert, are none of these.
+    Biases, norms, tables and routers, which have one row per expert, are excluded.
 
     Args:
         module: Any module.
 
     Returns:
-        For each attribute the number of experts' matrices that it stacks, 1 where it stacks none.
+        Number of experts' matrices that each attribute stacks; 1 if it stacks none.
     """
     pytorch_utils: Any = sys.modules.get("transformers.pytorch_utils")
     if isinstance(module, nn.Linear if pytorch_utils is None else (nn.Linear, pytorch_utils.Conv1D)):
@@ -278,7 +278,7 @@ def matrices_of(module: nn.Module) -> dict[str, int]:
 
 
 def _num_stacked(module: nn.Module, shape: tuple[int, ...]) -> int:
-    """Experts in a parameter; 1 if it is a matrix of no expert's, 0 if it is no matrix."""
+    """Count the experts in a parameter, as 1 for a matrix of no expert and 0 for no matrix."""
     values = {value for name, value in vars(module).items() if "experts" in name and type(value) is int}
     num_experts = {value for value in values if value > 0}
     if len(shape) == 3:

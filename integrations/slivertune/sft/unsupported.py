@@ -1,4 +1,4 @@
-"""What SFT does not do under a layout: one list, which `prepare`, `initialize` and the planner read. Pure."""
+"""Layouts under which SFT can't train a tensor: one list for `prepare`, `initialize` and the planner. Pure."""
 
 from slivertune.core.layout import Layout
 from slivertune.sft.config import PhiGradient
@@ -9,15 +9,15 @@ _SHARING_WEIGHTS: dict[Layout, str] = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}
 
 
 def clash_with_layout(layout: Layout, target: Target, phi_gradient: PhiGradient) -> str | None:
-    """Why a tensor can't be trained sparsely under a layout.
+    """Return the reason why a tensor can't be trained sparsely under a layout.
 
     Args:
-        layout: How the ranks share the run.
-        target: The tensor, before the model's weights are shared out.
-        phi_gradient: As in `SFTConfig`.
+        layout: Distribution of the run over the ranks.
+        target: Tensor before the model's weights are sharded.
+        phi_gradient: Gradient method, as in `SFTConfig`.
 
     Returns:
-        The reason and the way out; None if it can.
+        Reason and way out; None if the tensor can be trained.
     """
     if layout not in _SHARING_WEIGHTS:
         return None
@@ -35,14 +35,14 @@ def clash_with_layout(layout: Layout, target: Target, phi_gradient: PhiGradient)
 
 
 def clash_of_4bit(layout: Layout, weight: str) -> str | None:
-    """Why a 4-bit weight can't be trained beside under a layout.
+    """Return the reason why deltas of a 4-bit weight can't be trained under a layout.
 
     Args:
-        layout: How the ranks share the run.
-        weight: What the message calls it.
+        layout: Distribution of the run over the ranks.
+        weight: Name of the weight in the message.
 
     Returns:
-        The reason and the way out; None if it can.
+        Reason and way out; None if they can be trained.
     """
     if layout not in _SHARING_WEIGHTS:
         return None

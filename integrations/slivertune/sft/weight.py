@@ -1,4 +1,4 @@
-"""One tensor that is trained sparsely: its active positions, their deltas, their state, and the pretrained values."""
+"""One tensor that is trained sparsely: active positions, their deltas, optimizer state and pretrained values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,18 +17,18 @@ from slivertune.sft.targets import Target
 
 
 def bits_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Element by element, for two tensors of one floating-point dtype of 16 or 32 bits."""
+    """Compare the bits of two tensors of one floating-point dtype of 16 or 32 bits, element by element."""
     bits = torch.int32 if left.dtype == torch.float32 else torch.int16
     return left.view(bits) != right.view(bits)
 
 
 class PretrainedValues:
-    """Reads and writes entries of a tensor that lies whole in its module.
+    """Reads and writes entries of a tensor that its module holds whole.
 
-    `slivertune.parallel` has others for tensors in shards, whose methods are collectives.
+    `slivertune.parallel` has other classes for sharded tensors. Their methods are collectives.
 
     Args:
-        target: The tensor; its module may be given another one at any time.
+        target: Tensor to read and write; its module may exchange it at any time.
     """
 
     is_whole = True
@@ -39,26 +39,26 @@ class PretrainedValues:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor's gradients arrive, and so what is kept for it."""
+        """Device of the tensor's gradients, and so of its state."""
         return self._target.parameter.device
 
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         """Copy entries, in the tensor's dtype.
 
         Args:
-            indices: int32, sorted flat positions; the same on every rank.
+            indices: Sorted flat positions, int32; the same on every rank.
         """
         return read_flat(self._target.parameter, indices)
 
     def differing(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Which entries have other bits than these values, of those that this rank holds. A local operation.
+        """Mark the entries that this rank holds whose bits differ from given values, as a local operation.
 
         Args:
-            indices: int32, sorted flat positions, shape (n,).
-            values: In the tensor's dtype, shape (n,).
+            indices: Sorted flat positions, int32, shape (n,).
+            values: Values in the tensor's dtype, shape (n,).
 
         Returns:
-            bool, shape (n,).
+            Mask, bool, shape (n,).
         """
         return bits_differ(read_flat(self._target.parameter, indices), values)
 
@@ -67,14 +67,15 @@ class PretrainedValues:
         write_flat(self._target.parameter, indices, values)
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, on every rank."""
+        """Return the whole tensor, on every rank."""
         return self._target.parameter.detach()
 
 
 class SparseWeight:
     """A tensor W = W0 + scatter(eta, phi) (SFT, equations 5 and 6).
 
-    Bytes for each active weight in bf16: index 4, delta 4, pretrained value 2 if W holds the sum, and the moments.
+    Bytes per active weight in bf16: 4 for the index, 4 for the delta, 2 for the pretrained value if W holds the sum,
+    and the moments.
 
     Args:
         target: The tensor.
@@ -82,7 +83,7 @@ class SparseWeight:
         moments: State of the update rule.
         merged: Whether W itself holds the sum (optimizer form) or stays W0 (layer form).
         packed: Whether positions and deltas take half the bytes.
-        seed: Of the packed deltas' rounding.
+        seed: Seed of the packed deltas' rounding.
     """
 
     def __init__(
@@ -105,19 +106,19 @@ class SparseWeight:
         dtype = torch.bfloat16 if packed else torch.float32
         self.phi = nn.Parameter(torch.zeros(indices.shape, dtype=dtype, device=indices.device))
         if packed:
-            # Gradients of many micro-batches add up in fp32 whatever the deltas are kept in.
+            # Gradients of many micro-batches add up in fp32, whatever the dtype of the deltas.
             self.phi.grad_dtype = torch.float32
         self.moments = moments
         self._dtype = target.parameter.dtype
         self.estimators: dict[int, GrowthEstimator] = {}
-        """Open estimation phases by the update count at which they end."""
+        """Estimators of the open estimation phases, by the update count at which each phase ends."""
         self.kept_base = self.pretrained.read(self.indices) if merged else None
-        """`base_values` where a copy is kept: if the weight holds the sum, or lies in shards; else None."""
+        """Copy that `base_values` starts from, if the weight holds the sum or is sharded, else None."""
         self.claim()
 
     @property
     def name(self) -> str:
-        """The tensor's name in the model."""
+        """Name of the tensor in the model."""
         return self.target.name
 
     @property
@@ -127,29 +128,29 @@ class SparseWeight:
 
     @property
     def num_active(self) -> int:
-        """Trained weights."""
+        """Number of trained weights."""
         return self.phi.numel()
 
     @property
     def device(self) -> torch.device:
-        """Where the state lies."""
+        """Device of the state."""
         return self._positions.tensors[0].device
 
     def base_values(self) -> torch.Tensor | None:
-        """Pretrained values of the active weights, shape (n,), in the weight's dtype; None for a 4-bit weight.
+        """Return the active weights' pretrained values, shape (n,), in the weight's dtype, or None for a 4-bit weight.
 
-        Where somebody else has set entries since, as the model's `load_state_dict` does, those are the pretrained ones.
+        Entries that other code has set since, such as the model's `load_state_dict`, count as pretrained values.
         """
         if self.kept_base is None:
             return None if self.target.is_4bit else self.pretrained.read(self.indices)
         return self.kept_base if self.num_foreign() == 0 else torch.where(*self._foreign(), self.kept_base)
 
     def num_foreign(self) -> int:
-        """Active entries of a merged weight that are not what was written last: somebody else has set them."""
+        """Count the active entries of a merged weight that other code has set since SFT wrote them last."""
         return int(self._foreign()[0].sum()) if self.merged and self.kept_base is not None else 0
 
     def _foreign(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each active entry whether somebody else has set it, and its present value."""
+        """Return for each active entry whether other code has set it, and its present value."""
         assert self.kept_base is not None
         self.check_tensor()
         self.follow(self.pretrained.device)
@@ -157,19 +158,18 @@ class SparseWeight:
         return bits_differ(present, self._sums(self.kept_base)), present
 
     def is_changed_in_shards(self) -> torch.Tensor | None:
-        """Whether somebody else has set active entries of this rank's share since the weight was shared out.
+        """Return whether other code has set active entries of this rank's shard since the weight was sharded.
 
-        A bool without dimensions; nothing waits for the device. None for a weight that every rank holds.
+        The result is a bool scalar on the device, without synchronisation; None for a weight that every rank holds.
         """
         if self.pretrained.is_whole or self.kept_base is None:
             return None
         return self.pretrained.differing(self.indices, self.kept_base).any()
 
     def adopt(self) -> None:
-        """Take active entries that somebody else has set for pretrained ones, from where training goes on.
+        """Turn active entries that other code has set into pretrained values, from which training continues.
 
-        Their deltas begin at zero again; moments and ages stay, as a plain optimizer's do. Nothing waits for the
-        device.
+        Their deltas restart at zero. Moments and ages stay, as in a plain optimizer. The device is not synchronised.
         """
         if self.merged and self.kept_base is not None:
             is_foreign, present = self._foreign()
@@ -177,12 +177,12 @@ class SparseWeight:
             self.phi.data.masked_fill_(is_foreign, 0)
 
     def check_tensor(self) -> None:
-        """Check that the weight is still of the dtype and the shape that it was built over, and has data.
+        """Check that the weight still has the dtype and the shape that it was built over, and has data.
 
         Raises:
-            RuntimeError: If it is not, as after `model.to(dtype)`, `model.half()` or `resize_token_embeddings`.
+            RuntimeError: If it has not, as after `model.to(dtype)`, `model.half()` or `resize_token_embeddings`.
         """
-        # ZeRO-3 gathers a parameter that is asked for in a forward.
+        # Under ZeRO-3, reading a parameter in a forward gathers it.
         if not self.pretrained.is_whole or self.target.is_4bit:
             return
         self._check_data()
@@ -196,11 +196,11 @@ class SparseWeight:
             )
 
     def place(self, merged: bool, pretrained: PretrainedValues) -> None:
-        """Follow a model whose weights went elsewhere; they hold the pretrained values, and get the deltas if merged.
+        """Rebind to moved weights, which hold the pretrained values, and add the deltas to them if merged.
 
         Args:
             merged: Whether the weight itself is to hold the sum.
-            pretrained: Reads and writes pretrained values.
+            pretrained: Reader and writer of the pretrained values.
         """
         self.merged, self.pretrained = merged, pretrained
         self._dtype = self.target.parameter.dtype
@@ -214,11 +214,11 @@ class SparseWeight:
         self.kept_base = self.pretrained.read(self.indices) if is_kept else None
 
     def delta(self) -> SparseDelta:
-        """A copy of positions and deltas."""
+        """Copy the positions and the deltas."""
         return SparseDelta(self.indices.clone(), self.phi.detach().float().clone(), self.target.shape)
 
     def claim(self) -> None:
-        """Tell the ledger what is state; a ledger that was entered later counts phi as the model's."""
+        """Register the state with the memory ledger. A ledger entered later counts phi as the model's."""
         for tensor in (self.phi, *self._positions.tensors, self.kept_base, *self.moments.tensors().values()):
             if tensor is not None:
                 claim(tensor, "state")
@@ -226,7 +226,7 @@ class SparseWeight:
             estimator.claim()
 
     def take(self, gradient: torch.Tensor) -> None:
-        """Add the active entries of a dense gradient to phi's, in fp32."""
+        """Add the active entries of a dense gradient to phi's gradient, in fp32."""
         self.follow(gradient.device)
         values = gradient.reshape(-1).index_select(0, self.indices).float()
         if self.phi.grad is None:
@@ -236,7 +236,7 @@ class SparseWeight:
             self.phi.grad += values
 
     def follow(self, device: torch.device) -> None:
-        """Move the state to where the weight is now; the model may be moved after the optimizer was built."""
+        """Move the state to the weight's device, since the model may be moved after the optimizer was built."""
         if self.device == device and self.phi.device == device:
             return
         self.phi.data = self.phi.data.to(device)
@@ -248,11 +248,11 @@ class SparseWeight:
         self.claim()
 
     def update(self, options: Mapping[str, Any], updates: int) -> None:
-        """Apply the update rule to the deltas from phi's gradient, and the deltas to the weight.
+        """Apply the update rule to the deltas, with phi's gradient, and write the deltas into the weight.
 
         Args:
-            options: Those of the param group.
-            updates: Finished updates of the run, from which packed values draw their rounding.
+            options: Options of the param group.
+            updates: Finished updates of the run, which seed the rounding of packed values.
         """
         self.adopt()
         if self.phi.grad is None:
@@ -272,11 +272,11 @@ class SparseWeight:
             self.pretrained.write(self.indices, self._sums(self.kept_base))
 
     def _sums(self, base: torch.Tensor) -> torch.Tensor:
-        """W0 + delta at the active entries, added in fp32 and rounded once."""
+        """Return W0 + delta at the active entries, added in fp32 and rounded once."""
         return (base.float() + self.phi.data).to(base.dtype)
 
     def merge(self) -> None:
-        """Give a weight that stayed W0 its deltas for good."""
+        """Add the deltas for good to a weight that still holds W0."""
         if self.merged:
             return
         self._check_data()
@@ -285,27 +285,27 @@ class SparseWeight:
             self.pretrained.write(self.indices, self._sums(base))
 
     def write_base(self) -> None:
-        """Set the active entries of a merged weight to their pretrained bits."""
+        """Restore the pretrained bits of a merged weight's active entries."""
         if self.merged and self.kept_base is not None:
             self.pretrained.write(self.indices, self.kept_base)
 
     def replace(
         self, dropped: torch.Tensor, grown: torch.Tensor, estimate: Estimate | None, options: Mapping[str, Any]
     ) -> None:
-        """Drop entries, which restores their pretrained bits, and grow others with a delta of zero.
+        """Drop entries, restore their pretrained bits, and grow others with a delta of zero.
 
         Args:
-            dropped: bool, shape (n,).
-            grown: int32, sorted, shape (m,): positions that are not active.
-            estimate: AG's moments of the grown positions.
-            options: Those of the param group.
+            dropped: Mask of the entries to drop, bool, shape (n,).
+            grown: Positions to grow, int32, sorted, shape (m,); none is active.
+            estimate: AG's estimate at the grown positions.
+            options: Options of the param group.
         """
         former, stay = self.indices, true_positions(~dropped)
         indices, order = torch.cat([former.index_select(0, stay), grown]).sort()
         if self.kept_base is not None:
             base = self.pretrained.read(grown)
             if self.merged:
-                # Entries that stay hold their sums from this step's update.
+                # Kept entries hold their sums from this step's update.
                 gone = true_positions(dropped)
                 self.pretrained.write(former.index_select(0, gone), self.kept_base.index_select(0, gone))
                 # Adding a delta of zero, as every update does, turns -0.0 into 0.0.
@@ -318,7 +318,7 @@ class SparseWeight:
         self.claim()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continues the run, in plain containers; tensors are the living ones where possible."""
+        """Return the state that continues the run, in plain containers, with live tensors where possible."""
         base, delta = self.base_values(), self.phi.data
         if self.num_foreign():
             delta = delta.masked_fill(self._foreign()[0], 0)
@@ -333,7 +333,7 @@ class SparseWeight:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checked state; tensors are copied, the weight gets its bits."""
+        """Load a copy of a checked state, and write its bits into the weight."""
         device = self.pretrained.device
         self.adopt()
         self.write_base()
@@ -351,7 +351,7 @@ class SparseWeight:
         self.claim()
 
     def load_estimates(self, state: Mapping[str, Any]) -> None:
-        """Continue the estimation phases that are open; tensors are copied."""
+        """Load copies of the saved states of the open estimation phases."""
         for end, estimator in self.estimators.items():
             if end in state.get("estimates", {}):
                 estimator.load_state_dict(state["estimates"][end], self.pretrained.device)

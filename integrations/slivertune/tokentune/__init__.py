@@ -1,4 +1,4 @@
-"""TokenTune: only selected tokens keep activations and carry gradient.
+"""TokenTune: only selected tokens keep activations and carry a gradient.
 
 "Memory-Efficient Fine-Tuning of Transformers via Token Selection", arXiv 2501.18824.
 """

@@ -1,8 +1,8 @@
 """Attention for the selected queries: the one place where tokens mix (TokenTune, section 3.3).
 
-The function that transformers registers for an implementation is replaced by a dispatcher. For a hooked model it
-computes the attention of the selected queries with gradients, over the keys and values of all tokens, and that of the
-others by the registered function without; for any other model it is the registered function.
+A dispatcher replaces the function that transformers registers for an implementation. For a hooked model it computes the
+attention of the selected queries with gradients, over the keys and values of all tokens, and that of the others by the
+registered function without gradients. For any other model it calls the registered function.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _dispatched: dict[tuple[int, str], _Dispatcher] = {}
 
 
 class _Hook:
-    """What an attention module of a hooked model carries; in a copy of the model, deep or pickled, it is none.
+    """Attribute of a hooked model's attention module, without effect in a copy of the model, deep or pickled.
 
-    An attribute of the module, not an entry by module elsewhere, which torch.compile would have to look up by identity.
+    It is an attribute of the module, since torch.compile would have to look up an entry elsewhere by identity.
     """
 
     name = "_slivertune_token_selection"
@@ -41,7 +41,7 @@ class _Hook:
     def __init__(self, layer: LayerRows | None, eager: AttentionFunction | None = None) -> None:
         self.layer = layer
         self.eager = eager
-        """Eager attention, which is no entry of the registry, but a function beside the module's class."""
+        """Eager attention, a function beside the module's class and no entry of the registry."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook(None)
@@ -51,7 +51,7 @@ class _Hook:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether an attention module belongs to a hooked model."""
+    """Return whether an attention module belongs to a hooked model."""
     hook = vars(module).get(_Hook.name)
     return hook is not None and hook.layer is not None
 
@@ -62,12 +62,12 @@ def intercept(
     """Put the dispatcher in front of the functions that attention modules call.
 
     Args:
-        modules: The modules, each with its layer.
-        implementation: Their `config._attn_implementation`.
+        modules: Attention modules, each with its layer.
+        implementation: Value of their `config._attn_implementation`.
 
     Returns:
-        What undoes it; the registry is then as it was, unless another hooked model still uses it. And what tells
-        whether it still works: whether another function was registered since.
+        Two functions. The first undoes it: the registry is then as it was, unless another hooked model still uses it.
+        The second returns whether it still works, with no other function registered since.
 
     Raises:
         ValueError: If only a dedicated kernel of the implementation could compute it.
@@ -93,12 +93,12 @@ def intercept(
 
 
 def has_registry(module: nn.Module) -> bool:
-    """Whether an attention module looks its function up where the dispatcher stands."""
+    """Return whether an attention module looks its function up in a registry that can hold the dispatcher."""
     return bool(_registries(module))
 
 
 def _modeling_files(module: nn.Module) -> Iterable[Any]:
-    # FSDP2 gives modules a class of its own, made elsewhere, in front of the model's.
+    # FSDP2 gives modules a class of its own, defined elsewhere, in front of the model's.
     return (sys.modules[kind.__module__] for kind in type(module).__mro__ if kind.__module__ in sys.modules)
 
 
@@ -112,7 +112,7 @@ def _eager_function(module: nn.Module) -> AttentionFunction | None:
 
 
 class _Dispatcher:
-    """Stands in a registry in place of its function, as long as any hooked model needs it."""
+    """Replaces a registry's function as long as any hooked model needs it."""
 
     def __init__(self, registry: Any, implementation: str) -> None:
         self.registry, self.implementation = registry, implementation
@@ -122,7 +122,7 @@ class _Dispatcher:
 
     @classmethod
     def of(cls, registry: Any, implementation: str) -> _Dispatcher:
-        """The dispatcher of a registry, put there if need be; counts one more user."""
+        """Return the dispatcher of a registry for one more user, and install it if need be."""
         key = (id(registry), implementation)
         if key not in _dispatched:
             _dispatched[key] = cls(registry, implementation)
@@ -138,14 +138,14 @@ class _Dispatcher:
         return dispatcher
 
     def is_in_place(self) -> bool:
-        """Whether the registry still holds the dispatcher, over the function that it stands for."""
+        """Return whether the registry still holds the dispatcher, over the function that it replaces."""
         if self.registry.get(self.implementation) is not self:
             return False
-        # transformers registers for all registries at once, below what one has of its own.
+        # transformers registers for all registries at once, below a registry's own entries.
         return self.had_own or shared_entry(self.registry, self.implementation) is self.function
 
     def release(self) -> None:
-        """Count one user less; after the last one, the registry is as it was, but for what others put there since."""
+        """Count one user less. After the last one, restore the registry, except for entries that others set since."""
         self.num_users -= 1
         if self.num_users:
             return
@@ -195,7 +195,7 @@ def _attend(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention of all queries: (batch, heads, n, head size) in, (batch, n, heads, head size) out."""
+    """Compute the attention of all queries: (batch, heads, n, head size) in, (batch, n, heads, head size) out."""
     selected = _attend_selected(rows, function, module, query, key, value, mask, kwargs)
     others = None
     is_skipped = isinstance(rows, Rows) and layer.is_last and rows.pass_last_attention()
@@ -219,8 +219,8 @@ def _attend_selected(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of the selected queries over all keys, shape (batch, k, heads, head size)."""
-    # Keys and values of the others are constants. The projections see to that; this also cuts what a model puts
+    """Compute the attention of the selected queries over all keys, shape (batch, k, heads, head size)."""
+    # Keys and values of the others are constants. The projections ensure that. This also cuts gradients through modules
     # between them and the attention, such as a norm of the keys.
     key, value = rows.constant_others(key), rows.constant_others(value)
     chosen, _ = rows.split(query, "heads")
@@ -235,30 +235,30 @@ def _attend_selected(
     selected_mask = _selected_mask(rows, mask, is_causal, query.dtype, groups=groups if folds else 1)
     if is_plain:
         return function(module, chosen, key, value, selected_mask, **kwargs)[0]
-    # The registered function would repeat keys and values for the queries that share them, and keep the copies.
+    # The registered function would repeat keys and values for the queries that share them, and save the copies.
     options = {"dropout_p": kwargs.get("dropout", 0.0), "scale": kwargs.get("scaling"), "is_causal": False}
     if not folds:
         out = F.scaled_dot_product_attention(chosen, key, value, selected_mask, enable_gqa=True, **options)
         return out.transpose(1, 2)
-    # The queries that share a head of keys become further rows of it.
+    # Queries that share a head of keys become further rows of it.
     folded = torch.unflatten(chosen, 1, (-1, groups)).flatten(2, 3)
     out = F.scaled_dot_product_attention(folded, key, value, selected_mask, **options)
     return torch.unflatten(out, 2, (groups, -1)).flatten(1, 2).transpose(1, 2)
 
 
 def takes_grouped_mask(device: torch.device) -> bool:
-    """Whether torch has a kernel there that takes both grouped queries and a mask, without copies of keys and values.
+    """Return whether torch has a kernel for both grouped queries and a mask, without copies of keys and values.
 
-    On CUDA only the slow path that keeps all scores does, as of torch 2.13.
+    On CUDA only the slow path that keeps all scores does this, as of torch 2.13.
 
     Args:
-        device: Where the tensors are.
+        device: Device of the tensors.
     """
     return device.type == "cpu"
 
 
 def _is_causal(function: AttentionFunction, module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether the function masks the future where it is given no mask; eager attention never does."""
+    """Return whether the function masks the future if it gets no mask, which eager attention never does."""
     if function is not sdpa_attention_forward:
         return False
     asked = kwargs.get("is_causal")
@@ -266,7 +266,7 @@ def _is_causal(function: AttentionFunction, module: nn.Module, kwargs: dict[str,
 
 
 def _selected_queries(per_query: torch.Tensor, rows: Rows | CompiledRows) -> torch.Tensor:
-    """The selected rows of a mask or bias, shape (batch or 1, heads or 1, n, n) -> (batch, heads or 1, k, n)."""
+    """Take the selected rows of a mask or bias: (batch or 1, heads or 1, n, n) -> (batch, heads or 1, k, n)."""
     full = per_query.expand(rows.batch, *per_query.shape[1:])
     index = rows.positions[:, None, :, None].expand(-1, full.shape[1], -1, full.shape[3])
     return full.gather(2, index)
@@ -275,7 +275,7 @@ def _selected_queries(per_query: torch.Tensor, rows: Rows | CompiledRows) -> tor
 def _selected_mask(
     rows: Rows | CompiledRows, mask: torch.Tensor | None, is_causal: bool, dtype: torch.dtype, groups: int
 ) -> torch.Tensor | None:
-    """What is added to the scores of the selected queries."""
+    """Return the term that is added to the scores of the selected queries, or None."""
 
     def make(full: torch.Tensor | None) -> torch.Tensor | None:
         return _make_selected_mask(rows, full, is_causal, dtype, groups)
@@ -299,7 +299,7 @@ def _make_selected_mask(
         )
     if chosen.dtype == torch.bool:
         nothing = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device)
-        chosen = nothing.masked_fill_(~chosen, -math.inf)  # what the kernels make of a bool, once for all layers
+        chosen = nothing.masked_fill_(~chosen, -math.inf)  # as kernels convert a bool mask, once for all layers
     if groups == 1:
         return chosen
     if chosen.shape[1] == 1:

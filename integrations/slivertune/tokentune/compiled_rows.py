@@ -1,4 +1,4 @@
-"""A selection as compiled layers see it: tensors alone, so that one graph serves all layers and all forwards."""
+"""A selection for compiled layers, in tensors only, so that one graph serves all layers and all forwards."""
 
 import torch
 
@@ -8,12 +8,12 @@ from slivertune.tokentune.numbered_rows import MakeMask, NumberedRows, TokenLayo
 class CompiledRows(NumberedRows):
     """One forward's selection.
 
-    Nothing is remembered from one module to the next: the compiler finds what is computed twice within a layer. The
-    last layer's other rows are not skipped behind its attention, so that it shares the graph of the others.
+    It stores nothing from one module to the next: the compiler finds values that are computed twice in a layer. It does
+    not skip the last layer's other rows after its attention, so that this layer shares the others' graph.
 
     Args:
         positions: Selected positions, sorted in each row, int64, shape (batch, k).
-        is_selected: bool, shape (batch, n).
+        is_selected: Mask of the selected positions, bool, shape (batch, n).
         selected: The selected rows of the flattened batch, int64, shape (batch * k,).
         others: The other rows, int64, shape (batch * (n - k),).
     """
@@ -22,24 +22,24 @@ class CompiledRows(NumberedRows):
         self, positions: torch.Tensor, is_selected: torch.Tensor, selected: torch.Tensor, others: torch.Tensor
     ) -> None:
         self.positions, self.is_selected = positions, is_selected
-        # By sequence: what a compiler knows of their sizes then is what it knows of the batch's.
+        # By sequence, so that the compiler knows their sizes from those of the batch.
         self._selected, self._others = selected.view(positions.shape), others.view(positions.shape[0], -1)
 
-    # Read from the tensors, so that the compiler takes them for sizes, not for constants.
+    # These are read from the tensors, so that the compiler takes them for sizes, not for constants.
 
     @property
     def batch(self) -> int:  # type: ignore[override]
-        """Sequences."""
+        """Number of sequences."""
         return self.positions.shape[0]
 
     @property
     def num_selected(self) -> int:  # type: ignore[override]
-        """Selected positions in a sequence."""
+        """Number of selected positions per sequence."""
         return self.positions.shape[1]
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        """Positions in a sequence."""
+        """Number of positions per sequence."""
         return self.is_selected.shape[1]
 
     @property
@@ -48,7 +48,7 @@ class CompiledRows(NumberedRows):
         return self._others.flatten()
 
     def split(self, tensor: torch.Tensor, layout: TokenLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a tensor apart; arguments and results as those of `Rows.split`."""
+        """Split a tensor, with the arguments and results of `Rows.split`."""
         by_token = tensor.transpose(1, 2) if layout == "heads" else tensor
         flat = by_token if layout == "flat" else by_token.flatten(0, 1)
         selected = take(flat, self._selected.flatten())
@@ -63,5 +63,5 @@ class CompiledRows(NumberedRows):
         return merge(selected, others, self._selected.flatten(), self.others)
 
     def mask(self, key: tuple[object, ...], full: torch.Tensor | None, make: MakeMask) -> torch.Tensor | None:
-        """The attention mask of the selected rows; made in each layer, where the compiler fuses it."""
+        """Make the attention mask of the selected rows, in each layer, where the compiler fuses it."""
         return make(full)

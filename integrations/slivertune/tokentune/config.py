@@ -1,4 +1,4 @@
-"""What of a sequence keeps its gradient: the settings of TokenTune."""
+"""Settings of TokenTune, which choose the tokens of a sequence that keep their gradient."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PATTERNS = ("random", "chunks", "block")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTune:
-    """Train on all tokens, and keep activations and gradients for some of them only (TokenTune, section 3).
+    """Trains on all tokens, but keeps activations and gradients only for some of them (TokenTune, section 3).
 
     Each training forward draws the same number k of positions in every sequence of the batch. All positions are
-    computed as ever, so that selected tokens attend to all others; but what is not selected is a constant for the
-    backward: at each layer's input and output, and as a key and a value. Saved activations shrink from all n rows to k
-    rows and the keys and values of all n; the backward shrinks to k rows.
+    computed as usual, so selected tokens attend to all others. The other tokens are constants for the backward: at each
+    layer's input and output, and as keys and values. Saved activations shrink from all n rows to k rows and the keys
+    and values of all n. The backward shrinks to k rows.
 
-    Real tokens are drawn before pads. Of causal models position i is scored on token i + 1, and the loss is the mean
+    Real tokens are drawn before padding. In causal models position i is scored on token i + 1, and the loss is the mean
     over the selected positions that have a label.
 
     Raises:
@@ -33,27 +33,27 @@ class TokenTune:
     """
 
     ratio: float | None = None
-    """Selected share of the padded length n, in (0, 1]: k = max(1, round(ratio x n)), and at least one position for
-    each entry of `always`. The paper recommends 0.2 to 0.3."""
+    """Selected share of the padded length n, in (0, 1]: k = max(1, round(ratio x n)), and at least one position per
+    entry of `always`. The paper recommends 0.2 to 0.3."""
     num_tokens: int | None = None
-    """k itself, in place of `ratio`."""
+    """Number k of selected positions per sequence, in place of `ratio`."""
     pattern: Pattern | None = None
-    """Which positions go together. "random" is the paper: each for itself. "chunks" takes runs of `chunk_size`
-    positions, which keep the paths between near tokens; "block" one run. None: "chunks" for causal language models,
-    else "random"."""
+    """Pattern of the selected positions. "random" (the paper) draws each by itself. "chunks" draws runs of `chunk_size`
+    positions, which keep the paths between near tokens. "block" draws one run. None: "chunks" for causal language
+    models, else "random"."""
     chunk_size: int = 16
-    """Positions in a chunk. Where the first one is cut is drawn for each sequence; a packed segment starts one."""
+    """Positions in a chunk. The first cut is drawn for each sequence, and a packed segment starts a chunk."""
     always: tuple[int, ...] | None = None
     """Positions that every draw contains, counted in real tokens: 0 is the first, -1 the last. None: (0, -1) for
-    classification, since the head reads one of them, and for sentences of sentence-transformers that are one of them;
-    else ()."""
+    classification, since the head reads one of them, and for sentence-transformers models that pool one of them, else
+    ()."""
     prefer_labels: bool = False
-    """Whether positions with a label are drawn before all others: for prompts whose tokens are not scored."""
+    """Whether positions with a label are drawn before all others, for prompts whose tokens are not scored."""
     checkpoint_mlp: bool = False
-    """Whether the feed-forward parts keep only their inputs and are computed again in the backward, on selected rows
-    alone: less memory, more time."""
+    """Whether the feed-forward parts save only their inputs and are recomputed in the backward, on selected rows only:
+    less memory, more time."""
     seed: int = 0
-    """Decides the draws, together with the number of the draw and the rank of the process."""
+    """Seed of the draws, together with the number of the draw and the rank of the process."""
 
     def __post_init__(self) -> None:
         ratio, num_tokens, always = self.ratio, self.num_tokens, self.always
@@ -85,14 +85,14 @@ class TokenTune:
                 raise ValueError(text)
 
     def attach(self, model: nn.Module) -> TokenTuneHandle:
-        """Hook a model; it stays the same object, with the same parameters and the same state_dict.
+        """Attach to a model, which stays the same object with the same parameters and the same state_dict.
 
         Args:
-            model: A transformers model with attention blocks, or a PEFT model around one, with its final modules: apply
-                PEFT and load 4-bit weights before.
+            model: A transformers model with attention blocks, or a PEFT model around one. Apply PEFT and load 4-bit
+                weights first, so that its modules are final.
 
         Returns:
-            What takes the hook off again: by `remove()`, or as a context manager.
+            Handle that removes the hook: by `remove()`, or as a context manager.
 
         Raises:
             RuntimeError: If the model is hooked already.

@@ -1,4 +1,4 @@
-"""What a training forward was called with, and what the model's head is scored on: the selected rows alone."""
+"""The arguments of a training forward, and the targets of the selected rows, which the model's head is scored on."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from slivertune.tokentune.rows import Rows
 from slivertune.tokentune.selection import shift_labels
 
 HeadKind = Literal["causal", "token", "pooled", "other"]
-"""Scored on the next token; on each token; on one output of the whole sequence; or not known, as a bare backbone."""
+"""Kind of a head: scored on the next token, on each token, on one output per sequence, or unknown (a bare backbone)."""
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TOKEN = ("ForMaskedLM", "ForTokenClassification")
@@ -23,13 +23,13 @@ _POOLED = ("ForSequenceClassification", "ForImageClassification")
 
 
 def find_head_kind(model: nn.Module) -> HeadKind:
-    """What kind of head a transformers model has, by the name of its class or of one that it is derived from.
+    """Find the kind of a transformers model's head, by the name of its class or of one that it is derived from.
 
     Args:
         model: The model.
 
     Returns:
-        The kind.
+        Kind of the head.
     """
     kinds: list[tuple[HeadKind, tuple[str, ...]]] = [("causal", _CAUSAL), ("token", _TOKEN), ("pooled", _POOLED)]
     names = [each.__name__ for each in type(model).__mro__]
@@ -38,40 +38,40 @@ def find_head_kind(model: nn.Module) -> HeadKind:
 
 @dataclass(slots=True)
 class Targets:
-    """What a forward's positions are scored on."""
+    """Targets of a forward's positions."""
 
     full: torch.Tensor
-    """Targets of all positions, int64, shape (batch, length); `IGNORED` where there is none."""
+    """Targets of all positions, `IGNORED` for positions without one, int64, shape (batch, length)."""
     selected: torch.Tensor | None = None
-    """Those of the selected ones, shape (batch, k), once they are drawn."""
+    """Targets of the selected positions, shape (batch, k), once they are drawn."""
     was_scored: bool = False
-    """Whether the model has asked its loss function."""
+    """Whether the model has called its loss function."""
 
     @property
     def is_labelled(self) -> torch.Tensor:
-        """Where there is a target, bool, shape (batch, length)."""
+        """Mask of the positions with a target, bool, shape (batch, length)."""
         return self.full != IGNORED
 
     def select(self, rows: Rows) -> torch.Tensor:
-        """Keep the targets of the selected positions.
+        """Store the targets of the selected positions.
 
         Args:
             rows: The selection.
 
         Returns:
-            They, shape (batch, k).
+            Targets of the selected positions, shape (batch, k).
         """
         self.selected = self.full.gather(1, rows.positions)
         return self.selected
 
     def selected_items(self, num_items: Any) -> torch.Tensor:
-        """By what the sum over the selected positions is divided.
+        """Return the divisor of the sum over the selected positions.
 
         Args:
-            num_items: Labels in all forwards of an update; None: those of this one alone.
+            num_items: Labels in all forwards of an update; None for those of this forward alone.
 
         Returns:
-            The selected ones among them, if each forward had the share of this one; at least 1, without dimensions.
+            Number of selected labels among them, if each forward had the share of this one; at least 1, a scalar.
         """
         assert self.selected is not None
         num_selected = (self.selected != IGNORED).sum()
@@ -81,19 +81,19 @@ class Targets:
 
 
 def find_targets(kind: HeadKind, arguments: dict[str, Any], shape: tuple[int, int]) -> Targets | None:
-    """What the positions of a call are scored on.
+    """Find the targets of a call's positions.
 
     Args:
-        kind: The model's head.
-        arguments: The call's arguments by name.
-        shape: Batch and length.
+        kind: Kind of the model's head.
+        arguments: Arguments of the call by name.
+        shape: Batch size and length.
 
     Returns:
-        The targets; None for a model that is not scored by token.
+        Targets; None for a model that is not scored by token.
 
     Raises:
         ValueError: If the model is scored by token and gets no labels, or labels of another shape; or if it gets labels
-            by token and it is not known how it scores them.
+            by token and their scoring is unknown.
     """
     labels = arguments.get("labels")
     if kind == "other" and isinstance(labels, torch.Tensor) and tuple(labels.shape) == shape:
@@ -122,28 +122,28 @@ def find_targets(kind: HeadKind, arguments: dict[str, Any], shape: tuple[int, in
 class ScaledLoss(StandIn):
     """Stands in for a causal model's loss function: the mean over the selected positions that have a label.
 
-    With `num_items_in_batch` N, the sum is divided by N x selected labels / all labels of this forward, so that it
-    stays an estimate of the dense loss; by at least 1.
+    With `num_items_in_batch` N, the sum is divided by N x selected labels / all labels of this forward, and by at least
+    1. So it stays an estimate of the dense loss.
     """
 
     def __init__(self, function: Callable[..., torch.Tensor], targets: Callable[[], Targets | None]) -> None:
         """Wrap a loss function.
 
         Args:
-            function: The model's own.
-            targets: Tells what the running forward is scored on; None outside of training.
+            function: Loss function of the model.
+            targets: Function that returns the running forward's targets; None outside of training.
         """
         super().__init__(function)
         self.targets = targets
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss.
+        """Compute the loss.
 
         Args:
-            logits: Of the selected positions, shape (batch, k, vocabulary); of all outside of training.
-            labels: As the model was given them.
-            *args: For the model's own function.
-            **kwargs: For the model's own function.
+            logits: Logits of the selected positions, shape (batch, k, vocabulary), or of all outside of training.
+            labels: Labels, as the model got them.
+            *args: Arguments of the model's own function.
+            **kwargs: Arguments of the model's own function.
         """
         targets = self.targets()
         if targets is None or targets.selected is None:
@@ -158,14 +158,14 @@ class ScaledLoss(StandIn):
 
 
 def replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[[], None]:
-    """Let a model score the selected positions by its own loss function.
+    """Make a model score the selected positions by its own loss function.
 
     Args:
         model: A causal LM of transformers.
-        targets: Tells the running forward's targets; None outside of training.
+        targets: Function that returns the running forward's targets; None outside of training.
 
     Returns:
-        Gives the model its loss function back, unless something else has replaced it since.
+        Function that restores the model's loss function, unless other code has replaced it since.
     """
     scaled = ScaledLoss(model.loss_function, targets)
     model.loss_function = scaled
@@ -182,14 +182,14 @@ def replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[
 
 
 def zero_without_labels(loss: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """The mean over no labels at all, which is not a number, as 0.
+    """Return the loss with 0 in place of the mean over no labels, which is NaN.
 
     Args:
-        loss: A scalar.
-        targets: What it scores.
+        loss: Loss, a scalar.
+        targets: Targets of the loss.
 
     Returns:
-        The loss, or 0; gradients are 0 then.
+        Loss, or 0; gradients are 0 then.
     """
     if targets.selected is None:
         return loss
@@ -198,26 +198,26 @@ def zero_without_labels(loss: torch.Tensor, targets: Targets) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Call:
-    """What a training forward was called with."""
+    """Arguments of a training forward, and facts about it."""
 
     arguments: dict[str, Any]
-    """By name."""
+    """Arguments by name."""
     is_checkpointed: bool
-    """Whether layers are computed again in its backward."""
+    """Whether layers are recomputed in its backward."""
     is_scored_outside: bool = False
-    """Whether the model returns what a trainer makes the loss of (`fused_lm_head=True`)."""
+    """Whether a trainer computes the loss from the model's output (`fused_lm_head=True`)."""
     targets: Targets | None = None
-    """What its positions are scored on, if they are."""
+    """Targets of its positions, if it has any."""
 
 
 def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """All arguments of a call by name, those that only `**kwargs` takes included.
+    """Return all arguments of a call by name, including those that only `**kwargs` takes.
 
     Args:
-        bound: The call.
+        bound: Bound arguments of the call.
 
     Returns:
-        The arguments.
+        Arguments by name.
     """
     named = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
@@ -227,13 +227,13 @@ def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def find_tokens(arguments: dict[str, Any]) -> torch.Tensor | None:
-    """Ids or embeddings, whose first dimensions are batch and padded length.
+    """Find the ids or embeddings of a call, whose first dimensions are batch and padded length.
 
     Args:
-        arguments: Of a call.
+        arguments: Arguments of the call.
 
     Returns:
-        The tensor; None where only the layers will tell, as with pixels.
+        Tensor; None if only the layers will tell, as with pixels.
     """
     ids = arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if ids is None else ids
@@ -243,17 +243,17 @@ def find_tokens(arguments: dict[str, Any]) -> torch.Tensor | None:
 def find_real(
     model: Any, head: HeadKind, arguments: dict[str, Any], shape: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
-    """Where tokens are no pads.
+    """Find the tokens that are not padding.
 
     Args:
-        model: The model that is called.
-        head: Its head.
-        arguments: Of the call.
-        shape: Batch and length.
-        device: Where the tokens are.
+        model: Model that is called.
+        head: Kind of its head.
+        arguments: Arguments of the call.
+        shape: Batch size and length.
+        device: Device of the tokens.
 
     Returns:
-        bool, shape (batch, length).
+        Mask, bool, shape (batch, length).
     """
     real = torch.ones(shape, dtype=torch.bool, device=device)
     mask = arguments.get("attention_mask")
@@ -261,22 +261,22 @@ def find_real(
         real = mask.bool()
     ids, pad = arguments.get("input_ids"), getattr(model.config, "pad_token_id", None)
     if head == "pooled" and pad is not None and isinstance(ids, torch.Tensor) and tuple(ids.shape) == shape:
-        # A causal classifier reads the last token that is no pad by its id, whatever the mask says.
+        # A causal classifier finds the last token that is not padding by its id, whatever the mask says.
         real = real & (ids != pad)
     return real
 
 
 def check_call(model: Any, head: HeadKind, arguments: dict[str, Any], *, is_checkpointed: bool) -> None:
-    """Refuse what a hooked model can't give in training.
+    """Refuse requests that a hooked model can't serve in training.
 
     Args:
-        model: The model that is called.
-        head: Its head.
-        arguments: Of the call.
-        is_checkpointed: Whether its layers are computed again in the backward.
+        model: Model that is called.
+        head: Kind of its head.
+        arguments: Arguments of the call.
+        is_checkpointed: Whether its layers are recomputed in the backward.
 
     Raises:
-        ValueError: If something is asked for that it can't give.
+        ValueError: If the call requests an output that it can't give.
     """
     refused = {
         "output_attentions": "the attention of all tokens is not computed in one piece",

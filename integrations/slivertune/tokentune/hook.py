@@ -1,4 +1,4 @@
-"""TokenTune on a model: hooked by `attach`, as it was after `remove`."""
+"""TokenTune on a model, which `attach` hooks and `remove` restores."""
 
 import inspect
 import weakref
@@ -48,9 +48,9 @@ _STATE_VERSION = 1
 
 
 class TokenTuneHandle(ModelHandle):
-    """A hooked model. Only training forwards (`model.training`, with gradients enabled) are changed.
+    """Handle of a hooked model. Only training forwards (`model.training`, with gradients enabled) are changed.
 
-    Also a context manager, which takes the hook off at its end.
+    As a context manager, it removes the hook at its end.
     """
 
     refusal_to_copy = (
@@ -59,10 +59,10 @@ class TokenTuneHandle(ModelHandle):
     )
 
     def __init__(self, settings: TokenTune, model: nn.Module) -> None:
-        """Hook a model; called by `TokenTune.attach`.
+        """Attach to a model, as `TokenTune.attach` describes.
 
         Args:
-            settings: What to select.
+            settings: Settings of the selection.
             model: The model.
 
         Raises:
@@ -72,22 +72,22 @@ class TokenTuneHandle(ModelHandle):
         super().__init__()
         self.settings = settings
         self.last_selection: torch.Tensor | None = None
-        """Positions that the latest training forward selected: sorted, int64, shape (batch, k); None before it."""
+        """Sorted positions that the latest training forward selected, int64, shape (batch, k), or None before it."""
         self.num_draws = 0
-        """Training forwards so far; each has made a draw of its own."""
+        """Number of training forwards so far, each with its own draw."""
         self.returns_selected = False
-        """Whether the latest forward returned logits of the selected tokens alone: in training, with labels."""
+        """Whether the latest forward returned logits of only the selected tokens: in training, with labels."""
         self.last_targets: Targets | None = None
-        """With `is_scored_outside`: what the latest forward was scored on; its reader drops it. None elsewhere, outside
-        of training, without labels, and where the forward failed."""
+        """Targets of the latest forward with `is_scored_outside`, until their reader drops them. None without it,
+        outside of training, without labels, and after a failed forward."""
         self.is_scored_outside = False
-        """Whether a trainer makes its loss of what the model returns for the selected tokens, and knows it."""
+        """Whether a trainer computes its loss from the selected tokens' outputs, and knows of the selection."""
         self._model = find_model(model)
         _check_supported(self._model)
         self._layers = find_layer_list(self._model)
         self._head: HeadKind = find_head_kind(self._model)
         self.pattern: Pattern = settings.pattern or ("chunks" if self._head == "causal" else "random")
-        """The pattern in use, also where the settings leave it to the model."""
+        """Pattern in use, also if the settings leave it to the model."""
         reads_single = self._head == "pooled" or pools_single_tokens(model)
         self._always = settings.always if settings.always is not None else (0, -1) if reads_single else ()
         if settings.prefer_labels and self._head not in ("causal", "token"):
@@ -104,14 +104,14 @@ class TokenTuneHandle(ModelHandle):
             raise
 
     def remove(self) -> None:
-        """Take the hook off the model, which is then as it was; a second call does nothing."""
+        """Remove the hook and restore the model. A second call does nothing."""
         super().remove()
         self._selection.leave_forward()
         self._selection.leave_backward()
         self._selection.is_removed = True
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs to draw what an uninterrupted one would.
+        """Return the state with which a resumed run makes the draws of an uninterrupted one.
 
         Returns:
             Plain integers, the same on all ranks. `accelerator.register_for_checkpointing(handle)` saves them.
@@ -122,12 +122,12 @@ class TokenTuneHandle(ModelHandle):
         """Continue the draws of a saved run.
 
         Args:
-            state: From `state_dict`.
+            state: Result of `state_dict`.
 
         Raises:
-            ValueError: If it is of another version or another seed, or damaged.
+            ValueError: If the state is of another version or another seed, or damaged.
         """
-        # From a file, it may be anything.
+        # A state from a file may be anything.
         said: Any = state
         if not isinstance(said, dict) or any(type(said.get(key)) is not int for key in self.state_dict()):
             raise ValueError(
@@ -158,7 +158,7 @@ class TokenTuneHandle(ModelHandle):
         attentions: dict[nn.Module, LayerRows] = {}
         depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
         for index, layer in enumerate(self._layers):
-            # Where a layer is used more than once, the last of the list is not the last to run.
+            # If a layer is used more than once, the last of the list is not the last to run.
             is_last = index == len(self._layers) - 1 == (depth or 0) - 1 and attends_once(layer)
             layer_rows = LayerRows(self._selection, is_last=is_last)
             attentions |= dict.fromkeys(attention_modules(layer), layer_rows)
@@ -195,7 +195,7 @@ class TokenTuneHandle(ModelHandle):
             self._enter_layer(module, layer_rows, args[0] if args else kwargs.get("hidden_states"))
             layer_rows.enter(is_compiled=runs_compiled(module))
 
-        # As SFT's layers under ZeRO-3, whose deltas the engine must not see.
+        # Such as SFT's layers under ZeRO-3, whose deltas the engine must not see.
         layer_rows.has_other_forwards = any(
             "forward" in vars(module) and not runs_compiled(module) and not runs_in_tiles(module)
             for module in layer.modules()
@@ -237,7 +237,7 @@ class TokenTuneHandle(ModelHandle):
         check_call(model, self._head, arguments, is_checkpointed=is_checkpointed)
         self._call = call = Call(arguments, is_checkpointed, is_scored_outside)
         tokens = find_tokens(arguments)
-        if tokens is None:  # as with pixels: the first layer tells
+        if tokens is None:  # as with pixels: the first layer makes the draw
             return None
         call.targets = find_targets(self._head, arguments, (tokens.shape[0], tokens.shape[1]))
         self.returns_selected = call.targets is not None
@@ -342,7 +342,7 @@ _hooked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def find_model(model: nn.Module) -> Any:
-    """The transformers model that a model is, or holds.
+    """Find the transformers model that a model is, or holds.
 
     Args:
         model: A transformers model, or a PEFT model around one.
@@ -351,7 +351,7 @@ def find_model(model: nn.Module) -> Any:
         The `PreTrainedModel`.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such model.
     """
     found = find_transformers_model(model)
     if found is None:

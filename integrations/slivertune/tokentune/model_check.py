@@ -1,4 +1,4 @@
-"""Whether a hooked model is still the one that was hooked: the same modules, and the same attention."""
+"""Check that a hooked model is still the one that was hooked: the same modules, and the same attention."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,18 +17,18 @@ def model_check(
     configs: Iterable[Any],
     has_attention: Callable[[], bool],
 ) -> Callable[[], None]:
-    """What looks at a model before each training forward; a walk over the modules that hold others.
+    """Make a check of the model for each training forward, by a walk over the modules that hold others.
 
     Args:
-        layers: The model's list of layers.
-        parent: The module that has it.
+        layers: List of the model's layers.
+        parent: Module that holds the list.
         wrapped: Modules whose forward was replaced.
-        configs: Of the model and its attention modules.
+        configs: Configs of the model and its attention modules.
         has_attention: Whether the functions that intercept the attention are still in place.
 
     Returns:
-        Compares the model with what it is now. It raises a RuntimeError if a module was replaced, or the attention was
-        changed, naming it and the way out.
+        Function that compares the model with its present state. It raises a RuntimeError if a module was replaced, or
+        the attention was changed, and names the change and the way out.
     """
     implementations = [(each, attention_of(each)) for each in configs]
     containers = _containers(layers, wrapped)
@@ -61,15 +61,15 @@ def model_check(
 def check_run_in_backward(model: nn.Module, *, shrinks: bool, is_awaited: bool) -> None:
     """Refuse to run a whole model again inside of a backward, unless no selection was drawn for it before.
 
-    So it is where gradients of its outputs are cached, and its batch comes once more in pieces (Gao et al., 2021).
+    Gradient caching may do so: it caches output gradients and runs the batch again in pieces (Gao et al., 2021).
 
     Args:
         model: The model.
-        shrinks: Whether what it returns depends on the selection, so that the first forward returned something else.
-        is_awaited: Whether a forward that drew a selection waits for its backward, or for the end of it.
+        shrinks: Whether the model's output depends on the selection, so that the first forward returned something else.
+        is_awaited: Whether the backward of a forward that drew a selection has not begun, or not ended.
 
     Raises:
-        RuntimeError: If it is a forward that drew its selection already, or dropout would give other values.
+        RuntimeError: If the forward drew its selection already, or dropout would give other values.
     """
     if is_awaited or shrinks:
         raise RuntimeError(
@@ -96,7 +96,7 @@ _REPLACED = (
 
 
 def _containers(layers: nn.ModuleList, wrapped: Sequence[TokenWise]) -> list[tuple[nn.Module, list[nn.Module | None]]]:
-    """The list of layers, and every module in a layer that holds others and is not wrapped, with what they hold."""
+    """Return the list of layers, and all unwrapped modules in layers that have children, each with its children."""
     inside = {each.module for each in wrapped} - set(layers)
     found: list[tuple[nn.Module, list[nn.Module | None]]] = []
     waiting: list[nn.Module] = [layers]
@@ -108,5 +108,5 @@ def _containers(layers: nn.ModuleList, wrapped: Sequence[TokenWise]) -> list[tup
 
 
 def _uncompiled(module: nn.Module | None) -> nn.Module | None:
-    """The module that `torch.compile` has put another around, which runs it as it is."""
+    """Return the module inside of a `torch.compile` wrapper, or the module itself if it has none."""
     return None if module is None else children_of(module).get("_orig_mod", module)

@@ -1,4 +1,4 @@
-"""Selected and other rows by their numbers: where tensors have them, how to take them out, and to put them together."""
+"""Selected and other rows by their numbers: their places in tensors, and how to split and merge them."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,25 +9,25 @@ from torch.autograd.function import once_differentiable
 from slivertune.core.torch_internals import apply_function
 
 TokenLayout = Literal["tokens", "flat", "heads"]
-"""Where a tensor has its tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
+"""Place of the tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
 
 MakeMask = Callable[[torch.Tensor | None], torch.Tensor | None]
-"""From the attention mask of all rows to that of the selected ones."""
+"""Function from the attention mask of all rows to that of the selected rows."""
 
 
 class NumberedRows:
-    """Where tensors have a forward's selected rows, by their shapes."""
+    """A forward's selected rows, which are found in tensors by shape."""
 
     batch: int
-    """Sequences."""
+    """Number of sequences."""
     num_selected: int
-    """Selected positions k in a sequence."""
+    """Number k of selected positions per sequence."""
     length: int
-    """Positions n in a sequence."""
+    """Number n of positions per sequence."""
     positions: torch.Tensor
     """Selected positions, int64, shape (batch, k)."""
     is_selected: torch.Tensor
-    """Whether a position is one of them, bool, shape (batch, n)."""
+    """Whether a position is selected, bool, shape (batch, n)."""
 
     @property
     def is_all(self) -> bool:
@@ -35,7 +35,7 @@ class NumberedRows:
         return self.num_selected == self.length
 
     def layout(self, tensor: torch.Tensor) -> TokenLayout | None:
-        """Where a tensor has its tokens, by its shape; None if it has none. Four dimensions are left to the caller."""
+        """Return the layout of a tensor's tokens by its shape, or None without tokens or with four dimensions."""
         if tensor.dim() == 3 and tensor.shape[0] == self.batch and tensor.shape[1] == self.length:
             return "tokens"
         if tensor.dim() == 2 and tensor.shape[0] == self.batch * self.length:
@@ -43,7 +43,7 @@ class NumberedRows:
         return None
 
     def output_layout(self, tensor: torch.Tensor, given: TokenLayout) -> TokenLayout | None:
-        """How a module that was given selected rows laid out as `given` lays out a result; None if not by token."""
+        """Return the layout of a module's result from selected rows in the layout `given`, or None if not by token."""
         if given == "heads":
             return "heads"
         if tensor.dim() >= 3 and tensor.shape[:2] == (self.batch, self.num_selected):
@@ -53,15 +53,15 @@ class NumberedRows:
         return None
 
     def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: TokenLayout) -> torch.Tensor:
-        """Put two parts together.
+        """Merge selected and other rows.
 
         Args:
             selected: Selected rows.
             others: The other rows, laid out in the same way; None leaves zeros.
-            layout: How both are laid out.
+            layout: Layout of both.
 
         Returns:
-            All rows, laid out in the same way; gradients go to the selected ones.
+            All rows, in the same layout; gradients go to the selected ones.
         """
         if layout == "heads":
             others = None if others is None else others.transpose(1, 2)
@@ -73,11 +73,11 @@ class NumberedRows:
         return self._merge_flat(selected, others)
 
     def _merge_flat(self, selected: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-        """All rows of a flat tensor, of its two parts."""
+        """Merge the two parts of a flat tensor."""
         raise NotImplementedError
 
     def constant_others(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, whose other rows get no gradient.
+        """Return the tensor itself, but without gradients for its other rows.
 
         Args:
             tensor: Keys or values, shape (batch, heads, n, head size).
@@ -86,11 +86,11 @@ class NumberedRows:
 
 
 def take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of a flat tensor, through which gradients flow.
+    """Take some rows of a flat tensor, through which gradients flow.
 
     Args:
-        tensor: Shape (num_rows, ...).
-        rows: Which, each once, int64.
+        tensor: Tensor, shape (num_rows, ...).
+        rows: Numbers of the rows, each once, int64.
     """
     return apply_function(_Take, tensor, rows)
 
@@ -98,13 +98,13 @@ def take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def merge(
     selected: torch.Tensor, others: torch.Tensor | None, selected_rows: torch.Tensor, other_rows: torch.Tensor
 ) -> torch.Tensor:
-    """A flat tensor of selected rows and constants.
+    """Merge selected rows and constants into a flat tensor.
 
     Args:
         selected: The selected rows, through which gradients flow.
-        others: The constants; None leaves zeros.
-        selected_rows: Where the selected rows go, int64.
-        other_rows: Where the others go, int64; both together name each row once.
+        others: Constants; None leaves zeros.
+        selected_rows: Places of the selected rows, int64.
+        other_rows: Places of the others, int64; both together name each row once.
     """
     return apply_function(_Merge, selected, others, selected_rows, other_rows)
 

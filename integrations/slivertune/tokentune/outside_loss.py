@@ -1,9 +1,9 @@
-"""Causal models whose loss is taken outside of them, from what comes out for each token.
+"""Causal models whose loss is computed outside of them, from an output per token.
 
-TRL gives a model a second head (`trl.trainer.utils.add_fused_lm_head`, trl 1.15): called with `fused_lm_head=True`, it
-returns the log-probability of each label and no logits, and the trainer makes the loss. Labels that are shifted already
-are scored one by one on the rows that there are. So the selected rows go in with their own targets, and what comes out,
-of shape (batch, k), is theirs.
+TRL gives a model a second head (`trl.trainer.utils.add_fused_lm_head`, trl 1.15). Called with `fused_lm_head=True`, it
+returns the log-probability of each label and no logits, and the trainer computes the loss. Labels that are shifted
+already are scored one by one on the given rows. So the selected rows go in with their own targets, and the output,
+shape (batch, k), belongs to them.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 FUSED_HEAD = "fused_lm_head"
-"""The keyword by which TRL's trainers ask for log-probabilities."""
+"""Keyword by which TRL's trainers request log-probabilities."""
 
 
 def refuse_unknown_loss(model: Any) -> None:
-    """Refuse a forward for log-probabilities of which nobody has said what loss they make.
+    """Refuse a forward for log-probabilities that go into an unknown loss.
 
     Args:
-        model: The model that is called.
+        model: Model that is called.
 
     Raises:
         ValueError: Always.
@@ -32,20 +32,20 @@ def refuse_unknown_loss(model: Any) -> None:
 
 
 def with_selected_labels(kwargs: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
-    """A call of the second head, for the selected rows.
+    """Return the arguments of a call of the second head, for the selected rows.
 
     Args:
-        kwargs: Its arguments.
+        kwargs: Arguments of the call.
         labels: Targets of the selected positions, shape (batch, k).
 
     Returns:
-        Its arguments with these labels, which it does not shift.
+        Arguments with these labels, which the head does not shift.
     """
     return {**kwargs, "labels": None, "shift_labels": labels}
 
 
 def describe_forward(model: Any) -> str:
-    """Who has put another forward in the place of a model's, for messages; empty if nobody did, or only around it."""
+    """Name, for messages, the code that has replaced a model's forward (empty if none has, or only wraps it)."""
     function = vars(model).get("forward")
     function = getattr(function, "__func__", function)
     if function is None or hasattr(function, "__wrapped__"):

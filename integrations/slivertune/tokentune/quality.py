@@ -1,4 +1,4 @@
-"""How near the gradient of selected tokens is to the dense one: to look at before choosing a ratio and a pattern."""
+"""Comparison of the gradient of selected tokens with the dense one, for choosing a ratio and a pattern."""
 
 import math
 import statistics
@@ -20,32 +20,32 @@ from slivertune.tokentune.hook import find_model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QualityRow:
-    """A ratio and a pattern, against the dense gradient of the same batches."""
+    """A ratio and a pattern, compared with the dense gradient of the same batches."""
 
     pattern: Pattern
-    """Which positions go together."""
+    """Pattern of the selected positions."""
     ratio: float
     """Selected share of each sequence."""
     cosine: float
-    """Cosine between the gradient of one draw and the dense one, over all trainable parameters; mean of all draws. A
-    draw without any gradient counts as 0."""
+    """Mean cosine between the gradients of all draws and the dense one, over all trainable parameters. A draw without
+    any gradient counts as 0."""
     cosine_deviation: float
-    """Standard deviation of the cosine over batches and draws; 0 for a single one."""
+    """Standard deviation of the cosine over batches and draws (0 for a single one)."""
     norm_ratio: float
-    """Norm of the gradient of one draw, divided by the dense one's; mean of all draws."""
+    """Mean ratio of a draw's gradient norm to the norm of the dense gradient, over all draws."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientQuality:
-    """What `gradient_quality` measured."""
+    """Result of `gradient_quality`."""
 
     rows: tuple[QualityRow, ...]
-    """One for each pattern and ratio, in the order they were asked for."""
+    """Results for each pattern and ratio, in the given order."""
     num_draws: int
-    """Draws behind each row."""
+    """Number of draws per row."""
 
     def table(self) -> str:
-        """The rows as text, a line each under a heading."""
+        """Return the rows as text, one line each under a heading."""
         lines = [f"{'pattern':10}{'ratio':>7}{'cosine':>16}{'norm / dense':>14}"]
         for row in self.rows:
             cosine = f"{row.cosine:.3f} ± {row.cosine_deviation:.3f}"
@@ -53,10 +53,10 @@ class GradientQuality:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> Path:
-        """Draw cosine and norm ratio against the ratio, a line for each pattern.
+        """Draw cosine and norm ratio against the ratio, with one line per pattern.
 
         Args:
-            path: The file, such as quality.png; its ending says which format. It appears whole or not at all.
+            path: Output file, such as quality.png; its suffix sets the format. It appears whole or not at all.
 
         Returns:
             The path.
@@ -101,21 +101,21 @@ def gradient_quality(
 ) -> GradientQuality:
     """Compare gradients of selected tokens with dense ones, without training and without dropout.
 
-    It takes the memory of dense training without an optimizer, and of two gradients more. The model's weights,
-    gradients and modes are as before when it returns.
+    It takes the memory of dense training without an optimizer, plus two more gradients. Afterwards the model's weights,
+    gradients and modes are as before.
 
     Args:
-        model: As for `TokenTune.attach`, not hooked.
-        batches: What the model is called with, labels included, on its device.
+        model: Model as for `TokenTune.attach`, not hooked.
+        batches: Arguments of the model's forward, labels included, on its device.
         ratios: Selected shares, each in (0, 1].
         patterns: Patterns to try with each ratio.
-        num_draws: Draws for each batch, ratio and pattern.
+        num_draws: Number of draws per batch, ratio and pattern.
         chunk_size: Positions in a chunk.
-        seed: Decides the draws.
+        seed: Seed of the draws.
         progress: Whether to show a progress bar.
 
     Returns:
-        The rows, with a table and a plot.
+        Rows, with a table and a plot.
 
     Raises:
         ValueError: If there is no batch, no ratio or no pattern, if one is out of its range, if nothing is trainable,
@@ -164,7 +164,7 @@ def gradient_quality(
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, but for the one that decides whether the model is hooked."""
+    """Put every module in evaluation mode, except the one that decides whether the model is hooked."""
     modes = {module: module.training for module in model.modules()}
     try:
         for module in modes:

@@ -1,6 +1,6 @@
-"""The selected and the other rows of a batch: apart, and together again, with gradients for the selected ones alone.
+"""Selected and other rows of a batch: their split and merge, with gradients only for the selected ones.
 
-And which selection is in force: the running forward's, or that of the forward whose layers a backward computes again.
+The selection in force is the running forward's, or that of the forward whose layers the backward recomputes.
 """
 
 import weakref
@@ -24,10 +24,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F) -> _F:
-    """Let `torch.compile` leave a function out, which it would compile again for every batch.
+    """Exclude a function from `torch.compile`, which would recompile it for every batch.
 
     Args:
-        function: What finds things by the identity of tensors.
+        function: Function that finds objects by the identity of tensors.
     """
     left_out: _F = torch.compiler.disable(function, reason="it finds things by the identity of a batch's tensors")
     return left_out
@@ -37,12 +37,12 @@ class Rows(NumberedRows):
     """One forward's selection, as indices into the rows of its hidden states."""
 
     def __init__(self, positions: torch.Tensor, length: int, *, is_checkpointed: bool = False) -> None:
-        """Number the rows.
+        """Compute the numbers of the rows.
 
         Args:
             positions: Selected positions, sorted in each row, int64, shape (batch, k).
-            length: Positions n in a sequence.
-            is_checkpointed: Whether layers are computed again in the backward.
+            length: Number n of positions per sequence.
+            is_checkpointed: Whether layers are recomputed in the backward.
         """
         self.is_checkpointed = is_checkpointed
         self.positions = positions
@@ -57,9 +57,9 @@ class Rows(NumberedRows):
         self.others = (first + others[:, : length - self.num_selected]).flatten()
         """The other rows, int64, shape (batch * (n - k),)."""
         self.is_shrunk = False
-        """Whether the model's head gets the selected rows alone, so that nothing reads the last layer's others."""
+        """Whether the model's head gets only the selected rows, so that nothing reads the last layer's other rows."""
         self.live_layers: set[int] = set()
-        """Layers that anything in the backward reaches; the others run as they are."""
+        """Layers that the backward reaches. The others run unchanged."""
         self._masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self._last_layer_entry: Any = None
         self._is_past_attention = False
@@ -68,14 +68,14 @@ class Rows(NumberedRows):
 
     @uncompiled
     def split(self, tensor: torch.Tensor, layout: TokenLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a tensor apart. It costs nothing for what `merge` has just put together.
+        """Split a tensor into selected and other rows, at no cost for a tensor that `merge` has just made.
 
         Args:
-            tensor: A floating-point tensor with the tokens where `layout` says.
-            layout: Where.
+            tensor: Floating-point tensor with its tokens in the place of `layout`.
+            layout: Place of the tokens.
 
         Returns:
-            The selected rows, through which gradients flow, and the others as constants, each laid out like the tensor.
+            Selected rows, through which gradients flow, and the others as constants, each laid out like the tensor.
         """
         base = viewed_by(tensor)
         is_all_of_base = tensor.numel() == base.numel() and tensor.is_contiguous()
@@ -85,7 +85,7 @@ class Rows(NumberedRows):
             and is_all_of_base
             and known[0]() is base
             and known[1] == version_of(tensor)
-            # What a checkpoint computed without a graph has become its output, which has one.
+            # A tensor computed without a graph may have become a checkpoint's output, which has one.
             and known[2].requires_grad == tensor.requires_grad
         ):
             return self._lay_out(known[2], tensor, layout), self._lay_out(known[3], tensor, layout)
@@ -94,8 +94,8 @@ class Rows(NumberedRows):
         selected = take(flat, self.selected)
         others = flat.detach().index_select(0, self.others)
         if is_all_of_base and layout != "heads":
-            # As when projections of queries, keys and values share an input. Whether that is a view must not matter:
-            # what a checkpoint was given as one comes back as none from the host (`offload_activations`).
+            # Projections of queries, keys and values share an input. Whether it is a view must not matter: a
+            # checkpoint's input that was a view comes back from the host (`offload_activations`) as none.
             self._remember(base, selected, others)
         if layout == "flat":
             return selected, others
@@ -105,7 +105,7 @@ class Rows(NumberedRows):
 
     @uncompiled
     def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: TokenLayout) -> torch.Tensor:
-        """Put two parts together; see `NumberedRows.merge`."""
+        """Merge two parts, as `NumberedRows.merge` does."""
         return super().merge(selected, others, layout)
 
     def _merge_flat(self, selected: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
@@ -115,45 +115,45 @@ class Rows(NumberedRows):
         return merged
 
     def mask(self, key: tuple[Any, ...], full: torch.Tensor | None, make: MakeMask) -> torch.Tensor | None:
-        """The attention mask of the selected rows, made once for all layers that share a full mask.
+        """Return the attention mask of the selected rows, made once for all layers that share a full mask.
 
         Args:
-            key: Of everything else that decides about it.
-            full: The mask of all rows.
-            make: Makes it of the full one.
+            key: Key of everything else on which the mask depends.
+            full: Mask of all rows.
+            make: Function that makes it from the full mask.
         """
         key = (id(full), *key)
         if key not in self._masks:
-            # The full mask is kept beside it: while it lives, no other has its id.
+            # The full mask is stored, too: while it lives, no other mask has its id.
             self._masks[key] = (full, make(full))
         return self._masks[key][1]
 
     def skips_others(self, module: Any) -> bool:
-        """Whether a module of the last layer runs past its attention, where nothing reads the other rows.
+        """Return whether a module of the last layer runs after its attention, where nothing reads the other rows.
 
         Args:
-            module: What runs.
+            module: Module that runs.
         """
-        # A checkpointed layer comes in here again from its beginning; no hook of the layer would tell.
+        # A checkpointed layer enters here again from its beginning. No hook of the layer would tell.
         self._last_layer_entry = self._last_layer_entry or module
         if self._last_layer_entry is module:
             self._is_past_attention = False
         return self._is_past_attention
 
     def pass_last_attention(self) -> bool:
-        """The last layer attends; whether its other rows need no attention, and nothing behind it."""
+        """Record the last layer's attention, and return whether it and all modules after it skip the other rows."""
         if self.is_shrunk:
             self._is_past_attention = True
         return self.is_shrunk
 
     def for_compiled(self) -> CompiledRows:
-        """The same selection, for layers that are compiled; made once."""
+        """Return the same selection for compiled layers, made once."""
         if self._for_compiled is None:
             self._for_compiled = CompiledRows(self.positions, self.is_selected, self.selected, self.others)
         return self._for_compiled
 
     def forget_parts(self) -> None:
-        """Let go of the parts of tensors that are still alive."""
+        """Drop the recorded parts of tensors that are still alive."""
         self._parts.clear()
 
     def _lay_out(self, part: torch.Tensor, tensor: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -167,38 +167,38 @@ class Rows(NumberedRows):
 
 
 class _NotPassed:
-    """Lives as long as the graph of a forward, which alone holds it."""
+    """Mark that lives as long as the graph of a forward, which alone holds it."""
 
 
 class SelectionContext:
-    """The selection that modules should use at this moment.
+    """The selection that modules use at this moment.
 
-    It is the running forward's or, where a backward computes a layer again, that of the forward it belongs to.
+    It is the running forward's. While a backward recomputes a layer, it is that of the layer's forward.
     """
 
     def __init__(self) -> None:
         self.in_forward = False
         """Whether the model's forward runs, in training or not."""
         self.of_forward: Rows | None = None
-        """The running forward's; None lets everything pass."""
+        """Selection of the running forward, or None to change nothing."""
         self.of_backward: Rows | None = None
-        """That of the forward whose output the backward has passed last."""
+        """Selection of the forward whose output the backward has passed last."""
         self.is_removed = False
-        """Whether the hook is off, so that layers that are computed again would run as they are."""
+        """Whether the hook is removed, so that recomputed layers would run without it."""
         self.not_passed: weakref.WeakSet[_NotPassed] = weakref.WeakSet()
-        """A mark for each forward whose graph is alive and that no backward has reached."""
+        """Marks of the forwards whose graph is alive and that no backward has reached."""
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a backward has still to pass a forward, or is passing one: it may be that which it runs again.
+        """Whether a backward has still to pass a forward, or is passing one and may run it again.
 
-        If not, a model that runs inside of a backward had no graph before, as where gradients of its output are cached
-        and its batch is cut in pieces (Gao et al., 2021).
+        If not, a model that runs inside of a backward had no graph before. Gradient caching does so: it caches the
+        gradients of the output and cuts the batch in pieces (Gao et al., 2021).
         """
         return self.of_backward is not None or len(self.not_passed) > 0
 
     def current(self) -> Rows | None:
-        """The selection, or None if nothing should be split."""
+        """Return the selection, or None if nothing should be split."""
         if self.in_forward:
             return self.of_forward
         return self.of_backward if in_backward() else None
@@ -213,22 +213,22 @@ class SelectionContext:
 
 
 class LayerRows:
-    """What the modules of one layer, and its attention, ask for the selection."""
+    """The selection for the modules of one layer and its attention."""
 
     def __init__(self, selection: SelectionContext, *, is_last: bool) -> None:
         self.selection = selection
         self.is_last = is_last
         self.has_other_forwards = False
-        """Whether a module of the layer had another forward before: what that trains need not be a parameter here."""
+        """Whether a module of the layer had another forward before, whose trained tensors may be no parameters here."""
         self.is_compiled = False
         """Whether the layer's forward is compiled by itself (`compile_blocks`)."""
         self._entered: CompiledRows | None = None
 
     def enter(self, *, is_compiled: bool) -> None:
-        """The layer is about to run. What is compiled finds its selection here, and asks for nothing that changes.
+        """Store the selection before the layer runs, for compiled code, which must read nothing that changes.
 
         Args:
-            is_compiled: Whether its forward is compiled by itself.
+            is_compiled: Whether the layer's forward is compiled by itself.
         """
         rows = self._current() if is_compiled else None
         self.is_compiled, self._entered = is_compiled, None if rows is None else rows.for_compiled()
@@ -238,7 +238,7 @@ class LayerRows:
         self._entered = None
 
     def live_rows(self) -> Rows | CompiledRows | None:
-        """The selection; None outside of training and where no gradient reaches the layer."""
+        """Return the selection, or None outside of training or if no gradient reaches the layer."""
         return self._entered if self.is_compiled else self._current()
 
     def _current(self) -> Rows | None:
@@ -247,20 +247,20 @@ class LayerRows:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a part of a backward, as when a checkpoint computes a layer again."""
+    """Return whether this thread runs a part of a backward, such as a checkpoint that recomputes a layer."""
     return running_backward() != NO_BACKWARD
 
 
 @uncompiled
 def mark_passed(output: Any, selection: SelectionContext, rows: Rows) -> Any:
-    """Mark the layers' output. When the backward passes it, layers that it computes again are this forward's.
+    """Mark the layers' output, so that layers recomputed after a backward passes it use this forward's selection.
 
-    Within a backward, nodes run in the reverse order of their making, so that the layers of a later forward are done
-    before an earlier one's output is passed.
+    Within a backward, nodes run in the reverse order of their making. So the layers of a later forward are done before
+    the backward passes an earlier one's output.
 
     Args:
-        output: A nest of tensors, any of which the loss may be made of: hidden states, and what was pooled of them.
-        selection: What modules ask.
+        output: Nest of tensors, any of which the loss may use: hidden states, and values pooled from them.
+        selection: Selection that modules read.
         rows: The running forward's selection.
     """
     mark = _NotPassed()
@@ -273,10 +273,10 @@ def mark_passed(output: Any, selection: SelectionContext, rows: Rows) -> Any:
             )
         selection.of_backward = rows
         selection.not_passed.discard(mark)
-        # At the end of this backward, so that nothing of the forward is kept alive by it.
+        # This runs at the end of this backward, so that it keeps nothing of the forward alive.
         at_end_of_backward(selection.leave_backward)
-        # What the first layer gets may be a leaf (PEFT lets it be one), which its selected rows, kept beside it, keep
-        # alive, so that both would wait for the garbage collector.
+        # The first layer's input may be a leaf (with PEFT). The selected rows stored beside it would keep it alive, and
+        # both would wait for the garbage collector.
         at_end_of_backward(rows.forget_parts)
 
     def marked(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which positions keep their gradient: pure functions, the same on every device (TokenTune, section 3.2)."""
+"""Choice of the positions that keep their gradient: pure, the same on every device (TokenTune, section 3.2)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from slivertune.tokentune.config import Pattern
 
 
 def count_selected(ratio: float | None, num_tokens: int | None, length: int, num_always: int) -> int:
-    """The number k of positions to select in each sequence of a batch.
+    """Compute the number k of positions to select in each sequence of a batch.
 
     Args:
-        ratio: Share of the length, in (0, 1]; or
-        num_tokens: k itself.
-        length: Positions n in a padded sequence.
-        num_always: Positions that must be among them.
+        ratio: Share of the length, in (0, 1], or None.
+        num_tokens: Number k itself, or None.
+        length: Number n of positions in a padded sequence.
+        num_always: Number of positions that must be among them.
 
     Returns:
-        k, in [1, length].
+        Number k, in [1, length].
 
     Raises:
         ValueError: If `num_tokens` is greater than the length.
@@ -34,17 +34,17 @@ def count_selected(ratio: float | None, num_tokens: int | None, length: int, num
 
 
 def make_generator(seed: int, rank: int, draw: int) -> torch.Generator:
-    """The source of one draw's randomness, which depends on nothing but these three numbers.
+    """Make the generator of one draw, which depends only on these three numbers.
 
-    So a checkpoint has to keep only the number of draws, whatever the number of ranks when it is loaded.
+    So a checkpoint stores only the number of draws, whatever the number of ranks when it is loaded.
 
     Args:
-        seed: The run's seed.
-        rank: The data-parallel rank, so that ranks select differently.
-        draw: The number of the draw.
+        seed: Seed of the run.
+        rank: Data-parallel rank, so that ranks select differently.
+        draw: Number of the draw.
 
     Returns:
-        A generator on the CPU.
+        Generator on the CPU.
     """
     digest = hashlib.blake2b(f"{seed} {rank} {draw}".encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
@@ -63,18 +63,18 @@ def draw_positions(
 ) -> torch.Tensor:
     """Draw the positions of a batch.
 
-    In this order, until there are enough: those that are always selected, preferred ones, other real ones, pads; within
-    each by the pattern.
+    Positions are taken in this order until there are enough: always selected ones, preferred ones, other real ones,
+    padding. Within each kind the pattern decides.
 
     Args:
-        real: Where tokens are no pads, bool, shape (batch, length).
-        num_selected: k, in [1, length], not less than `len(always)`.
-        pattern: How positions go together.
+        real: Mask of tokens that are not padding, bool, shape (batch, length).
+        num_selected: Number k of positions, in [1, length], not less than `len(always)`.
+        pattern: Pattern of the positions.
         generator: Source of randomness, on the CPU.
         chunk_size: Positions in a chunk.
-        always: Positions counted in real tokens, from the end if negative; a sequence without such a token has none.
-        preferred: Positions to select first, bool, shape (batch, length).
-        starts: Where a packed segment begins, bool, shape (batch, length); no chunk reaches over it.
+        always: Positions counted in real tokens, from the end if negative. A sequence without such a token has none.
+        preferred: Mask of positions to select first, bool, shape (batch, length).
+        starts: Mask of the first positions of packed segments, bool, shape (batch, length); no chunk crosses them.
 
     Returns:
         Sorted positions, int64, shape (batch, num_selected), on the device of `real`.
@@ -98,7 +98,7 @@ def _pattern_scores(
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, length = real.shape
-    # Drawn on the CPU whatever the device, so that a seed means the same everywhere.
+    # Drawn on the CPU, whatever the device, so that a seed means the same everywhere.
     noise = torch.rand(batch, length + 2, generator=generator, dtype=torch.float64, device="cpu").to(real.device)
     scores, offsets, sides = noise[:, :length], noise[:, length : length + 1], noise[:, length + 1 :]
     if pattern == "random":
@@ -106,7 +106,7 @@ def _pattern_scores(
     if pattern == "block":
         return _block_scores(real, offsets, num_selected)
     by_chunk = scores.gather(1, _chunk_of_position(offsets, length, chunk_size, starts))
-    # The chunk that is not taken whole begins at either end, so that no position is selected more often than others.
+    # The chunk that is taken in part begins at either end, so that no position is selected more often than others.
     tilt = torch.arange(length, dtype=torch.float32, device=real.device) * (1e-9 / length)
     return by_chunk + torch.where(sides < 0.5, -tilt, tilt)
 
@@ -114,7 +114,7 @@ def _pattern_scores(
 def _chunk_of_position(
     offsets: torch.Tensor, length: int, chunk_size: int, starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """The index of each position's chunk, int64, shape (batch, length); `offsets` in [0, 1), shape (batch, 1)."""
+    """Return each position's chunk index, int64, shape (batch, length), for `offsets` in [0, 1), shape (batch, 1)."""
     positions = torch.arange(length, device=offsets.device)[None, :]
     if starts is None:
         begins = torch.zeros_like(positions)
@@ -127,8 +127,8 @@ def _chunk_of_position(
 
 
 def _block_scores(real: torch.Tensor, offsets: torch.Tensor, num_selected: int) -> torch.Tensor:
-    """Scores that fall along one run of real tokens, which begins anywhere it fits, and go on falling around it."""
-    place = real.long().cumsum(dim=1) - 1  # of a real token among the real ones
+    """Return scores that fall along one run of real tokens, which begins anywhere it fits, and then around it."""
+    place = real.long().cumsum(dim=1) - 1  # index of a real token among the real ones
     num_real = real.long().sum(dim=1, keepdim=True)
     first = (offsets * (num_real - num_selected + 1).clamp(min=1)).long()
     behind = (place - first) % num_real.clamp(min=1)
@@ -142,14 +142,14 @@ def _is_real_token(real: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def segment_starts(position_ids: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Where packed segments begin.
+    """Find the first positions of packed segments.
 
     Args:
         position_ids: Positions within the segments, which begin at 0, integers, shape (batch or 1, length); or None.
-        batch: Sequences in the batch.
+        batch: Number of sequences.
 
     Returns:
-        bool, shape (batch, length), or None where the positions don't tell.
+        Mask, bool, shape (batch, length), or None if the positions do not tell.
     """
     if position_ids is None or position_ids.dim() != 2:
         return None
@@ -157,13 +157,13 @@ def segment_starts(position_ids: torch.Tensor | None, batch: int) -> torch.Tenso
 
 
 def shift_labels(labels: torch.Tensor, ignored: int = -100) -> torch.Tensor:
-    """Targets of a causal model: position i is scored on token i + 1, the last one on nothing.
+    """Shift labels to a causal model's targets: position i is scored on token i + 1, the last one on nothing.
 
     Args:
-        labels: int64, shape (batch, length).
-        ignored: The label of what is not scored.
+        labels: Labels, int64, shape (batch, length).
+        ignored: Label of tokens that are not scored.
 
     Returns:
-        int64, shape (batch, length).
+        Targets, int64, shape (batch, length).
     """
     return F.pad(labels, (0, 1), value=ignored)[:, 1:]

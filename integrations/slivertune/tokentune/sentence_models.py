@@ -1,13 +1,13 @@
-"""How the models of sentence-transformers make a sentence of its tokens."""
+"""Pooling of tokens into a sentence in models of sentence-transformers."""
 
 from torch import nn
 
 _READS_ALL = frozenset(("mean", "max", "mean_sqrt_len_tokens", "weightedmean"))
-"""Ways of pooling that read every token."""
+"""Pooling modes that read every token."""
 
 
 def pools_single_tokens(model: nn.Module) -> bool:
-    """Whether sentences are what single tokens have become, the first or the last.
+    """Return whether sentences are pooled from single tokens, the first or the last.
 
     Args:
         model: A model of sentence-transformers, or any other.

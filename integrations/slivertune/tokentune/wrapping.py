@@ -1,4 +1,4 @@
-"""Modules that treat each token for itself: the selected rows with gradients, then the others without."""
+"""Modules that treat each token by itself, run on selected rows with gradients and on the others without."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +16,10 @@ from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext
 
 
 class TokenWise:
-    """Its `run` stands in for the `forward` of a module that treats each token for itself.
+    """Wrapper whose `run` replaces the `forward` of a module that treats each token by itself.
 
-    A bound method, since torch.compile would compile again for every other callable that is a module's forward. A copy
-    of the model, deep or pickled, runs the module's own forward: it is not hooked.
+    `run` is a bound method, since torch.compile would recompile for any other callable that is a module's forward. A
+    copy of the model, deep or pickled, is not hooked and runs the module's own forward.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class TokenWise:
         """Wrap a child module.
 
         Args:
-            parent: The module that holds it.
-            name: Under which name.
-            selection: Tells the selection.
-            layer: The layer that it is in, or None if it is in none.
-            checkpointed: Whether its selected rows keep their input alone and are computed again in the backward.
+            parent: Module that holds the child.
+            name: Name of the child in its parent.
+            selection: Source of the selection.
+            layer: Layer that contains the child, or None if none does.
+            checkpointed: Whether its selected rows save only their input and are recomputed in the backward.
         """
         self.parent, self.name = parent, name
         self.module: nn.Module = getattr(parent, name)
@@ -48,7 +48,7 @@ class TokenWise:
         self.is_copy = False
 
     def remove(self) -> None:
-        """Give the module its own forward back, unless something else has wrapped it since, which then stays."""
+        """Restore the module's own forward, unless other code has wrapped it since: that wrapper stays."""
         if not self._is_forward():
             return
         if self.was_wrapped:
@@ -57,7 +57,7 @@ class TokenWise:
             del self.module.forward
 
     def is_in_place(self) -> bool:
-        """Whether the module is still where it was wrapped, and still runs through this."""
+        """Return whether the module is still where it was wrapped, and still runs through this wrapper."""
         return getattr(self.parent, self.name, None) is self.module and self._is_forward()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TokenWise":
@@ -70,13 +70,13 @@ class TokenWise:
         return getattr(vars(self.module).get("forward"), "__self__", None) is self
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, in two runs if it is given all tokens of a batch in training."""
+        """Run the module's forward, in two parts if it gets all tokens of a batch in training."""
         if self.is_copy:
             return self.function(*args, **kwargs)
         rows = self.selection.current() if self.layer is None else self.layer.live_rows()
         if rows is None:
             return self.function(*args, **kwargs)
-        # By their places: torch.compile would compile again for every tensor that was looked up by its identity.
+        # Values are looked up by place: torch.compile would recompile for every tensor that was looked up by identity.
         values = (*args, *kwargs.values())
         layouts = [self._find_layout(rows, each) for each in values]
         given = next((layout for layout in layouts if layout is not None), None)
@@ -90,17 +90,17 @@ class TokenWise:
         if self._skips_others(rows) or rows.is_all:
             selected = self._run_selected(selected_parts, names)
         elif any(torch.is_autocast_enabled(each.device.type) for each in other_parts if isinstance(each, torch.Tensor)):
-            # What autocast casts and keeps has to be cast under autograd.
+            # Autocast keeps its casts, so they have to be made under autograd.
             selected = self._run_selected(selected_parts, names)
             others = self._run_others(other_parts, names)
         else:
-            # A module inside that runs without a graph last is never released in ZeRO-3's backward (DeepSpeed 0.19.8),
-            # which counts from zero in each run what its backward has to wait for.
+            # ZeRO-3 (DeepSpeed 0.19.8) counts anew in each run what its backward has to wait for. It would never
+            # release an inner module whose last run had no graph.
             others = self._run_others(other_parts, names)
             selected = self._run_selected(selected_parts, names)
         return _merge_results(rows, selected, others, given)
 
-    # Methods, not functions inside of the call: torch.compile would compile those again in every step.
+    # Methods, not local functions, which torch.compile would recompile in every step.
 
     def _run_selected(self, values: Sequence[Any], names: tuple[str, ...]) -> Any:
         is_recomputed = self.checkpointed and torch.is_grad_enabled()
@@ -114,34 +114,35 @@ class TokenWise:
         return checkpoint(self.function, *args, use_reentrant=False, **kwargs)
 
     def _skips_others(self, rows: Rows | CompiledRows) -> bool:
-        # Compiled, the last layer is as any other: its graph serves them all.
+        # A compiled last layer skips nothing, since it shares the graph of all layers.
         return isinstance(rows, Rows) and self.layer is not None and self.layer.is_last and rows.skips_others(self)
 
     def _find_layout(self, rows: Rows | CompiledRows, tensor: Any) -> TokenLayout | None:
-        """Norms of heads and projections of latents get (batch, n, heads, size) or (batch, heads, n, size).
+        """Return the layout of an argument, or None if it has none.
 
-        Dropout gets attention weights.
+        Norms of heads and projections of latents get (batch, n, heads, size) or (batch, heads, n, size). Dropout gets
+        attention weights.
         """
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             return rows.layout(tensor) if isinstance(tensor, torch.Tensor) else None
         by_token = tensor.shape[:2] == (rows.batch, rows.length)
         by_head = tensor.shape[0] == rows.batch and tensor.shape[2] == rows.length
         if not self.has_parameters or by_token == by_head or not self.works_on_last_dimension:
-            # Run whole. That is right for what lies before the attention, such as queries and keys of as many heads as
-            # tokens: the attention drops what the other rows' would get.
+            # Run whole. This is right before the attention, such as for queries and keys of as many heads as tokens:
+            # the attention drops the gradients of the other rows.
             return None
         return "tokens" if by_token else "heads"
 
 
 def _of_a_copy(function: Callable[..., Any]) -> TokenWise:
-    """What a copy of a module has where the module has one."""
+    """Make the wrapper of a module's copy, which runs the module's own forward."""
     unhooked = object.__new__(TokenWise)
     unhooked.function, unhooked.is_copy = function, True
     return unhooked
 
 
 def _call(forward: Callable[..., Any], values: Sequence[Any], names: tuple[str, ...]) -> Any:
-    """Call with values of which the last belong to names."""
+    """Call a function with values, the last of which belong to names."""
     num_positional = len(values) - len(names)
     return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
 
@@ -157,7 +158,7 @@ def _merge_results(rows: Rows | CompiledRows, selected: Any, others: Any, given:
 
 
 def find_layer_list(model: nn.Module) -> nn.ModuleList:
-    """The list of a model's transformer layers.
+    """Find the list of a model's transformer layers.
 
     Args:
         model: A transformers model.
@@ -185,26 +186,26 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
-    """The attention modules of a layer."""
+    """List the attention modules of a layer."""
     return [each for each in layer.modules() if is_attention(each)]
 
 
 def attends_once(layer: nn.Module) -> bool:
-    """Whether a layer has one attention, after which none of its modules needs the other rows."""
+    """Return whether a layer has one attention, after which none of its modules needs the other rows."""
     return sum(not any(map(holds_attention, each.children())) for each in attention_modules(layer)) == 1
 
 
 def token_wise_children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, bool]]:
-    """The largest modules of a layer that hold no attention.
+    """Find the largest modules of a layer that hold no attention.
 
     Args:
         layer: A layer.
 
     Yields:
-        The module that holds it, its name there, and whether it is a part of an attention module.
+        Module that holds the child, the child's name in it, and whether it is a part of an attention module.
 
     Raises:
-        ValueError: If one mixes tokens: a convolution, or what is given positions or a mask.
+        ValueError: If a module mixes tokens: a convolution, or a module that gets positions or a mask.
     """
     for child in children_beside_attention(layer):
         if child.convolution is not None:

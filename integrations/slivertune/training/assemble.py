@@ -1,4 +1,4 @@
-"""From checked arguments to a run that is ready to train: model, data, method, Trainer and callbacks."""
+"""Builds a run that is ready to train from checked arguments: model, data, method, Trainer and callbacks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -46,56 +46,56 @@ class Run:
 
     arguments: TrainArguments
     coordinator: LaunchCoordinator
-    """The processes of the run; one is alone."""
+    """Coordinator of the run's processes, of which there may be only one."""
     layout: str
-    """How they share the work."""
+    """Layout of the processes: single, ddp, fsdp2, zero1, zero2 or zero3."""
     source: ModelSource
     task: Task
     trainer: Trainer
     loss: ChunkedCrossEntropyHandle | None
-    """None where the loss is computed from whole logits, or by no causal language model."""
+    """Handle of the chunked loss; None if the loss uses whole logits, or the model is no causal language model."""
     tokens: TokenTuneHandle | None
-    """None where all tokens carry gradient."""
+    """Handle of TokenTune; None if all tokens carry gradient."""
     kept: KeptActivationsHandle | None
-    """None where no block was asked to keep its activations under checkpointing."""
+    """Handle of blocks that keep their activations under checkpointing; None without `--keep_activations`."""
     offloaded: OffloadedActivationsHandle | None
-    """None where the inputs of checkpointed blocks stay on the device."""
+    """Handle of offloaded activations; None if the inputs of checkpointed blocks remain on the device."""
     tiles: TokenTilesHandle | None
-    """None where MLPs and norms see whole batches."""
+    """Handle of the token tiles; None if MLPs and norms see whole batches."""
     num_parameters: int
     """Weights of the model, adapters included."""
     num_trained: int
-    """Those of them that the method trains."""
+    """Weights that the method trains."""
     display: Display
     metrics: TrainingMetrics
-    """Counts updates, tokens and their time, and completes the Trainer's log."""
+    """Counters of updates, tokens and seconds, which complete the Trainer's log."""
     guard: NonFiniteGuard
     interruption: Interruption
     compilation: BlockCompilation
-    """Compiles nothing unless `--torch_compile` asks for it."""
+    """Compilation by block; does nothing without `--torch_compile` or a launcher's dynamo backend."""
     ledger: LedgerLines | None
     probe: Probe | None
-    """Asked before and after."""
+    """Question to the model, asked before and after training; None if there is none."""
     facts: dict[str, Any]
-    """What every checkpoint's marker carries; `before` and `sample_before` are filled in when they are known."""
+    """Plain data in the manifest of every checkpoint; `before` and `sample_before` are added once they are known."""
 
     @property
     def method(self) -> TrainingMethod:
-        """How it trains."""
+        """The method that trains the model."""
         return self.arguments.method
 
     @property
     def model_name(self) -> str:
-        """What to call the model."""
+        """The model's name in reports."""
         return self.arguments.model.model_name_or_path or "the embedded base model"
 
     @property
     def dataset_name(self) -> str:
-        """What to call the data."""
+        """The datasets' names in reports."""
         return " + ".join(self.arguments.data.dataset or ["the Python language reference"])
 
     def close(self) -> None:
-        """Take everything off the model and the screen, also after a failure."""
+        """Detach everything from the model and the screen, also after a failure."""
         self.interruption.close()
         self.display.close()
         if self.ledger is not None:
@@ -115,20 +115,20 @@ class Run:
 
 
 def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoordinator | None = None) -> Run:
-    """Load and make everything that a run needs. Trains the embedded base model if it is asked for and not there.
+    """Load and build all parts of a run. If the embedded base model is requested and missing, train it first.
 
     Args:
-        arguments: The settings.
-        console: Where to write.
-        coordinator: The processes of this run, where there are several; one of each machine makes the base model and
-            the data's files, while the others wait.
+        arguments: Checked settings.
+        console: Console to write to.
+        coordinator: Coordinator of this run's processes; None for a single process. One process per machine makes the
+            base model and the data files while the others wait.
 
     Returns:
         The run.
 
     Raises:
         ValueError: If model, data and settings don't fit each other.
-        RuntimeError: If this Python lacks the texts of the embedded default.
+        RuntimeError: If this Python lacks the texts of the embedded dataset.
         ConnectionError: If the hub is needed and can't be reached.
         SilentError: If a process that this one waits for has failed.
     """
@@ -138,14 +138,14 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     bar = not training.disable_tqdm and coordinator.is_first
     embedded = None
     if arguments.model.model_name_or_path is None:
-        # Making the base model takes minutes.
+        # Check the datasets first: training the base model takes minutes.
         check_datasets(arguments.data)
         embedded = coordinator.first_here("base model", lambda: prepare_base_model(BASE_RECIPE, console, bar=bar))
     source = coordinator.first_here("tokenizer", lambda: open_model(arguments.model, embedded))
     day = _chat_template_date(arguments, facts, coordinator)
     task = coordinator.first_here("data", lambda: _prepare_data(arguments, source, day))
     if task.chat_template_date is not None:
-        # Continued, and repeated from its settings, the run has the same rows.
+        # A resumed run, and one repeated from the settings, must read the same rows.
         facts["chat_template_date"] = arguments.values["chat_template_date"] = task.chat_template_date
     loaded = load_model(
         source,
@@ -158,10 +158,10 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     counts = [(num_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
     display = Display(console, bar=bar)
     if "log_level_replica" not in arguments.given:
-        # One process speaks.
+        # Only the first process logs.
         training.log_level_replica = "error"
     if training.n_gpu > 1:
-        # The Trainer would spread each batch over all of them by DataParallel, which HiFT can't rotate under.
+        # The Trainer would split each batch over all GPUs by DataParallel, under which HiFT can't rotate groups.
         display.say(f"{training.n_gpu} GPUs are visible; this run uses the first")
         use_one_device(training)
     marker = CheckpointMarker(facts, training.save_total_limit)
@@ -187,7 +187,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     metrics.add(guard.metrics)
     layout = settle_layout(trainer)
     guard.can_skip = not layout.startswith("zero")
-    # The display takes the place of either.
+    # The display replaces both.
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     method.settle(
@@ -196,21 +196,21 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         display.say,
     )
     facts.update(method.facts())
-    # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
+    # Attach the method before TokenTune: SFT may replace a layer's forward, and TokenTune reads the one it finds.
     method.attach(trainer)
     tiles = _attach_tiles(trainer.model, arguments.run.token_tile_size, layout)
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
-    # With fewer graphs, and the loss still in chunks; and nothing else survives a rotation or a selection.
+    # Compile by block: fewer graphs, and a chunked loss. No other compilation survives HiFT's rotation or TokenTune.
     compilation = BlockCompilation(trainer, fullgraph=method.name == "hift" or tokens is not None)
     compilation.begin()
     loss = attach_loss(trainer, task, display.say, wanted=arguments.run.chunked_cross_entropy)
     num_kept, trained_model = arguments.run.num_kept, trainer.model
-    # The Trainer switches checkpointing on when it begins to train.
+    # The handle comes before checkpointing, which the Trainer enables when training begins.
     kept = None if num_kept is None or trained_model is None else KeptActivationsHandle(trained_model, num_kept)
     offloaded = None
     if arguments.run.offload_activations and trained_model is not None:
         offloaded = OffloadedActivationsHandle(trained_model)
-    # Last of all that write into checkpoints.
+    # Add the marker after all callbacks that write into checkpoints.
     keep_manifest_last(trainer, marker)
     interruption = Interruption(display.say)
     trainer.add_callback(interruption)
@@ -256,12 +256,12 @@ def _attach_tiles(model: Any, tile_size: int | None, layout: str) -> TokenTilesH
 
 
 def _facts(arguments: TrainArguments) -> dict[str, Any]:
-    """What checkpoints should carry; for a resumed run, what its checkpoint carries, if the method is the same."""
+    """Return the facts for checkpoints. For a resumed run, return its checkpoint's, once they match the settings."""
     checkpoint = arguments.folder.checkpoint
     saved = None if checkpoint is None else read_facts(checkpoint)
     if saved is not None:
         arguments.method.follow(saved)
-    # What is off is None, as it is where an older checkpoint does not know of it.
+    # A feature that is off is None, as in older checkpoints that do not know it.
     facts: dict[str, Any] = {
         "method": arguments.method.name,
         **arguments.method.facts(),
@@ -281,7 +281,7 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
 
 
 def _chat_template_date(arguments: TrainArguments, facts: dict[str, Any], coordinator: LaunchCoordinator) -> str:
-    """The date for templates that write one: the one asked for, else that of the run's start."""
+    """Return the date for chat templates: the requested one, the checkpoint's, or that of the run's start."""
     asked, saved = arguments.data.chat_template_date, facts.get("chat_template_date")
     if saved is not None and not is_date(saved):
         raise ValueError(
@@ -293,7 +293,7 @@ def _chat_template_date(arguments: TrainArguments, facts: dict[str, Any], coordi
             f"{arguments.folder.checkpoint} was trained with chat_template_date={saved}, and this run asks for "
             f"chat_template_date={asked}; leave it out, or start again without --resume_from_checkpoint"
         )
-    # Over midnight, processes would not agree.
+    # One process decides, since around midnight the processes could disagree.
     return asked or saved or coordinator.decide("the date", lambda: today_in_templates().isoformat())
 
 
@@ -309,11 +309,11 @@ def _prepare_data(arguments: TrainArguments, source: ModelSource, day: str) -> T
         options = {word.partition("=")[0].replace("-", "_") for word in arguments.command}
         if "__chat_template_date" in options:
             raise ValueError(f"chat_template_date={day}: {nowhere}; leave it out")
-        # A run file may serve several models.
+        # A run file may serve several models, so there it is no error.
         line = f"chat_template_date={day} is not read: {nowhere}"
         task = dataclasses.replace(task, notes=(*task.notes, line))
     if task.chat_template is not None:
-        # What the model was trained with is saved with it.
+        # The model is saved with the template that it was trained with.
         source.tokenizer.chat_template = task.chat_template
     return task
 
@@ -331,7 +331,7 @@ def _add_ledger(
     if arguments.training.torch_compile:
         display.say("the memory ledger is off: it can't see into what torch.compile makes")
         return None
-    # The first creates the state, the second is like all later ones.
+    # The first cycle creates the state. The second is like all later ones.
     num_cycles = 2 if arguments.run.memory_ledger == "first_cycles" else None
     model: Any = trainer.model
     ledger = LedgerLines(model, method.cycle, display.say, num_cycles, method.claim_state)

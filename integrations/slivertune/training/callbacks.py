@@ -1,4 +1,4 @@
-"""What watches a run of the stock Trainer: whole checkpoints, and losses or gradients that are not finite."""
+"""Callbacks for a run of the stock Trainer: whole checkpoints, and a guard against non-finite updates."""
 
 import math
 from collections.abc import Callable
@@ -23,15 +23,15 @@ _LOSS = "the loss"
 
 
 class CheckpointMarker(KeepManifest):
-    """Writes a Trainer checkpoint's manifest, last of all, and only then deletes old ones.
+    """Writes a Trainer checkpoint's manifest as its last file, and deletes old checkpoints only after that.
 
-    The Trainer itself deletes before it says that it has saved, so its own limit (`TrainingArguments.save_total_limit`)
-    must be off: between its deletion and our marker nothing whole would be left. Add it after all callbacks that write
-    into checkpoints.
+    The Trainer deletes old checkpoints before it reports a save. Its own limit (`TrainingArguments.save_total_limit`)
+    must be off: between its deletion and our manifest, no whole checkpoint might be left. Add this callback after all
+    callbacks that write into checkpoints.
 
     Args:
-        facts: What a resumed run should know; plain JSON.
-        save_total_limit: Checkpoints to keep; None keeps all. The newest whole one and the best one always stay.
+        facts: Plain JSON for a resumed run.
+        save_total_limit: Checkpoints to keep; None keeps all. The newest whole one and the best one are always kept.
     """
 
     def __init__(self, facts: dict[str, Any], save_total_limit: int | None = None) -> None:
@@ -41,7 +41,7 @@ class CheckpointMarker(KeepManifest):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Unmark damaged checkpoints that this run will write over."""
+        """Remove the manifests of damaged checkpoints that this run will overwrite."""
         if args.save_total_limit is not None:
             raise RuntimeError(
                 f"TrainingArguments.save_total_limit={args.save_total_limit} deletes before a checkpoint is marked; "
@@ -53,7 +53,7 @@ class CheckpointMarker(KeepManifest):
                     remove_manifest(folder)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Complete and mark the checkpoint that was just saved, and delete those beyond the limit. A collective."""
+        """Write the manifest of the checkpoint just saved, and delete checkpoints beyond the limit. A collective."""
         write_together(checkpoint_folder(args, state), {"global_step": state.global_step, "facts": self._facts})
         if state.is_world_process_zero and self._save_total_limit is not None:
             best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
@@ -61,57 +61,56 @@ class CheckpointMarker(KeepManifest):
 
 
 class NonFiniteGuard(TrainerCallback):
-    """Skips an update whose loss or gradient is not finite, says so, and gives up after too many in a row.
+    """Skips an update whose loss or gradient is not finite, with a message, and ends the run after too many in a row.
 
-    A training that ends without any update applied is an error, too: the model would be the one that it began with.
+    If training ends and no update was applied, that is an error, too: the model would be unchanged.
 
-    Costs one norm of the gradients that exist and one synchronisation with the device an update, and one number's
-    all-reduce where there are several ranks: all skip, or none. A skipped update still counts as a step of the Trainer
-    and of its schedule; the optimizer keeps its state, and HiFT its group. Under fp16 autocast gradients overflow by
-    design and the scaler skips those updates itself: only the loss is judged there. DeepSpeed has made the update by
-    the time that a Trainer asks its callbacks, so there the first one ends the run. It sees losses once it watches the
-    Trainer.
+    Each update costs the norm of the existing gradients, one synchronisation with the device, and, with several ranks,
+    an all-reduce of two numbers, so that all ranks skip or none. A skipped update still counts as a step of the Trainer
+    and its schedule. The optimizer keeps its state, and HiFT its group. Under fp16 autocast, gradients overflow by
+    design and the scaler skips those updates, so only the loss is judged. DeepSpeed has applied the update before the
+    Trainer calls its callbacks, so there the first non-finite update ends the run. Losses are judged after `watch`.
 
     Args:
-        limit: Updates in a row after which training stops.
-        say: Shows a line to the user.
-        stops: Whether an update can't be skipped, since it is made inside the backward: a loss that is not finite
-            stops the run before its backward. Gradients, and so their norm, are never seen then.
+        limit: Non-finite updates in a row after which training stops.
+        say: Function that shows a line to the user.
+        stops: Whether updates are made inside the backward and can't be skipped. A non-finite loss then stops the run
+            before its backward, and gradients and their norm are never judged.
     """
 
     def __init__(self, limit: int, say: Callable[[str], None], *, stops: bool = False) -> None:
         self.can_skip = True
-        """Whether updates are made after the Trainer has asked."""
+        """Whether updates are applied after the Trainer calls its callbacks; false under DeepSpeed."""
         self._limit = limit
         self._stops = stops
         self._say = say
         self._num_in_a_row = 0
         self._losses: list[torch.Tensor] = []
         self._lacks_loss = False
-        """Whether an update since the last line of the log had a loss that was not finite."""
+        """Whether an update since the last log line had a non-finite loss."""
         self.num_skipped = 0
-        """Updates that were skipped so far."""
+        """Updates skipped so far."""
         self._first_step, self._first_skipped = 0, 0
-        """Updates, and skipped ones, before this training; a resumed one continues from there."""
+        """Number of updates, and of skipped ones, when this training began; a resumed run starts above 0."""
         self._is_due, self._has_applied = False, False
-        """Whether the next step has gradients to apply; whether an update of this training was applied."""
+        """Whether the next step has gradients to apply; whether this training has applied an update."""
         self._updates_before: int | None = None
-        """Those that an optimizer of this library had counted before this training."""
+        """Updates that this library's optimizer had applied before this training; None for another optimizer."""
 
     def metrics(self) -> dict[str, float]:
-        """Return what the next line of the log has beside the Trainer's numbers.
+        """Return this guard's values for the next log line.
 
-        The Trainer puts a mean of earlier losses in the place of one that is not finite, 0 where there is none; the
-        mean over such a line's updates is not a number, and is logged as that.
+        The Trainer replaces a non-finite loss by the mean of earlier losses, or by 0 if there are none. For such a
+        line, this guard logs NaN instead, which is the true mean of its losses.
         """
         lacks_loss, self._lacks_loss = self._lacks_loss, False
         return {"skipped_updates": self.num_skipped, **({"loss": math.nan} if lacks_loss else {})}
 
     def watch(self, trainer: Trainer) -> None:
-        """See every loss that a Trainer trains on, the model's own or that of a function, on this instance alone.
+        """Record every loss that a Trainer trains on, from the model or a loss function, on this instance alone.
 
         Args:
-            trainer: Has not trained yet.
+            trainer: Trainer that has not trained yet.
         """
         compute_loss = trainer.compute_loss
 
@@ -133,23 +132,23 @@ class NonFiniteGuard(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to look for an update that is applied."""
+        """Reset the record of applied updates."""
         self._first_step, self._first_skipped, self._has_applied = state.global_step, self.num_skipped, False
         self._updates_before = _updates_of(kwargs.get("optimizer"))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Judge the update that is about to be made; called after clipping.
+        """Judge the losses and gradients of the next update; called after clipping.
 
         Raises:
-            RuntimeError: If `limit` updates in a row were not finite, or the first one was made already.
+            RuntimeError: If `limit` updates in a row were not finite, or DeepSpeed has applied such an update already.
         """
         model: nn.Module = kwargs["model"]
         own = self._find(model, judge_gradients=not args.fp16)
         found, lacks_loss = _on_any_rank(own, args.device)
         self._losses.clear()
-        # DeepSpeed and a step in the backward leave no gradients behind.
+        # DeepSpeed, and a step in the backward, leave no gradients.
         self._is_due = not self.can_skip or self._stops or any(each.grad is not None for each in model.parameters())
         if found is None:
             self._num_in_a_row = 0
@@ -175,7 +174,7 @@ class NonFiniteGuard(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look whether the update was applied: not skipped here, nor by a loss scale, nor for want of gradients."""
+        """Record whether the update was applied: not skipped here, by a loss scale, or for lack of gradients."""
         updates = _updates_of(kwargs["optimizer"])
         if updates is not None:
             self._is_due = updates > (self._updates_before or 0)
@@ -184,10 +183,10 @@ class NonFiniteGuard(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a training that changed nothing; of the rest of a resumed one, only say so.
+        """Raise an error if training changed nothing; in a resumed run, only warn.
 
         Raises:
-            RuntimeError: If there were updates from the start, and none was applied.
+            RuntimeError: If a run that was not resumed has made updates, and none was applied.
         """
         num_updates, num_skipped = state.global_step - self._first_step, self.num_skipped - self._first_skipped
         if not num_updates or self._has_applied:
@@ -208,12 +207,12 @@ class NonFiniteGuard(TrainerCallback):
         )
 
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
-        """What is not finite, or None."""
+        """Describe the first value that is not finite; return None if all are."""
         signs = [(_LOSS, loss.float().sum()) for loss in self._losses]
         gradients = [each.grad for each in model.parameters() if judge_gradients and each.grad is not None]
         if gradients:
             norm: Any = torch.nn.utils.get_total_norm(gradients)
-            # Of sharded gradients it is sharded itself.
+            # The norm of sharded gradients is sharded, too.
             if hasattr(norm, "full_tensor"):
                 with guard("adding up the norm of the gradients", computes=True):
                     norm = norm.full_tensor()
@@ -228,20 +227,20 @@ class NonFiniteGuard(TrainerCallback):
 
 
 def _updates_of(optimizer: Any) -> int | None:
-    """Return the updates that an optimizer of this library has applied; None for another, or for none."""
+    """Return the number of updates that this library's optimizer has applied; None for any other, or none."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner.updates if isinstance(inner, Sliver) else None
 
 
 def keep_events_in(trainer: Trainer, folder: Path) -> None:
-    """Let TensorBoard's files lie in a run's folder, in one place also where the run is resumed.
+    """Write TensorBoard's files to one place in a run's folder, also when the run is resumed.
 
-    Its callback chooses a place when training begins; what is logged before, such as the first evaluation, and then the
-    whole run, would go to a folder of the working directory.
+    TensorBoard's callback chooses its folder when training begins. An earlier log line, such as that of the first
+    evaluation, would send the files of the whole run to a folder of the working directory.
 
     Args:
-        trainer: Has not logged yet.
-        folder: The run's; they come into `tensorboard` in it, unless TENSORBOARD_LOGGING_DIR names another place.
+        trainer: Trainer that has not logged yet.
+        folder: Folder of the run; files go to `tensorboard` in it, unless TENSORBOARD_LOGGING_DIR names another place.
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
@@ -249,7 +248,7 @@ def keep_events_in(trainer: Trainer, folder: Path) -> None:
 
 
 def _on_any_rank(found: str | None, device: torch.device) -> tuple[str | None, bool]:
-    """Return what was found here, or else that another rank has found something; and whether a rank has no loss."""
+    """Return this rank's finding, else a note of another rank's, and whether any rank's loss is not finite."""
     flags = [found is not None, found is not None and found.startswith(_LOSS)]
     is_found, lacks_loss = are_on_any_rank(flags, device, "looking for losses that are not finite")
     if found is None and is_found:

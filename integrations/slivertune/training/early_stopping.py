@@ -1,4 +1,4 @@
-"""Ends a run of `slivertune train` whose evaluations get no better."""
+"""Ends a run of `slivertune train` whose evaluations stop improving."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ from transformers.trainer_utils import IntervalStrategy
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """transformers' callback, which here goes on counting in a resumed run, and says when it ends one.
+    """transformers' callback, which also restores its count in a resumed run and says when it ends a run.
 
     Args:
-        patience: Evaluations in a row without a better metric, after which training ends.
-        say: Shows a line to the user.
+        patience: Evaluations in a row without a better metric after which training ends.
+        say: Function that shows a line to the user.
     """
 
     def __init__(self, patience: int, say: Callable[[str], None]) -> None:
@@ -20,12 +20,12 @@ class EarlyStopping(EarlyStoppingCallback):
         self._say = say
         self._is_training = False
         self.has_stopped = False
-        """Whether it has ended the run."""
+        """Whether this callback has ended the run."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count on from where the run that is resumed was, with this run's patience."""
+        """Restore the count of a resumed run; the patience is this run's."""
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
         callbacks: Any = state.stateful_callbacks or {}
         saved = callbacks.get(type(self).__name__)
@@ -42,7 +42,7 @@ class EarlyStopping(EarlyStoppingCallback):
         metrics: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Judge an evaluation in mid-run; those before and after are no part of it."""
+        """Judge an evaluation during training; evaluations before and after it do not count."""
         if not self._is_training:
             return
         super().on_evaluate(args, state, control, metrics, **kwargs)  # type: ignore[no-untyped-call]
@@ -58,16 +58,16 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Judge no more."""
+        """Stop judging evaluations."""
         self._is_training = False
 
 
 def check_early_stopping(patience: int | None, training: TrainingArguments) -> None:
-    """Refuse to stop early where nothing says when.
+    """Refuse early stopping without evaluations or a metric.
 
     Args:
-        patience: As for `EarlyStopping`; None does not stop.
-        training: The Trainer's arguments.
+        patience: Patience as for `EarlyStopping`; None disables early stopping.
+        training: Arguments of the Trainer.
 
     Raises:
         ValueError: If there are no evaluations, or no metric is named.
@@ -89,14 +89,14 @@ def check_early_stopping(patience: int | None, training: TrainingArguments) -> N
 
 
 def check_best_metric(training: TrainingArguments, metrics: dict[str, float]) -> None:
-    """Refuse a metric that no evaluation has, before anything is trained.
+    """Refuse a metric that no evaluation reports, before anything is trained.
 
     Args:
-        training: The Trainer's arguments.
-        metrics: Of the first evaluation.
+        training: Arguments of the Trainer.
+        metrics: Metrics of the first evaluation.
 
     Raises:
-        ValueError: Naming those that there are.
+        ValueError: If the metric is missing; names the available ones.
     """
     asked = training.metric_for_best_model
     if asked is not None and f"eval_{asked.removeprefix('eval_')}" not in metrics:

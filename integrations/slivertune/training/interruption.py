@@ -1,4 +1,4 @@
-"""Ctrl-C in a run: the first ends the update and saves a checkpoint, a second ends the run at once."""
+"""Ctrl-C in a run: the first finishes the update and saves a checkpoint, a second ends the run at once."""
 
 import os
 import signal
@@ -17,18 +17,18 @@ from slivertune.training.ranks.launchers import is_launched, sends_sigterm
 from slivertune.training.ranks.processes import is_on_any_rank
 
 _AGAIN_S = 3.0
-"""A launcher passes Ctrl-C on to processes that the terminal has told already; so long it is the same one."""
+"""Seconds in which a repeated signal is the same Ctrl-C, since terminal and launcher both send it."""
 _DOING = "asking for Ctrl-C on any rank"
 
 
 class Interruption(TrainerCallback):
-    """Saves a checkpoint at the end of the update in which Ctrl-C came, and then raises KeyboardInterrupt.
+    """Saves a checkpoint after the update in which Ctrl-C came, and then raises KeyboardInterrupt.
 
-    Costs one number's all-reduce per update where there are several ranks, so that all of them save. Add it after the
-    callback that marks checkpoints as whole.
+    With several ranks, each update costs an all-reduce of one number, so that all ranks save. Add this callback after
+    the callback that marks checkpoints as whole.
 
     Args:
-        say: Shows a line to the user.
+        say: Function that shows a line to the user.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -44,7 +44,7 @@ class Interruption(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take Ctrl-C from here on, unless a shell has this process ignore it."""
+        """Install the handler of Ctrl-C, unless a shell has this process ignore it."""
         self._is_training = True
         self._folder, self._resumed_from = Path(str(args.output_dir)), args.resume_from_checkpoint
         if threading.current_thread() is not threading.main_thread() or self._process is not None:
@@ -57,25 +57,25 @@ class Interruption(TrainerCallback):
             self._replaced[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_terminate)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Have a checkpoint saved if Ctrl-C came; a due evaluation is left out unless training depends on it."""
+        """Request a checkpoint if Ctrl-C came; skip a due evaluation unless training depends on it."""
         if not is_on_any_rank(self._asked_at is not None, args.device, _DOING):
             return
         self._save(args, control)
         depends = args.metric_for_best_model is not None or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-        # After an evaluation, `best` decides anew whether to save.
+        # With `best`, an evaluation would decide again whether to save.
         if not depends or args.save_strategy == SaveStrategy.BEST:
             control.should_evaluate = False
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Have a checkpoint saved if Ctrl-C came in an evaluation between two updates."""
+        """Request a checkpoint if Ctrl-C came during an evaluation between two updates."""
         if self._is_training and is_on_any_rank(self._asked_at is not None, args.device, _DOING):
             self._save(args, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """End the run when the checkpoint is whole.
+        """End an interrupted run once its checkpoint is whole.
 
         Raises:
-            KeyboardInterrupt: If that is what it was saved for.
+            KeyboardInterrupt: If the checkpoint was saved because of Ctrl-C.
         """
         if self._is_saving:
             raise KeyboardInterrupt
@@ -83,35 +83,35 @@ class Interruption(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let what follows the last update come to its end."""
+        """Stop answering Ctrl-C with a checkpoint; the work after the last update still finishes."""
         self._is_training = False
 
     def close(self) -> None:
-        """Give Ctrl-C back, but for that which a launcher passes on once more."""
+        """Restore the signal handlers; after a Ctrl-C under a launcher, ignore the signal that it sends again."""
         for number, handler in self._replaced.items():
             signal.signal(number, signal.SIG_IGN if self._asked_at is not None and is_launched() else handler)
         self._replaced.clear()
 
     def _save(self, args: TrainingArguments, control: TrainerControl) -> None:
-        # A checkpoint of the model alone can't be trained on from to the same bits.
+        # A run resumed from a checkpoint of the model alone would not give the same bits.
         args.save_only_model = False
         control.should_save = self._is_saving = True
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
-            return  # a forked worker of the data, which its parent ends
+            return  # a forked data worker, which its parent ends
         if self._asked_at is not None:
             if is_launched() and time.monotonic() < self._asked_at + _AGAIN_S:
                 return
             raise KeyboardInterrupt
         self._asked_at = time.monotonic()
         doing = "ending this update and saving a checkpoint" if self._is_training else "evaluating and saving the model"
-        # The signal may have come in the midst of a line.
+        # The signal may arrive while another line is printed.
         with suppress(RuntimeError):
             self._say(f"interrupted: {doing}; Ctrl-C again ends at once. {self._describe_kept()}")
 
     def _describe_kept(self) -> str:
-        """Say now what is left if the process is killed, which prints nothing."""
+        """Describe the checkpoint that would be left if the process were killed now."""
         checkpoint = newest_whole(self._folder, read_files=False)[0] or self._resumed_from
         state = "no checkpoint is whole" if checkpoint is None else f"{checkpoint} is the last whole checkpoint"
         return f"Until that is done, {state}"

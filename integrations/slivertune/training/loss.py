@@ -1,4 +1,4 @@
-"""The loss of a causal language model in a run: in chunks where it can be."""
+"""The loss of a causal language model in a run, computed in chunks if possible."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +17,13 @@ def attach_loss(
     """Compute the loss of a causal language model in chunks, in training and evaluation, until the handle is removed.
 
     Args:
-        trainer: Holds the model as it will be trained, adapters and all methods' hooks included.
-        task: What is learned; other tasks have no such loss.
-        say: Told in one line why the loss can't be chunked, if it can't.
-        wanted: Whether it should be.
+        trainer: Trainer with the model as it will be trained, adapters and all methods' hooks included.
+        task: Task of the run; only causal language modelling has this loss.
+        say: Function that shows a line with the reason if the loss can't be chunked.
+        wanted: Whether a chunked loss is requested.
 
     Returns:
-        The handle; None where the loss stays as it is.
+        The handle; None if the loss is unchanged.
     """
     if not wanted or task.model_kind != "causal_lm" or task.compute_loss_func is not None:
         return None
@@ -31,7 +31,7 @@ def attach_loss(
     arguments = trainer.args
     reasons = (
         (arguments.label_smoothing_factor, "--label_smoothing_factor computes it outside of the model"),
-        # By block, the loss stays outside of what is compiled.
+        # Compilation by block does not include the loss.
         (arguments.torch_compile and not has_compiled_blocks(model), "--torch_compile can't see into it"),
         (
             layout_of(trainer.accelerator) in ("fsdp2", "zero3"),
@@ -39,11 +39,11 @@ def attach_loss(
         ),
         (arguments.use_liger_kernel, "--use_liger_kernel brings a loss of its own"),
     )
-    # As training runs it: without autocast, fp32 adapters may not go with a head in bf16.
+    # Check under training's autocast: without it, fp32 adapters may not fit a bf16 head.
     with trainer.accelerator.autocast():
         reason = next((text for is_so, text in reasons if is_so), None) or why_not_chunked(model)
     if reason is not None:
         say(f"note: the loss is computed from whole logits, not in chunks, since {reason}")
         return None
-    # Without a metric, the Trainer's evaluation reads the loss alone.
+    # If there is no metric, the Trainer's evaluation reads the loss alone.
     return attach_chunked_cross_entropy(model, evaluation=task.compute_metrics is None)

@@ -1,7 +1,7 @@
-"""The model and the tokenizer of a run, and in what the weights are held and computed with.
+"""Loads a run's model and tokenizer, and chooses the dtypes in which weights are held and computed.
 
-That is up to `--weights_dtype`, `--bf16`, `--fp16` and `--load_in_4bit`. Weights in 4 bits are bitsandbytes' NF4 with
-double quantisation, as QLoRA freezes them (Dettmers et al., 2023).
+The dtypes follow from `--weights_dtype`, `--bf16`, `--fp16` and `--load_in_4bit`. Weights in 4 bits are bitsandbytes'
+NF4 with double quantisation, as QLoRA freezes them (Dettmers et al., 2023).
 """
 
 import copy
@@ -43,18 +43,18 @@ Loading = Literal["fp32", "bf16", "stored"]
 Autocast = Literal["no", "bf16", "fp16"]
 
 Bf16Use = Literal["autocast", "weights", "both"]
-"""What a method takes `--bf16` for: `autocast` over fp32 weights; bf16 `weights`, where it keeps in fp32 what these
-have no room for; `both`, where they are frozen."""
+"""Meaning of `--bf16` for a method: `autocast` over fp32 weights; bf16 `weights`, with fp32 master weights or deltas;
+`both`, bf16 weights that are frozen, under autocast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """How weights are loaded and whether operators autocast."""
+    """The dtype of the loaded weights, and the autocast of operators."""
 
     loading: Loading
-    """`stored` takes the checkpoint's own type, with fp16 read as bf16."""
+    """Dtype of the loaded weights; `stored` takes the checkpoint's own, with fp16 read as bf16."""
     autocast: Autocast
-    """The Trainer's mixed precision; "no" where all that is trained is bf16."""
+    """Mixed precision of the Trainer; "no" computes in the weights' own dtype."""
 
 
 def choose_precision(
@@ -66,31 +66,31 @@ def choose_precision(
     four_bit: bool = False,
     deepspeed: bool = False,
 ) -> Precision:
-    """Settle the precision of a run.
+    """Choose the precision of a run.
 
-    `--bf16` with HiFT means the paper's Mixed^Hi: weights in bf16, whose fp32 masters wait on the host. Autocast is
-    then off: it would only cast what is bf16 already. Dense fine-tuning has no masters, so `--bf16` there keeps fp32
-    weights under bf16 autocast, as in the Trainer. LoRA's frozen weights need no masters, and its adapters are held in
-    fp32, so there `--bf16` is both: weights in bf16 (unless `--weights_dtype` says fp32), and bf16 autocast.
+    With HiFT, `--bf16` means the paper's Mixed^Hi: bf16 weights with offloaded fp32 master weights. Autocast is then
+    off, since everything is bf16 already. Dense fine-tuning has no master weights, so its `--bf16` keeps fp32 weights
+    under bf16 autocast, as in the Trainer. LoRA's frozen weights need no master weights, and its adapters are fp32, so
+    its `--bf16` means both: bf16 weights (unless `--weights_dtype` is fp32) and bf16 autocast.
 
-    DeepSpeed itself turns the weights to bf16 or fp16 and keeps fp32 masters of what trains, so there the setting goes
-    to its config.
+    DeepSpeed itself converts weights to bf16 or fp16 and keeps fp32 master weights of the trained ones, so the setting
+    goes to its config.
 
-    SFT adds fp32 deltas to weights that may be bf16, so it holds them as HiFT does; beside 4-bit weights, as LoRA does.
+    SFT adds fp32 deltas to weights that may be bf16, so it loads them as HiFT does; with 4-bit weights, as LoRA does.
 
     Args:
-        bf16_use: What `--bf16` means to the method.
-        weights_dtype: `--weights_dtype`.
-        bf16: `--bf16`, or a launcher's mixed precision.
-        fp16: `--fp16`, or a launcher's; not together with `bf16`.
+        bf16_use: Meaning of `--bf16` for the method.
+        weights_dtype: Value of `--weights_dtype`.
+        bf16: Whether `--bf16` was given, or is a launcher's mixed precision.
+        fp16: Whether `--fp16` was given, or is a launcher's; not together with `bf16`.
         four_bit: Whether the blocks' linear layers are held in 4 bits.
         deepspeed: Whether DeepSpeed trains.
 
     Returns:
-        What to load and how to compute.
+        Dtype to load, and autocast to compute in.
 
     Raises:
-        ValueError: If fp16 autocast is asked for over bf16 weights.
+        ValueError: If fp16 autocast is requested over bf16 weights.
     """
     if deepspeed and (bf16 or weights_dtype == "bf16"):
         return Precision(loading="bf16" if weights_dtype != "fp32" else "fp32", autocast="bf16")
@@ -111,11 +111,11 @@ def choose_precision(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """Where a model comes from, with what can be read without its weights."""
+    """A model's source, with everything that can be read without its weights."""
 
     name_or_path: str
     options: dict[str, Any]
-    """Keyword arguments of `from_pretrained` that say which model it is."""
+    """Keyword arguments of `from_pretrained` that identify the model."""
     config: Any
     """The model's configuration, a `transformers.PreTrainedConfig`."""
     tokenizer: PreTrainedTokenizerBase
@@ -125,14 +125,14 @@ def open_model(arguments: ModelArguments, embedded: Path | None) -> ModelSource:
     """Read a model's configuration and tokenizer.
 
     Args:
-        arguments: Which model.
-        embedded: The folder of the embedded base model, for where none is named.
+        arguments: Name and revision of the model.
+        embedded: Folder of the embedded base model, used if no model is named.
 
     Returns:
         The source to load weights from.
 
     Raises:
-        ValueError: If there is no such model or tokenizer, or it is an adapter.
+        ValueError: If the model or its tokenizer does not exist, or the name is an adapter's.
     """
     name = arguments.model_name_or_path if arguments.model_name_or_path is not None else str(embedded)
     check_no_adapter(name)
@@ -150,14 +150,14 @@ def open_model(arguments: ModelArguments, embedded: Path | None) -> ModelSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model, and what of it the checkpoint did not have."""
+    """A loaded model, and the modules that its checkpoint lacks."""
 
     model: PreTrainedModel
-    """Where it was loaded: on the CPU, or, if it is quantised, on the device where it trains."""
+    """Model on the CPU, or, if it is quantised, on the device that trains it."""
     new_modules: tuple[str, ...]
-    """Paths of the modules with new weights, from torch's seed, such as a classifier's head, sorted."""
+    """Sorted paths of modules with new weights, such as a classifier's head; drawn from torch's seed."""
     revision: str | None = None
-    """That of the model on the hub, which an adapter remembers."""
+    """Revision of the model on the hub, which an adapter records."""
 
 
 def load_model(
@@ -171,14 +171,14 @@ def load_model(
     """Load a model's weights with the head that a task needs.
 
     Args:
-        source: Where from.
-        task: Names the head and, for a classifier, its classes.
-        precision: In what the weights are held.
-        attn_implementation: The attention to use; the library's choice by default.
-        four_bit_device: Quantise the blocks' linear layers to 4 bits, on this device; None quantises nothing.
+        source: Source of the weights.
+        task: Task that names the head and, for a classifier, its classes.
+        precision: Precision that names the weights' dtype.
+        attn_implementation: Attention of the transformers library; the library's choice by default.
+        four_bit_device: Device on which the blocks' linear layers are quantised to 4 bits; None quantises nothing.
 
     Returns:
-        The model, every weight trainable but those in 4 bits.
+        The model; all weights are trainable except those in 4 bits.
 
     Raises:
         ValueError: If the weights can't be loaded, or the model can't have the head.
@@ -209,7 +209,7 @@ def load_model(
 def _dtype(config: Any, precision: Precision) -> torch.dtype:
     if precision.loading == "bf16":
         return torch.bfloat16
-    # fp16 has no room for what a weight may grow to in training; bf16 holds fp32's range.
+    # In training, a weight may exceed the range of fp16; bf16 has the range of fp32.
     if precision.loading == "stored" and config.dtype in (torch.float16, torch.bfloat16):
         return torch.bfloat16
     return torch.float32
@@ -226,16 +226,16 @@ def _first_line(error: BaseException) -> str:
 def four_bit_options(
     model_class: Any, config: PreTrainedConfig, precision: Precision, device: torch.device
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantise the linear layers of a model's blocks, and nothing else.
+    """Return arguments of `from_pretrained` that quantise only the linear layers of a model's blocks.
 
-    Embeddings and heads, a classifier's among them, stay as they are: they are a small part of a large model, and a new
+    Embeddings and heads, including a classifier's, are not quantised: they are a small part of a large model, and a new
     head is trained.
 
     Args:
-        model_class: One of the library's Auto classes, or the model's own.
-        config: The model's configuration.
-        precision: Decides what quantised weights are multiplied in: bf16 under bf16 autocast, else fp32.
-        device: Where the model goes; weights are quantised there.
+        model_class: Auto class of the transformers library, or the model's own class.
+        config: Configuration of the model.
+        precision: Precision of the run. Quantised weights are multiplied in bf16 under bf16 autocast, else in fp32.
+        device: Device of the model, on which its weights are quantised.
 
     Returns:
         Keyword arguments.
@@ -256,16 +256,17 @@ def four_bit_options(
 
 
 def prepare_four_bit(model: PreTrainedModel) -> None:
-    """Make a model with 4-bit weights fit to train adapters beside them.
+    """Prepare a model with 4-bit weights for training adapters beside them.
 
-    Weights keep the layout in which they have a backward: on CPUs with AVX512-BF16, bitsandbytes 0.50 changes it in the
-    first evaluation, and rounds the scales on the way; from then on no gradient passes.
+    Weights keep the storage format that has a backward. On CPUs with AVX512-BF16, bitsandbytes 0.50 changes this format
+    in the first evaluation and rounds the scales; after that, no gradient passes.
 
-    Norms keep their dtype. PEFT's `prepare_model_for_kbit_training` casts them to fp32, as QLoRA's own code does; what
-    a bf16 weight says is then the same, but every activation after the first block is fp32, and takes twice the memory.
+    Norms keep their dtype. PEFT's `prepare_model_for_kbit_training` casts them to fp32, as QLoRA's own code does. This
+    does not change the value of a bf16 weight, but every activation after the first block is then fp32, in twice the
+    memory.
 
     Args:
-        model: Changed.
+        model: Model to change in place.
     """
     from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]
 
@@ -275,19 +276,19 @@ def prepare_four_bit(model: PreTrainedModel) -> None:
 
 
 def is_not_about_codes(record: logging.LogRecord) -> bool:
-    """Keeps a Trainer that resumes from naming every quantisation state of the checkpoint as unexpected.
+    """Return False for the Trainer's warning that a resumed checkpoint has unexpected quantisation states.
 
-    The codes never change, and the model has their states already, outside of what torch loads.
+    The 4-bit codes never change, and the model already has their states, which torch does not load.
 
     Args:
-        record: Of the Trainer's logger, whose filter this is.
+        record: Record of the Trainer's logger, which has this function as a filter.
     """
     message = record.getMessage()
     return not (message.startswith("There were unexpected keys in the checkpoint") and ".quant_state." in message)
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """How many weights a parameter has; a quantised one holds several in an element, a sharded one may hold none."""
+    """Count the weights of a whole parameter, even if its elements are packed codes or sharded by ZeRO-3."""
     quantised = getattr(parameter, "quant_state", None)
     if quantised is not None:
         return math.prod(quantised.shape)
@@ -295,7 +296,7 @@ def num_weights(parameter: nn.Parameter) -> int:
 
 
 def _modules_outside_blocks(model_class: Any, config: PreTrainedConfig) -> list[str]:
-    """Patterns of the linear layers that are not to be quantised, each of one path alone."""
+    """Return one pattern for the path of each linear layer outside the blocks, which is not quantised."""
     make = model_class if issubclass(model_class, PreTrainedModel) else model_class.from_config
     with torch.device("meta"):
         model: nn.Module = make(copy.deepcopy(config))

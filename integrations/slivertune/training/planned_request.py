@@ -1,4 +1,4 @@
-"""What `slivertune plan` would be asked for a run of `slivertune train`."""
+"""Converts a run of `slivertune train` to a request of `slivertune plan`."""
 
 from typing import Any, get_args
 
@@ -23,25 +23,25 @@ _OF_THE_TRAINER = (
     "use_cache",
     "full_determinism",
 )
-"""Arguments of the Trainer that change memory in ways that a plan does not make."""
+"""Arguments of the Trainer that change memory in ways that a plan does not model."""
 _COPIES_TO_DECAY: tuple[OptimizerName, ...] = ("sgd", "sgd_momentum", "adagrad")
-"""Optimizers that decay weights in a copy of all gradients."""
+"""Optimizers that apply weight decay in a copy of all gradients."""
 
 
 def plan_request(
     arguments: TrainArguments, trainer: Trainer, task: Task, layout: str, *, is_chunked: bool
 ) -> PlanRequest:
-    """What to plan for a run.
+    """Return the plan request of a run.
 
     Args:
-        arguments: The run's settings.
-        trainer: Made of them.
-        task: What is learned, with the data.
-        layout: How the processes share the work.
-        is_chunked: Whether the loss is computed in chunks, where the model allows it.
+        arguments: Settings of the run.
+        trainer: Trainer made from the settings.
+        task: Task of the run, with its data.
+        layout: Layout of the processes.
+        is_chunked: Whether the loss is computed in chunks if the model allows it.
 
     Raises:
-        ValueError: If the run has settings that a plan has no word for.
+        ValueError: If the run has settings that a plan does not support.
     """
     _check(arguments, layout)
     training = arguments.training
@@ -73,7 +73,7 @@ def plan_request(
 
 
 def _offloads(trainer: Trainer, layout: str) -> bool:
-    """Whether the run's parameters wait on the host."""
+    """Return whether DeepSpeed or FSDP2 offloads the run's parameters."""
     state = trainer.accelerator.state
     if layout == "zero3":
         settings = state.deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_param") or {}
@@ -120,7 +120,7 @@ def _optimizer(training: TrainingArguments) -> OptimizerName:
 
 
 def _precision(arguments: TrainArguments, model: Any) -> PrecisionName:
-    """From what the weights are really held in: `--weights_dtype auto` may follow the checkpoint."""
+    """Derive the precision from the weights' real dtypes: `--weights_dtype auto` may follow the checkpoint."""
     # SFT's packed deltas are bf16 beside weights of any type.
     weights = (each for name, each in model.named_parameters() if DELTA_PARAMETERS_NAME not in name.split("."))
     if any(weight.dtype == torch.bfloat16 for weight in weights):
@@ -129,7 +129,7 @@ def _precision(arguments: TrainArguments, model: Any) -> PrecisionName:
 
 
 def _longest_row(task: Task) -> int:
-    """Tokens of the longest row that is trained on; rows of a batch are padded to it at most."""
+    """Return the length of the longest training row in tokens; rows of a batch are padded to at most this."""
     chunks = task.train_dataset.data.column("input_ids").chunks
     longest = [int(chunk.value_lengths().to_numpy(zero_copy_only=False).max()) for chunk in chunks if len(chunk)]
     return min([task.max_length, *([max(longest)] if longest else [])])

@@ -34,14 +34,14 @@ from slivertune.training.run_report.run_log import write_run_log
 
 
 def execute(run: Run, console: Console) -> Results:
-    """Train, and report.
+    """Train a run and report its results.
 
     Args:
-        run: What `assemble` made.
-        console: Where to write.
+        run: Run from `assemble`.
+        console: Console to write to.
 
     Returns:
-        The figures, which are also in the run's folder.
+        The results, which are also in the run's folder.
 
     Raises:
         RuntimeError: If too many updates in a row are not finite.
@@ -51,18 +51,18 @@ def execute(run: Run, console: Console) -> Results:
 
 
 def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
-    """Say where the last whole checkpoint of an interrupted run lies, and how to go on.
+    """Describe the last whole checkpoint of an interrupted run and the command that continues it.
 
     Args:
-        arguments: The run's settings.
+        arguments: Settings of the run.
 
     Returns:
-        One line, and the words of the command that follows it.
+        One line, and the words of the command that it introduces.
     """
     folder = Path(str(arguments.training.output_dir))
     checkpoint, _ = newest_whole(folder, read_files=False)
     words, launcher = arguments.command[2:], ""
-    # An interrupted save leaves files in the folder, over which only a resumed run writes.
+    # An interrupted save leaves files in the folder, which only a resumed run overwrites.
     if checkpoint is not None or (arguments.folder.checkpoint is None and checkpoint_folders(folder)):
         replaced = ("output_dir", "resume_from_checkpoint")
         resumed = "true" if checkpoint is not None else "auto"
@@ -78,10 +78,10 @@ def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
 
 
 def _without_options(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """A command line without some options of one value each, however they are spelled.
+    """Drop options of one value each from a command line, however they are spelled.
 
     Args:
-        words: The command line.
+        words: Words of the command line.
         names: Names of the options, with underscores.
     """
     kept, is_value = list[str](), False
@@ -95,10 +95,10 @@ def _without_options(words: Sequence[str], names: Sequence[str]) -> tuple[str, .
 
 
 def describe_finished(arguments: TrainArguments) -> str:
-    """Say that the run which was asked for has been finished before, and by which command.
+    """Describe a requested run that is already finished, and the command that started it.
 
     Args:
-        arguments: The settings; its folder holds the results.
+        arguments: Settings, whose folder holds the results.
 
     Returns:
         One line.
@@ -122,19 +122,19 @@ def _execute(run: Run, console: Console) -> Results:
         atomic.write_json(output_folder / START_NAME, {"command": run.arguments.command})
         write_settings(run.arguments, output_folder / SETTINGS_NAME)
     describe(run)
-    # The figures are the first rank's, and so is what is said.
+    # Only the first rank measures and prints.
     is_measured = run.arguments.run.memory_ledger != "off" and run.coordinator.is_first
     plan, device_peak, largest_batch = plan_run(run) if is_measured else None, DevicePeak(), LargestBatch()
     if is_measured:
         run.trainer.add_callback(device_peak)
         largest_batch.watch(run.trainer)
     planned_update = plan_update(run, plan)
-    # The Trainer's own files, which torch writes.
+    # torch writes the Trainer's own files, and its errors need an explanation.
     with atomic.explain_write_errors(output_folder):
         if run.layout == "single":
             _evaluate_before(run)
         else:
-            # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
+            # Only training prepares a model for its layout. If it were evaluated before, it would never be wrapped.
             run.display.before_training = lambda: _evaluate_before(run)
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if run.coordinator.is_first:
@@ -164,7 +164,7 @@ def _execute(run: Run, console: Console) -> Results:
         peak=peak,
         highest=None if run.ledger is None else run.ledger.highest,
         planned_peak_bytes=None if plan is None else plan.peak_bytes,
-        # On CUDA what the allocator had, elsewhere what the ledger counted.
+        # The allocator's peak on CUDA, the ledger's count elsewhere.
         measured_peak_bytes=device_peak.num_bytes or (None if peak is None else peak.device),
         planned_host_bytes=None if plan is None else plan.host_bytes,
         planned_disk_bytes=None if plan is None else plan.disk_bytes,
@@ -189,7 +189,7 @@ def _execute(run: Run, console: Console) -> Results:
 
 
 def _best_checkpoint(run: Run) -> Path | None:
-    """Whose model the run ended with, where that was asked for; None where it is the last one."""
+    """Return the checkpoint whose model was loaded at the end, by `--load_best_model_at_end`; None if none was."""
     best = run.trainer.state.best_model_checkpoint
     return None if best is None or not run.arguments.training.load_best_model_at_end else Path(best)
 
@@ -208,7 +208,7 @@ def _evaluate(run: Run) -> dict[str, float]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """What decides the figures, beside the model and the data."""
+    """Return the settings that affect the results, besides the model and the data."""
     training, precision = run.arguments.training, run.arguments.precision
     names = (
         "learning_rate",

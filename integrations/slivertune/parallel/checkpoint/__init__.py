@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: a method's own state, manifests, and weights that were saved in shards."""
+"""Checkpoints of several ranks: a method's own state, manifests, and sharded weights."""
 
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 

@@ -1,4 +1,4 @@
-"""HiFT's state in a sidecar folder, read by any number of ranks under DDP or FSDP2, and by one process."""
+"""HiFT's state in a sidecar folder. Any number of ranks under DDP or FSDP2 can read it, and so can one process."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,23 +20,23 @@ from slivertune.parallel.fsdp2.sharding import ShardedWeight
 
 _HEADER = "header.pt"
 _FIRST_ROWS = "first_rows"
-"""Key of a file's metadata: by tensor, the row of the weight with which it begins, as JSON. It names all tensors; files
-that earlier versions have linked to those of `state="disk"` hold gaps beside them."""
+"""Key in a file's metadata: the first row of each tensor within its weight, as JSON. It names all tensors; files that
+earlier versions have linked to those of `state="disk"` contain gaps beside the tensors."""
 
 
 class HiFTSidecar(Sidecar):
-    """HiFT's state: a safetensors file a group and rank that has something to write, and a header.
+    """Stores HiFT's state as one safetensors file per group and rank, and a header.
 
     Args:
-        optimizer: HiFT, on one process, under DDP, where rank 0 writes all, or under FSDP2, where every rank writes its
-            rows.
+        optimizer: HiFT on one process, under DDP (rank 0 writes everything), or under FSDP2 (every rank writes its
+            rows).
     """
 
     def check_target(self, folder: Path) -> None:
-        """Whatever is there is replaced."""
+        """Accept any folder: whatever it contains is replaced."""
 
     def write(self, folder: Path) -> None:
-        """Write what this rank has to write, one group after the other."""
+        """Write this rank's tensors, one group after another."""
         hift: HiFT = self._optimizer
         rank = dist.get_rank() if world_size() > 1 else 0
         is_sharded = any(isinstance(weight, ShardedWeight) for weight in hift.trained_weights)
@@ -61,7 +61,7 @@ class HiFTSidecar(Sidecar):
             check_loadable(folder / _HEADER)
 
     def read(self, folder: Path) -> None:
-        """Continue from what is there.
+        """Continue from the state in a folder.
 
         Raises:
             ValueError: If the state is of another model, grouping or optimizer, or is damaged.
@@ -77,7 +77,7 @@ class HiFTSidecar(Sidecar):
                 raise StateMismatchError(
                     f"{folder / _HEADER} tells of {str(num_ranks)[:40]} ranks, and {num_files} files are there"
                 )
-            # This rank's part of all tensors, and what has no rows, by weight and key.
+            # This rank's part of all tensors, and all values without rows, by weight and key.
             state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
             for group in hift.groups:
                 files = [_file(folder, group.index, rank) for rank in range(num_ranks)]
@@ -93,7 +93,7 @@ def _file(folder: Path, group: int, rank: int) -> Path:
 
 
 def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dict[str, dict[str, Any]]) -> None:
-    """Add this rank's rows of a group's tensors, by weight and key."""
+    """Read this rank's rows of a group's tensors into `state`, by weight and key."""
     found: dict[str, dict[int, Any]] = {}
     with ExitStack() as opened:
         for path in files:
@@ -111,10 +111,10 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dic
 
 
 def _first_rows(path: Path, metadata: Mapping[str, str] | None) -> dict[str, int]:
-    """By tensor of a file, the row of the weight with which it begins."""
+    """Read the first row of each tensor of a file from its metadata."""
     try:
         rows = json.loads((metadata or {}).get(_FIRST_ROWS, ""))
-    except (ValueError, RecursionError):  # a number of 5,000 digits is a ValueError, too
+    except (ValueError, RecursionError):  # a number of 5,000 digits raises ValueError, too
         rows = None
     if not isinstance(rows, dict) or not all(map(is_count, rows.values())):
         raise StateMismatchError(
@@ -125,7 +125,7 @@ def _first_rows(path: Path, metadata: Mapping[str, str] | None) -> dict[str, int
 
 
 def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
-    """Put together the rows of a tensor that belong to a weight on this rank."""
+    """Concatenate the rows of a tensor that this rank stores of a weight."""
     if isinstance(parts[0], torch.Tensor):
         return parts[0]
     if isinstance(weight, ShardedWeight):
@@ -133,7 +133,7 @@ def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
     else:
         start, stop = 0, max(first + part.get_shape()[0] for first, part in parts.items())
     if start == 0 and parts[0].get_shape()[0] == stop:
-        return _lying_as(parts[0][:], weight)  # which is read when it is used
+        return _lying_as(parts[0][:], weight)  # read on first use
     pieces, reached = [parts[0][:0]], start
     for first, part in sorted(parts.items()):
         last = first + part.get_shape()[0]
@@ -146,12 +146,12 @@ def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
 
 
 def _lying_as(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """As it lay before: the order in memory decides the last bits of vector loops."""
+    """Restore the memory layout: the order in memory decides the last bits of vectorized loops."""
     if rows.shape == weight.parameter.shape and not weight.parameter.is_contiguous():
         return torch.empty_like(weight.parameter, dtype=rows.dtype, device="cpu").copy_(rows)
     return rows
 
 
 def _has_rows(value: Any) -> bool:
-    # A tensor subclass (torchao's) goes into the header: its numbers are no rows.
+    # A tensor subclass (torchao's) goes into the header, because it can't be cut by rows.
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() > 0

@@ -1,4 +1,4 @@
-"""Checkpoints that ranks write together: rank 0 removes the manifest first, writes it last, and checks it for all."""
+"""Manifests of checkpoints that several ranks write. Rank 0 removes a manifest first, writes it last and checks it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,17 +24,17 @@ from slivertune.parallel.consistency.heartbeat import gather_objects, world_size
 from slivertune.parallel.layout import layout_of
 
 _LATEST = "latest"
-"""The file in which DeepSpeed names its newest checkpoint."""
+"""Name of the file in which DeepSpeed names its newest checkpoint."""
 
 
 def check_together(folder: str | Path) -> None:
-    """Refuse a folder that is not whole, on every rank. A collective; rank 0 reads the files.
+    """Refuse an incomplete folder on every rank. A collective; rank 0 reads the files.
 
     Args:
-        folder: A checkpoint, seen by every rank.
+        folder: A checkpoint, visible to every rank.
 
     Raises:
-        DamagedCheckpointError: On every rank, naming the file and the way out.
+        DamagedCheckpointError: On every rank; names the file and the way out.
     """
 
     def check() -> None:
@@ -45,27 +45,27 @@ def check_together(folder: str | Path) -> None:
 
 
 def write_together(folder: str | Path, entries: Mapping[str, Any] | None = None) -> None:
-    """Write the manifest of a folder in which nothing but a checkpoint lies. A collective: all ranks have written.
+    """Write the manifest of a folder that contains only a checkpoint, once all ranks have written. A collective.
 
     Args:
-        folder: Seen by rank 0.
-        entries: What else the manifest is to say.
+        folder: The folder, visible to rank 0.
+        entries: Additional entries of the manifest.
 
     Raises:
-        OSError: On every rank, if rank 0 could not.
+        OSError: On every rank, if rank 0 could not write.
     """
-    gather_objects(None, "completing a checkpoint")  # waits for all
+    gather_objects(None, "completing a checkpoint")  # waits for all ranks
     _do_on_first(lambda: write_manifest(folder, entries), OSError)
 
 
 @contextmanager
 def sealed(folder: str | Path) -> Iterator[None]:
-    """Write a checkpoint inside: its folder has no manifest until the block has ended well on every rank.
+    """Write a checkpoint in the block; write its manifest once the block has succeeded on every rank.
 
-    What the block has written is listed, and nothing that lay there before. A collective.
+    The manifest lists the files that the block has written, and no older ones. A collective.
 
     Args:
-        folder: Where the block writes.
+        folder: The folder that the block writes into.
 
     Raises:
         OSError: On every rank, if one failed, or rank 0 could not write the manifest; see `failing_together`.
@@ -82,7 +82,7 @@ def sealed(folder: str | Path) -> Iterator[None]:
     with failing_together(folder), explain_write_errors(folder):
         try:
             yield
-        except CheckpointException as error:  # of torch's distributed checkpoints; no Exception
+        except CheckpointException as error:  # of torch's distributed checkpoints; a BaseException, not an Exception
             raise OSError(f"{folder} could not be written ({error})") from error
 
     def end() -> None:
@@ -93,14 +93,14 @@ def sealed(folder: str | Path) -> Iterator[None]:
 
 @contextmanager
 def failing_together(target: Path) -> Iterator[None]:
-    """Where the block, which writes, fails on one rank, it fails on all. A collective.
+    """Fail on every rank if the block, which writes, fails on one. A collective.
 
     Args:
-        target: What is written.
+        target: File or folder that the block writes.
 
     Raises:
-        OSError: Naming the target and the ranks whose block failed. An error of this rank's own that names the target,
-            or is of another kind, is raised as it is; so is any on one process.
+        OSError: On every rank; names the target and the failed ranks. A rank raises its own error unchanged if the
+            error names the target or is no OSError, or if there is only one process.
     """
     failure: Exception | None = None
     try:
@@ -118,10 +118,10 @@ def failing_together(target: Path) -> Iterator[None]:
 
 
 def seal_states(accelerator: Any) -> None:
-    """Let `accelerator.save_state` end with a manifest, and `load_state` read nothing that does not agree with one.
+    """Let `accelerator.save_state` write a manifest at its end, and `load_state` check it first.
 
     Args:
-        accelerator: `accelerate.Accelerator`; the two methods are overridden, on this instance.
+        accelerator: `accelerate.Accelerator`; both methods are overridden on this instance.
     """
     if hasattr(accelerator, "_slivertune_sealed"):
         return
@@ -132,12 +132,12 @@ def seal_states(accelerator: Any) -> None:
         if accelerator.project_configuration.automatic_checkpoint_naming:
             folder = Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{accelerator.save_iteration}"
             if folder.exists():
-                return own_save(output_dir, *args, **kwargs)  # which says that it may not be there
+                return own_save(output_dir, *args, **kwargs)  # raises, because the folder exists
             saved = own_save(output_dir, *args, **kwargs)
             write_together(folder)
             return saved
         if output_dir is None:
-            return own_save(output_dir, *args, **kwargs)  # which says what is missing
+            return own_save(output_dir, *args, **kwargs)  # its error names the missing argument
         with sealed(output_dir):
             return own_save(output_dir, *args, **kwargs)
 
@@ -145,7 +145,7 @@ def seal_states(accelerator: Any) -> None:
     def load_state(input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         folder = _state_folder(accelerator, input_dir)
         if folder is None:
-            return own_load(input_dir, *args, **kwargs)  # which says what is missing
+            return own_load(input_dir, *args, **kwargs)  # its error names the missing argument
         check_together(folder)
         check_form(folder, layout_of(accelerator))
         try:
@@ -163,7 +163,7 @@ def seal_states(accelerator: Any) -> None:
 
 @contextmanager
 def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
-    """Inside, `load_state` takes what ranks under FSDP2 have saved also where no rank holds a shard.
+    """Let `load_state` read a checkpoint of FSDP2's ranks in the block, even if no rank holds a shard.
 
     Args:
         accelerator: Its hooks read HiFT's and SFT's state.
@@ -193,8 +193,8 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
         models.clear()
 
     hook = accelerator.register_load_state_pre_hook(read_weights)
-    load_first(accelerator, hook)  # weights first, and then what trains them
-    # What FSDP2 keeps of the optimizer is a placeholder, in a form of its own.
+    load_first(accelerator, hook)  # weights first, then the optimizers that train them
+    # FSDP2's optimizer file holds only a placeholder, in a form of its own.
     prepared.clear()
     try:
         yield
@@ -204,10 +204,10 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
 
 
 def seal_engine(engine: Any) -> None:
-    """Let `engine.save_checkpoint` end with a manifest, and `load_checkpoint` open nothing that doesn't agree with one.
+    """Let `engine.save_checkpoint` write a manifest at its end, and `load_checkpoint` check it first.
 
     Args:
-        engine: DeepSpeed's; the two methods are overridden, on this instance.
+        engine: DeepSpeed's engine; both methods are overridden on this instance.
     """
     own_save, own_load = engine.save_checkpoint, engine.load_checkpoint
 
@@ -234,7 +234,7 @@ def seal_engine(engine: Any) -> None:
                 path.write_text(name, encoding="utf-8")
 
         if save_latest:
-            # After the manifest: it is to name a whole checkpoint at any time.
+            # After the manifest, so that it always names a complete checkpoint.
             _do_on_first(point, OSError)
         return saved
 
@@ -259,10 +259,10 @@ def _state_folder(accelerator: Any, asked: str | None) -> Path | None:
 
 
 def _latest(folder: Path) -> str | None:
-    """DeepSpeed's newest checkpoint; None where nothing was saved, of which DeepSpeed says so.
+    """Name DeepSpeed's newest checkpoint. None if nothing was saved; DeepSpeed then reports it.
 
     Raises:
-        DamagedCheckpointError: If there are checkpoints, and no word of which is the newest.
+        DamagedCheckpointError: If there are checkpoints, but no record of the newest.
     """
     path = folder / _LATEST
     if path.is_file():
@@ -281,13 +281,13 @@ def _latest(folder: Path) -> str | None:
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """What differs between a file that was written again and one that was not."""
+    """Collect inode, time (ns) and size (bytes) of each file; they change if the file is written again."""
     facts = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
     return {path: (each.st_ino, each.st_mtime_ns, each.st_size) for path, each in facts.items()}
 
 
 def _do_on_first(do: Callable[[], None], kind: type[Exception]) -> None:
-    """Let rank 0 do something; all fail where it does. A collective."""
+    """Run a function on rank 0; fail on every rank if it fails. A collective."""
     failure = ""
     if world_size() == 1 or dist.get_rank() == 0:
         try:

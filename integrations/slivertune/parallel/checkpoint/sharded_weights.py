@@ -1,4 +1,4 @@
-"""Weights that FSDP2's ranks have saved, read by one process, or by ranks that hold whole weights (DDP)."""
+"""Weights that FSDP2's ranks have saved, read by one process or by ranks with whole weights (DDP)."""
 
 import warnings
 from pathlib import Path
@@ -11,15 +11,15 @@ from slivertune.core.saved_state import load_dictionary
 
 _SHARDED = "pytorch_model_fsdp_0"
 _WHOLE = "pytorch_model_fsdp.bin"
-# The name under which accelerate puts the model's tensors into torch's distributed checkpoint.
+# Prefix under which accelerate stores the model's tensors in torch's distributed checkpoint.
 _PREFIX = "model."
 
 
 def holds_sharded_weights(folder: str | Path) -> bool:
-    """Whether the weights of a checkpoint are in the form that FSDP alone reads.
+    """Return whether the weights of a checkpoint are in the form that only FSDP reads.
 
     Args:
-        folder: Of `accelerator.save_state`, or a Trainer's checkpoint.
+        folder: A folder of `accelerator.save_state`, or a Trainer's checkpoint.
     """
     folder = Path(folder)
     is_plain = any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
@@ -27,17 +27,17 @@ def holds_sharded_weights(folder: str | Path) -> bool:
 
 
 def check_form(folder: str | Path, layout: Layout) -> None:
-    """Refuse a checkpoint in a form that a layout does not read, or would read the weights of without their state.
+    """Refuse a checkpoint whose form a layout can't read, or whose weights it would read without their state.
 
     Args:
-        folder: Of `accelerator.save_state`, or a Trainer's checkpoint.
-        layout: The one at hand.
+        folder: A folder of `accelerator.save_state`, or a Trainer's checkpoint.
+        layout: The layout of this run.
 
     Raises:
-        ValueError: Naming the way out.
+        ValueError: If the layout does not match; names the way out.
     """
     folder = Path(folder)
-    # The names that accelerate and the Trainer give DeepSpeed.
+    # The names that accelerate and the Trainer give to DeepSpeed's folders.
     is_deepspeeds = (folder / "pytorch_model").is_dir() or any(each.is_dir() for each in folder.glob("global_step*"))
     if layout.startswith("zero"):
         if not is_deepspeeds:
@@ -58,11 +58,11 @@ def check_form(folder: str | Path, layout: Layout) -> None:
 
 
 def load_sharded_weights(model: nn.Module, folder: str | Path) -> None:
-    """Load the weights that ranks under FSDP2 have saved into a model that holds whole ones.
+    """Load the weights that FSDP2's ranks have saved into a model with whole weights.
 
     Args:
-        model: On any device, not sharded.
-        folder: A checkpoint for which `holds_sharded_weights`; torch reads its index by `pickle`.
+        model: The model on any device, not sharded.
+        folder: A checkpoint for which `holds_sharded_weights` is true; torch reads its index by `pickle`.
 
     Raises:
         ValueError: If the checkpoint is of another model.
@@ -90,7 +90,7 @@ def load_sharded_weights(model: nn.Module, folder: str | Path) -> None:
             )
     loaded = {name: tensors[name].detach() for name in found}
     with warnings.catch_warnings():
-        # It says so itself where there is one process; each rank reads all of it where there are several.
+        # torch warns if there is one process; if there are several, each rank reads the whole checkpoint.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load({"model": loaded}, storage_reader=reader, no_dist=True)
     for name in found:
@@ -99,7 +99,7 @@ def load_sharded_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def _check_names(folder: Path, tensors: dict[str, torch.Tensor], found: set[str]) -> None:
-    """Tied weights may be saved under one of their names."""
+    """Refuse a checkpoint of another model. Tied weights may be saved under only one of their names."""
     reached = {tensors[name].data_ptr() for name in found if name in tensors}
     missing = sorted(name for name, each in tensors.items() if name not in found and each.data_ptr() not in reached)
     unknown = sorted(found - tensors.keys())

@@ -1,7 +1,7 @@
-"""A method's state in a folder of its own, beside what accelerate or the Trainer write; any number of ranks read it.
+"""A method's state in its own folder, beside the files of accelerate or the Trainer. Any number of ranks can read it.
 
-Programs that save an optimizer know states by parameter and of fixed shapes, gather them on one rank, or load all of
-them onto the GPU, where they have no room. So several ranks show them a placeholder, and keep the state here.
+Programs that save an optimizer expect state per parameter in fixed shapes. They gather it on one rank, or load all of
+it onto the GPU, where it does not fit. On several ranks they see a placeholder instead, and the state is stored here.
 """
 
 import weakref
@@ -25,22 +25,22 @@ _FILE = "state.pt"
 
 
 class Sidecar:
-    """How the state of a method lies in its folder, which has the method's name inside a checkpoint.
+    """Form of a method's state in its folder. A checkpoint has this folder under the method's name.
 
-    This one: what `Sliver.whole_state` returns, the same on every rank, in a file that rank 0 writes.
+    This class stores the result of `Sliver.whole_state`, the same on every rank, in one file that rank 0 writes.
 
     Args:
-        optimizer: Of a method whose state is not shared out.
+        optimizer: Optimizer of a method whose state is not sharded.
     """
 
     def __init__(self, optimizer: Sliver) -> None:
         self._optimizer: Any = optimizer
 
     def check_target(self, folder: Path) -> None:
-        """Check that nothing of others' would be lost if the folder were replaced.
+        """Check that replacing the folder would lose no files of others.
 
         Raises:
-            FileExistsError: If the folder holds other things.
+            FileExistsError: If the folder holds other files.
         """
         paths = folder.iterdir() if folder.is_dir() else ()
         others = [path.name for path in paths if path.name not in (_FILE, MANIFEST_NAME) and not is_partial(path)]
@@ -51,12 +51,12 @@ class Sidecar:
             )
 
     def write(self, folder: Path) -> None:
-        """Write what this rank has to write; called on every rank. Here: the state, on rank 0."""
+        """Write this rank's part; every rank calls it. This class writes the state on rank 0."""
         if world_size() == 1 or dist.get_rank() == 0:
             torch.save(self._optimizer.whole_state(), folder / _FILE)
 
     def read(self, folder: Path) -> None:
-        """Continue from what is there.
+        """Continue from the state in a folder.
 
         Raises:
             ValueError: If the state is of another model, pretrained value or setting, or is damaged.
@@ -81,7 +81,7 @@ _sidecars: dict[str, Callable[[Any], Sidecar]] = {"hift": _hift_sidecar}
 
 
 def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
-    """The sidecar of a method.
+    """Return the sidecar of a method.
 
     Args:
         optimizer: HiFT or SFT, or accelerate's wrapper of it.
@@ -94,22 +94,22 @@ def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
 
 
 def register_sidecar(method: str, sidecar: Callable[[Any], Sidecar]) -> None:
-    """Let a method of another package write its state in another way than `Sidecar` itself does.
+    """Register a sidecar for another package's method whose state `Sidecar` itself can't store.
 
     Args:
         method: `Sliver.method`.
-        sidecar: Makes the sidecar of an optimizer of that method.
+        sidecar: Function that makes the sidecar of an optimizer of that method.
     """
     _sidecars[method] = sidecar
 
 
 def keep_sidecar(accelerator: Any, optimizer: Sliver) -> None:
-    """Let `accelerator.save_state` and `load_state` carry the folder.
+    """Let `accelerator.save_state` and `load_state` save and load the sidecar folder.
 
     Args:
         accelerator: `accelerate.Accelerator`.
-        optimizer: Writes it where several ranks need it; elsewhere all is in the optimizer's own file, and a folder
-            that such ranks have written is read. The accelerator's hooks don't keep it alive.
+        optimizer: Writes the folder if several ranks need it. Otherwise its own file holds everything, and a folder of
+            several ranks is still read. The accelerator's hooks don't keep it alive.
     """
     held = weakref.ref(optimizer)
 
@@ -134,19 +134,19 @@ def keep_sidecar(accelerator: Any, optimizer: Sliver) -> None:
 
 
 def _folder_name(accelerator: Any, optimizer: Sliver | None) -> str | None:
-    """Name the folder of an optimizer: its method, and a number from the accelerator's second of that method on.
+    """Name the folder of an optimizer: its method, with a number from the second optimizer of that method on.
 
     Args:
         accelerator: `accelerate.Accelerator`.
-        optimizer: Was prepared with it; None if it is gone.
+        optimizer: Optimizer prepared by the accelerator; None if it was garbage-collected.
 
     Returns:
-        None if the accelerator has let it go (`free_memory`).
+        The name; None if the optimizer is gone, or the accelerator has released it (`free_memory`).
     """
     prepared = [getattr(each, "optimizer", each) for each in prepared_optimizers(accelerator)]
     if optimizer is None:
         return None
-    if not prepared:  # while a checkpoint of several ranks is read on one
+    if not prepared:  # while one process reads a checkpoint of several ranks
         return optimizer.method
     alike = [each for each in prepared if isinstance(each, Sliver) and each.method == optimizer.method]
     place = next((index for index, each in enumerate(alike) if each is optimizer), None)
@@ -154,14 +154,14 @@ def _folder_name(accelerator: Any, optimizer: Sliver | None) -> str | None:
 
 
 def save_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Write the state of HiFT or SFT. A collective: every rank calls it with the same folder, which all ranks see.
+    """Write the state of HiFT or SFT. A collective: every rank passes the same folder, visible to all ranks.
 
     Args:
         optimizer: HiFT or SFT, or accelerate's wrapper of it.
-        folder: Where the state is to lie; an older folder is replaced once the new one is whole.
+        folder: The folder of the state; an older folder is replaced once the new one is complete.
 
     Raises:
-        FileExistsError: If the folder holds other things, which would be lost (SFT).
+        FileExistsError: If the folder holds other files, which would be lost (SFT).
         OSError: On every rank, if one could not write.
         ValueError: If the state holds objects that could not be loaded again.
         TypeError: If it is another optimizer.
@@ -172,14 +172,14 @@ def save_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Continue from what `save_state` wrote, by any number of ranks. A collective: every rank calls it.
+    """Continue from a folder of `save_state`, on any number of ranks. A collective: every rank calls it.
 
     Args:
         optimizer: HiFT or SFT, or accelerate's wrapper of it; built as in the run that saved.
-        folder: As given to `save_state`, seen by every rank.
+        folder: The folder given to `save_state`, visible to every rank.
 
     Raises:
-        ValueError: If the folder is not whole, or the state is of another model, grouping, selection or optimizer.
+        ValueError: If the folder is incomplete, or the state is of another model, grouping, selection or optimizer.
         TypeError: If it is another optimizer.
     """
     recover(Path(folder))
@@ -188,17 +188,17 @@ def load_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 
 def read_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """As `load_state`, from a folder in a checkpoint that was found to be whole."""
+    """Continue as `load_state` does, from a folder in a checkpoint that was already checked."""
     sidecar_of(optimizer).read(Path(folder))
     check_agreement({"updates of the state that was loaded": unwrapped(optimizer).updates})
 
 
 def unwrapped(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] = Sliver) -> Any:
-    """The optimizer itself, out of accelerate's wrapper.
+    """Unwrap the optimizer from accelerate's wrapper.
 
     Args:
-        optimizer: What `slivertune.prepare` returned, or what it was given.
-        kind: What it has to be.
+        optimizer: The optimizer before or after `slivertune.prepare`.
+        kind: Required type.
 
     Raises:
         TypeError: If it is another optimizer.
@@ -211,10 +211,10 @@ def unwrapped(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
 
 
 def check_plain(value: Any) -> None:
-    """Refuse tensors where plain values belong, whose comparison would fail or give tensors.
+    """Refuse tensors in place of plain values; comparing them would fail or return tensors.
 
     Raises:
-        TypeError: If there is one.
+        TypeError: If there is a tensor.
     """
     if isinstance(value, torch.Tensor):
         raise TypeError("a tensor instead of a plain value")
@@ -223,7 +223,7 @@ def check_plain(value: Any) -> None:
 
 
 def check_by_name(value: Any) -> None:
-    """Refuse what is no state by name of the weight, of values by key: a tensor there raises errors of many types.
+    """Refuse a state that is no dictionary of dictionaries (weight, key); a tensor there raises errors of many types.
 
     Raises:
         TypeError: If it is something else.
@@ -234,14 +234,14 @@ def check_by_name(value: Any) -> None:
 
 
 def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
-    """Let every rank write into one folder, which takes its name, with its manifest, when all are done. A collective.
+    """Let every rank write into one folder, which gets its name and its manifest when all are done. A collective.
 
     Args:
         target: The folder; an older one is replaced.
-        write: Called by every rank with the folder to write into.
+        write: Function that every rank calls with the folder to write into.
 
     Raises:
-        OSError: On every rank, if one failed; what was at `target` is as before. See `failing_together`.
+        OSError: On every rank, if one failed; `target` is then unchanged. See `failing_together`.
     """
     is_first = world_size() == 1 or dist.get_rank() == 0
     partial: Path | None = None
@@ -252,7 +252,7 @@ def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
         folder = next(each for each in gather_objects(partial, "saving a checkpoint") if each is not None)
         with failing_together(target), explain_write_errors(target):
             write(folder)
-        # Inside: a folder without its manifest must not take the older one's place.
+        # Inside the block: a folder without its manifest must not replace the older one.
         with failing_together(target), explain_write_errors(target):
             if is_first:
                 write_manifest(folder)

@@ -1,1 +1,1 @@
-"""Whether all ranks train the same: compared before training and between steps, looked up when a collective fails."""
+"""Comparison of the ranks before training and between steps, and explanation of failed collectives."""

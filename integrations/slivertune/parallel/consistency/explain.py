@@ -1,4 +1,4 @@
-"""Lets the collectives of engines, in the midst of their own methods, say which rank is missing when they fail."""
+"""Overrides of an engine's methods, so that a failed collective inside them names the missing rank."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,13 +10,13 @@ _COMPARE = "_slivertune_compare"
 
 
 def explain(owner: Any, method: str, doing: str | Callable[[], str], heartbeat: Heartbeat | None = None) -> None:
-    """Override a method, on this instance: a collective that fails in it is explained, other errors stay as they are.
+    """Override a method on this instance, so that a failed collective in it is explained; other errors stay unchanged.
 
     Args:
-        owner: An engine, an Accelerator, a model.
-        method: Its name.
-        doing: What it does, for the message.
-        heartbeat: Its notes tell who is missing; those of whatever was prepared last, by default.
+        owner: An engine, an Accelerator or a model.
+        method: Name of the method.
+        doing: Description of the method, for the message.
+        heartbeat: Its notes name the missing ranks; the heartbeat made last by default.
     """
     original = getattr(owner, method)
 
@@ -30,7 +30,7 @@ def explain(owner: Any, method: str, doing: str | Callable[[], str], heartbeat: 
 
 
 def explain_saving(accelerator: Any) -> None:
-    """Name who is missing when a save or load of an Accelerator fails.
+    """Name the missing ranks when an Accelerator's save or load fails.
 
     Args:
         accelerator: `accelerate.Accelerator`.
@@ -46,10 +46,10 @@ def explain_saving(accelerator: Any) -> None:
 
 
 def explain_engine(engine: Any) -> None:
-    """Name who is missing when one of a DeepSpeed engine's own collectives fails.
+    """Name the missing ranks when one of a DeepSpeed engine's own collectives fails.
 
     Args:
-        engine: Its methods are overridden, on this instance.
+        engine: The engine; its methods are overridden on this instance.
     """
     for method, doing in (
         ("forward", "in a forward pass"),
@@ -63,12 +63,12 @@ def explain_engine(engine: Any) -> None:
 
 
 def call_before(owner: Any, method: str, first: Callable[[], None]) -> None:
-    """Override a method, on this instance: something is called before it.
+    """Override a method on this instance, so that a function is called before it.
 
     Args:
-        owner: An engine, an Accelerator.
-        method: Its name.
-        first: What is called; an error of it keeps the method from being called.
+        owner: An engine or an Accelerator.
+        method: Name of the method.
+        first: Function to call; if it raises, the method is not called.
     """
     original = getattr(owner, method)
 
@@ -81,11 +81,11 @@ def call_before(owner: Any, method: str, first: Callable[[], None]) -> None:
 
 
 def compare_when_saving(accelerator: Any, compare: Callable[[], None]) -> None:
-    """Compare the ranks where their work is kept: before `save_state` writes, and in `end_training`.
+    """Compare the ranks before their work is saved: before `save_state` writes, and in `end_training`.
 
     Args:
-        accelerator: `accelerate.Accelerator`; `end_training` is overridden, on this instance.
-        compare: Raises on every rank where they have drifted apart. A collective.
+        accelerator: `accelerate.Accelerator`; `end_training` is overridden on this instance.
+        compare: Raises on every rank if the ranks have diverged. A collective.
     """
 
     def compare_ranks() -> None:
@@ -98,7 +98,7 @@ def compare_when_saving(accelerator: Any, compare: Callable[[], None]) -> None:
 
 
 def compare_now(accelerator: Any) -> None:
-    """Compare the ranks, if this Accelerator has prepared what is to be compared. A collective.
+    """Compare the ranks, if this Accelerator has prepared a comparison. A collective.
 
     Args:
         accelerator: `accelerate.Accelerator`.

@@ -1,7 +1,7 @@
-"""What ranks tell each other before they share anything: where each is, in a message whose size never differs.
+"""Headers: messages of constant size in which ranks compare their positions before they exchange anything else.
 
-Ranks that got out of step would otherwise average the gradients of different layers wherever their sizes happen to
-agree, and abort where they don't.
+Otherwise, ranks that are out of step would average gradients of different layers if the sizes happen to match, and
+abort if they don't.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Stage(IntEnum):
-    """What a rank is about to do together with the others."""
+    """Joint action that a rank is about to begin."""
 
     FORWARD = 0
     GRADIENT_SYNC = 1
@@ -27,35 +27,35 @@ TEXTS: Mapping[int, str] = {
     Stage.COMPARING: "comparing weights and settings",
     Stage.SAVING: "saving or ending the training",
 }
-"""The stages, for messages."""
+"""Descriptions of the stages, for messages."""
 
 NO_GROUP = -1
-"""The group of a method that has none."""
+"""Group number of a method without groups."""
 
 UNKNOWN = -1
-"""Where it is not known yet whether there are gradients, or which batch is the last."""
+"""Value of `gradients` or `last_batch` if it is not known yet."""
 
 
 class Header(NamedTuple):
-    """Where a rank is; integers alone, the same number of them whatever the rank does."""
+    """Position of a rank in the run; always the same number of integers."""
 
     stage: int
-    """What it is about to do, a `Stage`."""
+    """`Stage` that the rank is about to begin."""
     update: int
-    """Updates applied so far."""
+    """Number of updates applied so far."""
     group: int = NO_GROUP
-    """The group that trains."""
+    """Index of the active group."""
     skipped: int = 0
-    """Steps that passed without an update."""
+    """Number of steps without an update."""
     gradients: int = UNKNOWN
-    """Whether the group has a gradient, 0 or 1."""
+    """Whether the active group has a gradient, 0 or 1."""
     last_batch: int = UNKNOWN
     """Whether the loader has given its last batch, 0 or 1."""
     settings: int = 0
-    """A `short_hash` of the learning rates and other hyperparameters of the coming update."""
+    """`short_hash` of the learning rates and other hyperparameters of the coming update."""
 
     def text(self) -> str:
-        """For messages."""
+        """Describe the position for messages."""
         place = f"{TEXTS[self.stage]} at update {self.update}"
         if self.group != NO_GROUP:
             place += f", group {self.group}"
@@ -69,10 +69,10 @@ class Header(NamedTuple):
 
 
 def find_difference(headers: Sequence[Header]) -> str | None:
-    """What to say where ranks are not at the same place; None where they are. Settings are not looked at.
+    """Describe how the ranks' positions differ; None if they agree. Settings are ignored.
 
     Args:
-        headers: Of all ranks.
+        headers: Headers of all ranks.
     """
     places = [header._replace(settings=0) for header in headers]
     if all(place == places[0] for place in places):
@@ -85,13 +85,13 @@ def find_difference(headers: Sequence[Header]) -> str | None:
 
 
 def short_hash(settings: Mapping[str, object]) -> int:
-    """A hash of plain values that fits into a header.
+    """Hash plain values to an integer that fits into a header.
 
     Args:
-        settings: By name.
+        settings: Values by name.
 
     Returns:
-        Less than 2^63.
+        A hash below 2^63.
     """
     summary = hashlib.blake2b(repr(sorted(settings.items())).encode(), digest_size=8)
     return int.from_bytes(summary.digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""Whether all ranks do the same: compared before training, once a cycle, and looked up when a collective fails."""
+"""Comparison of the ranks before training and once per cycle, and lookup of missing ranks when a collective fails."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _EXPLAINED = "_slivertune_explained"
 _Value = TypeVar("_Value")
 
 _LOOKUP_TIMEOUT = timedelta(seconds=5)
-"""How long to wait for the word of a rank when a collective has failed."""
+"""Timeout for looking up a rank's note after a collective has failed."""
 
 _SETTLING_SECONDS = 0.2
-"""A process that dies closes its connections a moment before it counts as dead."""
+"""Seconds before a lookup: a dying process closes its connections shortly before it counts as dead."""
 
 
 def world_size() -> int:
-    """Processes that train together; 1 where nothing was initialised."""
+    """Return the number of processes that train together; 1 if torch.distributed is not initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def check_agreement(facts: Mapping[str, object]) -> None:
-    """Compare what every rank must share. A collective: all ranks call it together.
+    """Compare values that all ranks must share. A collective: all ranks call it together.
 
     Args:
         facts: Values by name, compared in the form of `comparable`.
 
     Raises:
-        ValueError: On every rank, naming the first fact that differs and its value on each rank.
-        RuntimeError: If a rank has died, or did not come within the process group's timeout.
+        ValueError: On every rank; names the first fact that differs and its value on each rank.
+        RuntimeError: If a rank has died, or exceeded the process group's timeout.
     """
     facts = {key: comparable(value) for key, value in facts.items()}
     name, by_rank = next(_differences(facts, "comparing settings"), ("", ""))
@@ -62,7 +62,7 @@ def check_agreement(facts: Mapping[str, object]) -> None:
 
 
 def _differences(values: Mapping[str, object], doing: str) -> Iterator[tuple[str, str]]:
-    """Names of the values that differ between ranks, and what each rank has. A collective."""
+    """Yield the name of each value that differs between ranks, and its value on each rank. A collective."""
     gathered = gather_objects(values, doing)
     for name in dict.fromkeys(name for each in gathered for name in each):
         own = [each.get(name) for each in gathered]
@@ -72,17 +72,17 @@ def _differences(values: Mapping[str, object], doing: str) -> Iterator[tuple[str
 
 
 def gather_objects(value: _Value, doing: str) -> list[_Value]:
-    """What every rank has. A collective.
+    """Gather one object from every rank. A collective.
 
     Args:
-        value: This rank's; picklable.
-        doing: What it is for, should it fail.
+        value: This rank's object; picklable.
+        doing: Purpose of the collective, for its error.
 
     Returns:
-        By rank; the value alone on one process.
+        The objects by rank; only this value on one process.
 
     Raises:
-        RuntimeError: If it fails, with where each rank was last seen.
+        RuntimeError: If it fails; says where each rank was last seen.
     """
     if world_size() == 1:
         return [value]
@@ -94,11 +94,11 @@ def gather_objects(value: _Value, doing: str) -> list[_Value]:
 
 @contextmanager
 def guard(doing: str, *, computes: bool = False) -> Iterator[None]:
-    """As `Heartbeat.guard`, with the notes of whatever was prepared last.
+    """Run a collective as `Heartbeat.guard` does, with the notes of the heartbeat made last.
 
     Args:
-        doing: What the collective is for.
-        computes: Whether other work is done beside it, whose errors are to stay as they are.
+        doing: Purpose of the collective.
+        computes: Whether the block does other work, too, whose errors stay unchanged.
     """
     latest = Heartbeat.latest
     if latest is None or world_size() == 1 or latest.store is not default_store():
@@ -108,21 +108,21 @@ def guard(doing: str, *, computes: bool = False) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Keeps track of where this rank is in the run, so that a collective that fails can say who is missing.
+    """Records this rank's position in the run, so that a failed collective can name the missing ranks.
 
-    Notes go to the process group's store, one small message an update; nothing is written on one process.
+    Notes go to the process group's store, one small message per update. One process writes nothing.
 
     Args:
-        name: What the notes are about; each instance of a run needs its own.
+        name: Subject of the notes; unique for each instance in a run.
     """
 
     latest: ClassVar[Heartbeat | None] = None
-    """What was made last; of an earlier process group, perhaps."""
+    """Heartbeat made last, possibly for an earlier process group."""
 
     def __init__(self, name: str) -> None:
         self._prefix = f"slivertune/{name}"
         self.store: Any = None
-        """Of the process group; None on one process."""
+        """Store of the process group; None on one process."""
         self._group: Any = None
         self._own = "at the start"
         self._first = ""
@@ -136,8 +136,8 @@ class Heartbeat:
         """Note that this rank works on an update.
 
         Args:
-            update: Updates applied so far.
-            what: The group, or the phase.
+            update: Number of updates applied so far.
+            what: The group or the phase.
         """
         self._own = f"at update {update}, {what}"
         if self.store is not None:
@@ -146,34 +146,34 @@ class Heartbeat:
 
     @contextmanager
     def guard(self, doing: str, *, computes: bool = False) -> Iterator[None]:
-        """Do a collective; if it fails, say which ranks are somewhere else.
+        """Run a collective; if it fails, name the ranks at other positions.
 
         Args:
-            doing: What the collective is for, as in "averaging the gradients of group 2".
-            computes: Whether other work is done beside it, whose errors are to stay as they are.
+            doing: Purpose of the collective, as in "averaging the gradients of group 2".
+            computes: Whether the block does other work, too, whose errors stay unchanged.
 
         Raises:
-            RuntimeError: If it failed or timed out, with where each rank was last seen.
+            RuntimeError: If it failed or timed out; says where each rank was last seen.
         """
         try:
             yield
         except RuntimeError as error:
-            # Gloo has no class of errors of its own; its messages begin with the file that they come from.
+            # Gloo has no error class of its own; its messages begin with the path of a source file.
             is_of_a_collective = isinstance(error, dist.DistError) or "gloo/" in str(error)
             if self.store is None or hasattr(error, _EXPLAINED) or (computes and not is_of_a_collective):
                 raise
             raise _explained(f"rank {dist.get_rank()} failed {doing}: {self._explain()} ({error})") from error
 
     def meet(self, header: Header, settings: Mapping[str, object] | None = None) -> None:
-        """Check that all ranks are at the same place, before they share anything. A collective of fixed size.
+        """Check that all ranks are at the same position before they exchange anything else. A fixed-size collective.
 
         Args:
-            header: Where this rank is.
-            settings: What the coming update applies, by name; plain values, compared by their hash.
+            header: Position of this rank.
+            settings: Settings of the coming update by name; plain values, compared by their hash.
 
         Raises:
-            RuntimeError: On every rank, saying where each is or which setting differs; or if a rank has died, or did
-                not come within the process group's timeout.
+            RuntimeError: On every rank, with each rank's position or the setting that differs; or if a rank has died or
+                exceeded the process group's timeout.
         """
         if self.store is None:
             return
@@ -182,13 +182,13 @@ class Heartbeat:
         own = torch.tensor(header._replace(settings=short_hash(settings or {})), dtype=torch.int64, device="cpu")
         rows = own.new_empty(world_size(), own.numel())
         if self._group is None:
-            # Of gloo: the host waits in it, not the device, and it fails with an error. Of its own, so that no rank
-            # takes what another sends here for a part of an engine's collective.
+            # A gloo group: the host blocks in it, not the device, and it fails with an error. It is separate, so that
+            # no rank mistakes this message for part of an engine's collective.
             with self.guard("making a process group"):
                 self._group = dist.new_group(backend="gloo", timeout=timeout_of(default_group()))
         with self.guard(TEXTS[header.stage]):
             dist.all_gather(list(rows), own, group=self._group)
-        if not self._first and dist.get_rank() != 0:  # by now every rank has said who it is
+        if not self._first and dist.get_rank() != 0:  # by now every rank has stored its identity
             self._first = self._look_up(f"{self._prefix}/process/0") or ""
         if bool((rows == own).all()):
             return
@@ -203,14 +203,14 @@ class Heartbeat:
         self._compare(settings or {}, "comparing settings", "set it on every rank alike; the update was not made")
 
     def compare(self, fingerprint: Mapping[str, object], header: Header | None = None) -> None:
-        """Check that no rank has drifted. A collective: all ranks call it together, with the same names.
+        """Check that no rank has diverged. A collective: all ranks call it together, with the same names.
 
         Args:
-            fingerprint: Plain values by name; cheap to make, such as a `digest` of positions.
-            header: Where this rank is, checked first.
+            fingerprint: Plain values by name; cheap to compute, such as a `digest` of positions.
+            header: Position of this rank, checked first.
 
         Raises:
-            RuntimeError: On every rank, naming what differs and its value on each rank.
+            RuntimeError: On every rank; names the value that differs and shows it for each rank.
         """
         if self.store is None:
             return
@@ -248,15 +248,15 @@ class Heartbeat:
             self.store.wait([key], _LOOKUP_TIMEOUT)
             return str(self.store.get(key).decode())
         except RuntimeError:
-            # The store's own rank is gone, or that rank never came so far.
+            # Rank 0, which serves the store, is gone, or the other rank has never written the note.
             return None
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A short hash of some tensors' names and bits.
+    """Hash the names and bits of some tensors.
 
     Args:
-        tensors: By name; copied to the host, so keep them few or small.
+        tensors: Tensors by name. They are copied to the host, so keep them few or small.
 
     Returns:
         16 hexadecimal digits.
@@ -269,9 +269,9 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def comparable(value: Any) -> object:
-    """A setting in a form that ranks can send and compare: tensors by their content, other objects by their text.
+    """Convert a setting to a form that ranks can send and compare.
 
-    Of tensors by name there is a hash.
+    A tensor becomes its content, a dictionary of tensors a hash, and any other object its text.
     """
     if isinstance(value, torch.Tensor):
         return value.tolist()
@@ -283,14 +283,14 @@ def comparable(value: Any) -> object:
 
 
 def _explained(message: str) -> RuntimeError:
-    """An error that guards further out leave as it is."""
+    """Make an error that outer guards leave unchanged."""
     error = RuntimeError(message)
     setattr(error, _EXPLAINED, True)
     return error
 
 
 def _is_of_rank_0(store: Any) -> bool:
-    """Whether a store ends with rank 0: not torchrun's, which lives in its agent, and not a file."""
+    """Return whether rank 0 serves the store. False for torchrun's store, which its agent serves, and for a file."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     is_in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

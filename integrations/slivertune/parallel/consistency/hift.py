@@ -1,4 +1,4 @@
-"""Keeps ranks that train with HiFT together: the same settings in every step, the same weights in every cycle."""
+"""Comparison of ranks that train with HiFT: settings before every step, weights in every cycle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,16 @@ from slivertune.parallel.consistency.heartbeat import Heartbeat, comparable
 
 
 class ConsistencyCheck:
-    """Notes where this rank is, and compares the ranks, as long as the optimizer lives.
+    """Records this rank's position and compares the ranks for the lifetime of the optimizer.
 
-    Before every step: where they are and what they apply. At the end of every cycle, and whenever `compare` is called:
-    what came out of it.
+    Before every step it compares positions and settings. At the end of every cycle, and on every call of `compare`, it
+    compares the results.
 
     Args:
         hift: The optimizer that steps on every rank.
-        heartbeat: Where to note.
-        with_weights: Whether every rank holds the same whole weights, whose bits are compared too.
-        after_step: Called after each step.
+        heartbeat: Heartbeat that records the position.
+        with_weights: Whether every rank holds the same whole weights, whose bits are compared, too.
+        after_step: Function called after each step.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class ConsistencyCheck:
         self._note()
 
     def meet(self, stage: Stage) -> None:
-        """Check that every rank is about to do the same at the same update and group. A collective.
+        """Check that every rank is about to begin the same stage at the same update and group. A collective.
 
         Args:
-            stage: What this rank is about to do.
+            stage: Stage that this rank is about to begin.
 
         Raises:
-            RuntimeError: On every rank, saying where each is.
+            RuntimeError: On every rank; says where each is.
         """
         self._heartbeat.meet(header_of(self._hift, stage))
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Compare everything that all ranks must have alike, wherever the cycle stands. A collective.
+        """Compare all values that must agree between ranks, at any point of the cycle. A collective.
 
         Raises:
-            RuntimeError: On every rank, naming what differs, each weight by its name.
+            RuntimeError: On every rank; names the value or weight that differs.
         """
         fingerprint = self._fingerprint()
         if self._with_weights:
@@ -92,7 +92,7 @@ class ConsistencyCheck:
             self._heartbeat.compare(fingerprint, header_of(self._hift, Stage.COMPARING))
 
     def _sum_of_bits(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Of what the device holds of a weight: itself, or the codes that it waits in."""
+        """Sum the bits that the device holds of a weight: the weight itself, or its codes if it is quantised."""
         waiting = self._hift.waiting_weight(parameter)
         if waiting is None:
             return sum_of_bits(parameter)
@@ -114,12 +114,12 @@ class ConsistencyCheck:
 
 
 def header_of(hift: HiFT, stage: Stage, is_reached: bool | None = None) -> Header:
-    """Where this rank is.
+    """Make the header of this rank.
 
     Args:
         hift: The optimizer.
-        stage: What the rank is about to do.
-        is_reached: Whether the group whose turn it is has a gradient; None where it is not known yet.
+        stage: Stage that the rank is about to begin.
+        is_reached: Whether the active group has a gradient; None if it is not known yet.
     """
     return Header(
         stage,
@@ -131,7 +131,7 @@ def header_of(hift: HiFT, stage: Stage, is_reached: bool | None = None) -> Heade
 
 
 def applied_settings(hift: HiFT) -> dict[str, object]:
-    """What the coming update will apply: its learning rates, held or the schedule's, and all other hyperparameters.
+    """Collect the settings of the coming update: learning rates (held or scheduled) and all other hyperparameters.
 
     Args:
         hift: The optimizer.
@@ -147,10 +147,10 @@ def applied_settings(hift: HiFT) -> dict[str, object]:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's elements as integers, int64 on its device: cheap, and another if one bit is.
+    """Sum a tensor's elements as integers, in int64 on its device. Cheap; the sum changes with any single bit.
 
     Args:
-        tensor: Any dtype of 1, 2, 4 or 8 bytes.
+        tensor: Tensor of any dtype of 1, 2, 4 or 8 bytes.
     """
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().view(integers).sum(dtype=torch.int64)

@@ -1,10 +1,10 @@
-"""The processes of a run and their groups: whether one still runs, how one ends, and how long collectives wait.
+"""Processes of a run and the timeouts of their process groups.
 
-Whether a process of this machine runs is looked up when a collective has failed, to name the rank that died.
+After a failed collective, the processes of this machine are looked up to name the rank that died.
 
-The limit that the user gave the default process group holds for all groups of a run. Engines make process groups of
-their own, for which torch takes its defaults of 10 or 30 minutes: DeepSpeed (0.19.8) for the ranks that share a model
-out, FSDP2's device meshes where the default group does not fit.
+The user's timeout of the default process group applies to all groups of a run. Engines make groups of their own, for
+which torch uses its defaults of 10 or 30 minutes: DeepSpeed (0.19.8) for the ranks that shard a model, FSDP2's device
+meshes if the default group does not fit.
 """
 
 import atexit
@@ -33,29 +33,29 @@ _STATES = {
     "t": "is stopped (a debugger)",
 }
 _MOMENT = 0.1
-"""Seconds; a thread that waits needs microseconds."""
+"""Seconds that the exit is delayed; a thread needs microseconds."""
 
 
 def own_identity() -> str:
-    """This process, so that others on the same machine find it: machine, process namespace, id and start time."""
+    """Identify this process for others on the same machine: machine, process namespace, id and start time."""
     return f"{_machine()} {os.getpid()} {_fields(os.getpid())[1]}"
 
 
 def describe_end(identity: str) -> str | None:
-    """What is known of a process.
+    """Describe how a process ended.
 
     Args:
-        identity: What `own_identity` returned there.
+        identity: Result of `own_identity` in that process.
 
     Returns:
-        Words such as "has ended"; None if it runs, or can't be seen from here.
+        Words such as "has ended"; None if it runs, or is not visible from here.
     """
     machine, _, rest = identity.partition(" ")
     if machine != _machine():
         return None
     pid, _, started = rest.partition(" ")
     state, since = _fields(int(pid))
-    if state and since != started:  # another process has its number now
+    if state and since != started:  # the id belongs to another process now
         return "has ended"
     return "has ended" if not state and Path("/proc/self/stat").exists() else _STATES.get(state)
 
@@ -67,8 +67,8 @@ def _machine() -> str:
 
 
 def _fields(pid: int) -> tuple[str, str]:
-    """State and start time of a process; empty if there is none, or this system does not tell."""
-    # The name, in parentheses, may hold anything.
+    """Read state and start time of a process; empty if there is none, or this system does not report them."""
+    # The name, in parentheses, may contain any character.
     fields = _text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (fields[0], fields[19]) if fields else ("", "")
 
@@ -81,11 +81,11 @@ def _text_of(path: str) -> str:
 
 
 def let_threads_finish_at_exit() -> None:
-    """Give gloo's threads a moment to drop the tensors of the last collective before Python ends.
+    """Give gloo's threads time to drop the tensors of the last collective before Python exits.
 
-    Dropping them takes Python's lock. A thread that asks for it when Python has ended is torn down in the midst of C++,
-    which aborts the process: a rank whose work is done, and whose launcher then ends the others and reports a failure
-    (torch 2.13; `destroy_process_group` alone does not help, since DistributedDataParallel holds on to its group).
+    Dropping them takes Python's lock. A thread that requests it after Python has ended is torn down inside C++, which
+    aborts the process. The rank's work is done, but its launcher ends the others and reports a failure (torch 2.13;
+    `destroy_process_group` alone does not help, since DistributedDataParallel keeps a reference to its group).
     """
     atexit.unregister(_let_threads_finish)
     atexit.register(_let_threads_finish)
@@ -97,10 +97,10 @@ def _let_threads_finish() -> None:
 
 @contextmanager
 def keeping_timeout() -> Iterator[None]:
-    """Give every process group that is made inside, and in which this rank is, the default group's timeout.
+    """Give every process group of this rank that the block makes the default group's timeout.
 
-    Groups that were there before keep theirs: the user may have made them. Where the default group itself is made
-    inside, with whatever timeout its maker was told, the others follow it.
+    Older groups keep their timeout: the user may have made them. If the block makes the default group itself, its
+    timeout applies to the others.
     """
     before = set(process_groups())
     yield
@@ -111,10 +111,10 @@ def keeping_timeout() -> Iterator[None]:
 def follow_default_timeout(groups: Iterable[Any]) -> None:
     """Give an engine's process groups the default group's timeout, unless theirs is not torch's own default.
 
-    They may be older than the engine: a model that is born in parts (ZeRO-3) makes them first.
+    The groups may be older than the engine: a model that ZeRO-3 shards at its creation makes them first.
 
     Args:
-        groups: The engine's; None and repetitions among them are passed over.
+        groups: The engine's groups; None and repetitions are skipped.
     """
     _follow_default(each for each in groups if each is not None and timeout_of(each) == default_timeout_of(each))
 

@@ -1,8 +1,8 @@
-"""Averages over the ranks the gradients of whatever trains now, while backward makes them.
+"""Gradient averaging over the ranks during the backward pass, for the parameters that train in this step.
 
-For a model that every rank holds whole, without DistributedDataParallel: first its weights are made those of rank 0.
-Nothing is allocated for what is frozen: gradients are copied into buckets of a fixed size, at most two of which are
-under way at a time. Buckets start in the same order on every rank, whatever order the gradients arrive in.
+It replaces DistributedDataParallel for a model that every rank holds whole. The weights of rank 0 are broadcast first.
+Frozen parameters allocate nothing: gradients are copied into buckets of a fixed size, of which at most two are in
+flight. Buckets start in the same order on every rank, in whatever order the gradients arrive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slivertune.hift.waiting_weight import WaitingWeight
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of a bucket; what DistributedDataParallel takes."""
+"""Bytes per bucket, as in DistributedDataParallel."""
 
 _MOST_UNDER_WAY = 2
 
@@ -36,12 +36,12 @@ def broadcast_from_first(
     device: torch.device | None = None,
     waiting_weight: Callable[[torch.Tensor], WaitingWeight | None] = lambda parameter: None,
 ) -> None:
-    """Make every parameter and buffer that of rank 0. A collective.
+    """Copy every parameter and buffer from rank 0 to all ranks. A collective.
 
     Args:
-        model: The same on every rank, but for its values.
-        device: Where ranks speak to each other, of a model whose weights wait elsewhere in part; None: where they lie.
-        waiting_weight: Gives what holds a parameter in fewer bits; its exact weight is sent.
+        model: The model, the same on every rank except for its values.
+        device: Device of the communication, for a model whose weights are partly offloaded; None: each tensor's own.
+        waiting_weight: Function that returns the quantised form of a parameter, whose exact weight is then sent.
     """
     if world_size() == 1:
         return
@@ -58,21 +58,21 @@ def broadcast_from_first(
 
 
 class BucketedAllReduce:
-    """Averages gradients over the ranks; `remove` takes it off the model.
+    """Averages gradients over the ranks; `remove` detaches it from the model.
 
-    When a backward pass ends, the gradient of every parameter that trains is the mean over the ranks, where a rank
-    without a gradient counts as zeros; a gradient that no rank has stays None. Since the mean is linear, it may be
-    taken after every micro-batch or, with `is_due`, after the last one only.
+    After a backward pass, the gradient of every parameter that trains is the mean over the ranks. A rank without a
+    gradient counts as zeros; a gradient that no rank has stays None. Since the mean is linear, it may be taken after
+    every micro-batch or, with `is_due`, after the last one only.
 
     Args:
-        model: Its outputs tell when a backward pass begins.
-        parameters: What may train, in the same order on every rank; those that require a gradient are synchronized.
-        heartbeat: Explains a collective that fails.
+        model: Its outputs show when a backward pass begins.
+        parameters: Parameters that may train, in the same order on every rank; frozen ones are skipped.
+        heartbeat: Explains a failed collective.
         is_due: Whether the backward pass that begins now ends with a synchronization; the same on every rank.
-        meet: Called when one begins; raises where the ranks are not at the same place, before anything is averaged.
-        bucket_bytes: Bytes of one bucket; larger gradients are cut. None takes `BUCKET_BYTES`.
-        start_mean: Begins to replace a flat tensor by its mean over the ranks, and returns what `wait` is called of;
-            None takes an all-reduce of the default process group.
+        meet: Function called when such a pass begins; raises before any averaging if the ranks' positions differ.
+        bucket_bytes: Bytes per bucket; larger gradients are split. None uses `BUCKET_BYTES`.
+        start_mean: Function that starts replacing a flat tensor by its mean over the ranks and returns an object with
+            `wait`; None uses an all-reduce of the default process group.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class BucketedAllReduce:
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._handles: list[RemovableHandle] = [model.register_forward_hook(self._mark_outputs)]
         for parameter in self._parameters:
-            # A hook stays through freezing and unfreezing, but can only be set on what requires a gradient.
+            # A hook survives freezing and unfreezing, but can only be registered on a tensor that requires a gradient.
             required = parameter.requires_grad
             parameter.requires_grad_(True)
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
@@ -102,25 +102,25 @@ class BucketedAllReduce:
         self._reset([], is_running=False)
 
     def remove(self) -> None:
-        """Take the hooks off the model; gradients stay local from now on."""
+        """Remove the hooks from the model; gradients stay local from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def begin_backward(self) -> None:
-        """Note, inside of a backward pass, that it began; more than once in a pass does no harm.
+        """Note, inside a backward pass, that it has begun; repeated calls in one pass do no harm.
 
-        The model's outputs tell by themselves where they require a gradient and are found; a pass that does not reach
-        this rank's parameters has to take part as well.
+        The model's outputs call this if they require a gradient and are found. A pass that does not reach this rank's
+        parameters must take part as well.
         """
-        # From the outermost pass: reentrant checkpointing runs passes of its own inside it, whose ends are not the end.
+        # Called in the outermost pass: reentrant checkpointing runs inner passes, whose end is not the end of backward.
         if not self._is_running and self._is_due():
             self._meet()
             self._reset(_fill_buckets(self._parameters, self._bucket_bytes), is_running=True)
             at_end_of_backward(self._finish)
 
     def _mark_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._is_running:  # a backward pass that raised
+        if self._is_running:  # the last backward pass raised
             self._reset([], is_running=False)
         for output in tensors_of(outputs):
             if output.requires_grad:
@@ -154,7 +154,7 @@ class BucketedAllReduce:
             if self._start_mean is not None:
                 bucket.work = self._start_mean(flat)
             else:
-                # Divided before the sum, which then has the range of one gradient.
+                # Divided before the sum, so that the sum has the range of one gradient.
                 bucket.work = dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
         self._under_way.append(bucket)
 
@@ -175,7 +175,7 @@ class BucketedAllReduce:
 
 
 class _Bucket:
-    """Parts of gradients that travel together.
+    """Parts of gradients that are averaged together.
 
     Args:
         parts: Parameters and the elements [start, stop) of their flattened gradients; of one dtype, on one device.
@@ -184,31 +184,31 @@ class _Bucket:
     def __init__(self, parts: Sequence[tuple[nn.Parameter, int, int]]) -> None:
         self._parts = tuple(parts)
         self.missing = set(self.parameters)
-        """Those whose gradient has not arrived."""
+        """Parameters whose gradient has not arrived."""
         self._flat: torch.Tensor | None = None
         self.work: Any = None
-        """The mean under way."""
+        """Handle of the averaging in flight."""
         self._was_started = False
         self.is_stale = False
-        """Whether a gradient changed after it was copied: a parameter that is used inside and outside of a reentrant
-        checkpoint gets its gradient in two parts."""
+        """Whether a gradient changed after it was copied: a parameter used inside and outside a reentrant checkpoint
+        gets its gradient in two parts."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What has a part in the bucket."""
+        """Parameters with a part in the bucket."""
         return [parameter for parameter, _, _ in self._parts]
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Note that a gradient was added to."""
+        """Note that a gradient was accumulated."""
         self.missing.discard(parameter)
         self.is_stale = self._was_started
 
     def fill(self) -> torch.Tensor:
-        """Copy the gradients, to be averaged; those that never arrived travel as they are, or as zeros."""
+        """Copy the gradients into a flat tensor; missing gradients count as zeros."""
         first = self._parts[0][0]
         num_elements = sum(stop - start for _, start, stop in self._parts)
         with claimed_at_birth("gradients"):
-            # One more element a part: how many ranks have that gradient.
+            # One more element per part: the share of the ranks that have that gradient.
             self._flat = torch.ones(num_elements + len(self._parts), dtype=first.dtype, device=first.device)
         claim(self._flat, "gradients")
         for index, (piece, (parameter, start, stop)) in enumerate(self._pieces(self._flat)):
@@ -231,7 +231,7 @@ class _Bucket:
         if self.is_stale:
             return
         for (parameter, _, _), count in zip(self._parts, flat[-len(self._parts) :], strict=True):
-            # Looked at only where this rank has none: it makes the host wait for the device.
+            # Checked only if this rank has no gradient: it makes the host wait for the device.
             if parameter.grad is None and count > 0:
                 parameter.grad = torch.zeros_like(parameter)
         for piece, (parameter, start, stop) in self._pieces(flat):
@@ -249,7 +249,7 @@ class _Bucket:
 
 
 def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """A flat view of the gradient, its elements in the same order on every rank: that of the parameter in memory."""
+    """Return a flat view of the gradient, in the parameter's memory order, which is the same on every rank."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
@@ -266,7 +266,7 @@ def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Cut what trains into buckets, last parameter first, as backward goes."""
+    """Split the trained parameters into buckets, last parameter first, in the order of backward."""
     open_parts: dict[tuple[torch.dtype, torch.device], list[tuple[nn.Parameter, int, int]]] = {}
     filled: Counter[tuple[torch.dtype, torch.device]] = Counter()
     buckets = []

@@ -1,8 +1,8 @@
 """HiFT on ranks that each hold the whole model (DDP), without the buckets of DistributedDataParallel.
 
-DistributedDataParallel decides when it wraps a model what has gradients, and keeps buckets as large as all of it. Here
-the gradients of the active group alone are averaged, by hooks (`BucketedAllReduce`), so a rank holds what one process
-does and two buckets. Buffers (running means of a batch norm, say) are sent from rank 0 once, when training is prepared.
+DistributedDataParallel fixes which parameters have gradients when it wraps a model, and its buckets are as large as
+the model. Here, hooks average only the active group's gradients (`BucketedAllReduce`), so a rank needs the memory of
+one process and two buckets. Buffers, such as a batch norm's running means, are sent from rank 0 once, at preparation.
 """
 
 from typing import Any
@@ -24,14 +24,14 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     Args:
         accelerator: `accelerate.Accelerator` under plain DDP.
         model: The model.
-        hift: Built over it.
+        hift: HiFT built over the model.
         objects: As for `accelerator.prepare`.
 
     Returns:
-        The prepared objects in the same order. The model is not wrapped; the optimizer is accelerate's wrapper of HiFT.
+        The prepared objects in the same order. The model is not wrapped; the optimizer is in accelerate's wrapper.
 
     Raises:
-        ValueError: If the ranks were given other settings or other models.
+        ValueError: If the settings or models differ between ranks.
     """
     placed = accelerator.prepare_model(model, evaluation_mode=True)
     share_hift(model, hift, accelerator)
@@ -39,12 +39,12 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
 
 
 def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
-    """Let HiFT step on every rank from the averaged gradients; weights and buffers are made those of rank 0.
+    """Let HiFT step on every rank with averaged gradients; weights and buffers are copied from rank 0.
 
     Args:
-        model: On its device.
-        hift: Built over the model.
-        accelerator: Says which micro-batch is an update's last; without one every backward pass is averaged.
+        model: The model on its device.
+        hift: HiFT built over the model.
+        accelerator: Accelerator that marks an update's last micro-batch; None averages after every backward pass.
     """
     heartbeat = Heartbeat("hift")
     broadcast_from_first(model, hift.trained_weights[0].device, hift.waiting_weight)

@@ -12,19 +12,19 @@ from slivertune.sft import SFT
 
 
 def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Prepare under plain DDP: the model is not wrapped, and its weights and buffers are made those of rank 0.
+    """Prepare under plain DDP: the model is not wrapped, and its weights and buffers are copied from rank 0.
 
     Args:
         accelerator: `accelerate.Accelerator`.
         model: The model.
-        sft: Built over it.
-        objects: All that is to be prepared, these two included.
+        sft: SFT built over the model.
+        objects: All objects to prepare, including the model and SFT.
 
     Returns:
-        The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
+        The prepared objects in the same order; the optimizer is in accelerate's wrapper.
 
     Raises:
-        ValueError: If the ranks were given other settings.
+        ValueError: If the settings differ between ranks.
     """
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
     with sft.rebinding_parameters(communicator):

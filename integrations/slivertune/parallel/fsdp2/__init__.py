@@ -1,1 +1,1 @@
-"""Ranks that share the weights out by rows (FSDP2, `fully_shard`)."""
+"""Ranks that shard the weights by rows (FSDP2, `fully_shard`)."""

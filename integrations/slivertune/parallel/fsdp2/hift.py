@@ -1,13 +1,12 @@
-"""HiFT on ranks that share the weights out (FSDP2, `fully_shard`).
+"""HiFT on ranks that shard the weights (FSDP2, `fully_shard`).
 
-Accelerate shares the model out while everything trains; then the rotation freezes and unfreezes the sharded parameters,
-and each rank steps its own rows as plain local tensors, masters and state included. What FSDP2 fixes at the first
-forward pass (the dtypes of mixed precision) it fixes in a warm-up at `prepare`, while everything trains; and what it
-leaves gathered after a forward pass without a backward is put back after every step, because gathered weights would
-keep the values and the frozen state of the step before.
+Accelerate shards the model while all parameters train. Then the rotation freezes and unfreezes the sharded parameters,
+and each rank steps its own rows as plain local tensors, with their masters and state. FSDP2 fixes the dtypes of mixed
+precision at the first forward pass; a warm-up at `prepare` runs it while all parameters train. A forward pass without a
+backward leaves weights gathered, with old values and an old frozen state, so every step reshards them.
 
-A rank's memory: b P / N bytes of weights (b bytes a parameter, P parameters, N ranks), the active group's gradients
-over N, two pieces of state, and what FSDP2 gathers to compute: the layers at work.
+Memory per rank: b P / N bytes of weights (b bytes per parameter, P parameters, N ranks), the active group's gradients
+divided by N, two chunks of state, and the layers that FSDP2 gathers to compute.
 """
 
 from collections.abc import Callable
@@ -36,23 +35,23 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     Args:
         accelerator: `accelerate.Accelerator` under FSDP2.
         model: The model.
-        hift: Built over it.
+        hift: HiFT built over the model.
         objects: As for `accelerator.prepare`.
 
     Returns:
-        The prepared objects in the same order; the optimizer is accelerate's wrapper of HiFT.
+        The prepared objects in the same order; the optimizer is in accelerate's wrapper.
 
     Raises:
-        ValueError: If the base optimizer looks beyond single elements, the ranks were given other settings or weights,
-            a unit holds the input embedding, or a trained parameter is not cut by rows.
+        ValueError: If the base optimizer is not elementwise, the settings or weights differ between ranks, a unit holds
+            the input embedding, or a trained parameter is not sharded by rows.
     """
     check_units(accelerator, model)
-    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else rank 0 alone holds weights, and sends them
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights, and sends them
         bits = {f"the bits of {name}": int(sum_of_bits(parameter)) for name, parameter in model.named_parameters()}
         check_agreement(bits)
     hift.use_sidecar("FSDP2")
-    # Accelerate shards what the optimizer's param groups hold and puts the shards in their place; nothing else may
-    # keep the whole weights alive.
+    # Accelerate shards the parameters in the optimizer's param groups and replaces them by the shards; nothing else
+    # may keep the whole weights alive.
     hift.release_parameters()
     with guard("sharing the weights out", computes=True), keeping_timeout():
         prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
@@ -66,7 +65,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
             try:
                 hift.check_model()
             except RuntimeError:
-                # A forward without a backward, as of an evaluation, has left gathered weights in the place of shards.
+                # A forward without a backward, as in evaluation, has left gathered weights in place of the shards.
                 reshard(sharded)
                 hift.check_model()
             consistency.meet(Stage.FORWARD)
@@ -79,15 +78,15 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
 
 
 def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], None]) -> None:
-    """Let the error of a rank that has died, stays behind or is elsewhere say which.
+    """Let errors name a rank that has died, falls behind or is at another position.
 
-    FSDP2's collectives are its own, in the midst of the passes: the ranks meet before each training forward pass, for
-    a few numbers, and a collective that fails in a pass is explained.
+    FSDP2 runs its own collectives inside the passes. The ranks therefore compare a few numbers before each training
+    forward pass, and a collective that fails in a pass is explained.
 
     Args:
-        accelerator: Its `backward` is overridden, on this instance.
-        model: The sharded model. Its `forward` is overridden, on this instance.
-        meet: Raises where the ranks are not at the same place. A collective.
+        accelerator: Its `backward` is overridden on this instance.
+        model: The sharded model. Its `forward` is overridden on this instance.
+        meet: Raises if the ranks' positions differ. A collective.
     """
 
     def meet_in_training(module: nn.Module, inputs: Any) -> None:
@@ -100,10 +99,10 @@ def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], N
 
 
 def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
-    """This rank's rows of everything that HiFT trains, by name.
+    """Return this rank's rows of all weights that HiFT trains, by name.
 
     Raises:
-        ValueError: If a parameter is gone, or not cut by rows.
+        ValueError: If a parameter is missing, or not sharded by rows.
     """
     param_group_of = {
         id(parameter): index for index, group in enumerate(hift.param_groups) for parameter in group["params"]
@@ -123,9 +122,9 @@ def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
 
 @torch.no_grad()
 def warm_up(model: nn.Module) -> None:
-    """Let FSDP2 make up its mind about dtypes while everything trains: what is frozen then could never train.
+    """Let FSDP2 choose its dtypes while all parameters train; a parameter frozen at that time could never train.
 
-    It does so in the first forward pass of the root; this is one without any computation.
+    FSDP2 chooses in the first forward pass of the root. This one computes nothing.
 
     Args:
         model: The root that `fully_shard` was applied to.
@@ -140,7 +139,7 @@ def warm_up(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop every gathered weight, so that the next forward pass gathers what the shards hold now."""
+    """Drop every gathered weight, so that the next forward pass gathers the shards' current values."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

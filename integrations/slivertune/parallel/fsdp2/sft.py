@@ -1,4 +1,4 @@
-"""SFT under FSDP2: the frozen weights are sharded, and the layers add the deltas to what is gathered for each use."""
+"""SFT under FSDP2: the frozen weights are sharded, and the layers add the deltas to the gathered weights."""
 
 from typing import Any
 
@@ -20,20 +20,20 @@ from slivertune.sft.targets import Target
 
 
 def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Prepare under FSDP2: accelerate shards the frozen model, the deltas stay out of that.
+    """Prepare under FSDP2: accelerate shards the frozen model, but not the deltas.
 
     Args:
         accelerator: `accelerate.Accelerator`.
         model: The model.
-        sft: Built over it, in either form; it is in the layer form afterwards.
-        objects: All that is to be prepared, these two included.
+        sft: SFT built over the model, in either form; it is in the layer form afterwards.
+        objects: All objects to prepare, including the model and SFT.
 
     Returns:
-        The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
+        The prepared objects in the same order; the optimizer is in accelerate's wrapper.
 
     Raises:
-        ValueError: If the ranks were given other settings, something is trained that is not the weight of a plain
-            linear layer, or a unit holds the input embedding.
+        ValueError: If the settings differ between ranks, a trained tensor is not the weight of a plain linear layer, or
+            a unit holds the input embedding.
     """
     check_units(accelerator, model)
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
@@ -42,7 +42,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         return _Rows(target, accelerator.device, prepared)
 
     with sft.rebinding_parameters(communicator, in_layers=True, pretrained=pretrained):
-        # Accelerate refuses to shard a model without an optimizer; so it gets one that is thrown away.
+        # Accelerate refuses to shard a model without an optimizer, so it gets a temporary one.
         with guard("sharing the weights out", computes=True), keeping_timeout():
             prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         prepared_optimizers(accelerator).remove(placeholder)
@@ -54,27 +54,27 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
 
 
 class _Rows(ShardedPretrainedValues):
-    """A parameter of which FSDP2 gives some rows to each rank."""
+    """A parameter that FSDP2 shards by rows."""
 
     def __init__(self, target: Target, device: torch.device, model: nn.Module) -> None:
         super().__init__(target, device)
         self._model = model
 
     def own(self) -> tuple[torch.Tensor, int]:
-        """This rank's rows, flattened, and where they begin."""
+        """Return this rank's rows, flattened, and the position of their first element."""
         parameter = self._sharded()
         first = first_row_of(parameter) * (parameter.numel() // parameter.shape[0])
         return parameter.detach().to_local().view(-1), first
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, on every rank. A collective."""
+        """Gather the whole tensor on every rank. A collective."""
         with guard(f"gathering {self._target.name}", computes=True):
             whole: torch.Tensor = self._sharded().detach().full_tensor()
         return whole
 
     def _sharded(self) -> Any:
         if not isinstance(self._target.parameter, DTensor):
-            # After a forward without a backward some modules still have what was gathered.
+            # After a forward without a backward, some modules still hold gathered weights.
             reshard(self._model)
         parameter = self._target.parameter
         placements: Any = getattr(parameter, "placements", ())

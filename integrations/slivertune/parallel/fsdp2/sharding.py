@@ -1,4 +1,4 @@
-"""What FSDP2 shares out: a weight of which every rank holds some rows, and the modules that it gathers as one."""
+"""FSDP2's shards: rows of a weight on each rank, and units, the modules that FSDP2 gathers as one."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,34 +11,34 @@ from slivertune.hift.piece import Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedWeight(Weight):
-    """Rows of a weight: `parameter` is a plain tensor on this rank's memory of `trained`, a DTensor cut by rows."""
+    """Rows of a weight: `parameter` is a plain tensor in this rank's memory of `trained`, a DTensor sharded by rows."""
 
     first_row: int
-    """Of the whole weight, where this rank's rows begin; its number of rows if this rank has none."""
+    """Index of this rank's first row in the whole weight; the weight's number of rows if this rank has none."""
 
     @override
     def take_gradient(self) -> None:
         self.follow()
         gradient: Any = self.trained.grad
-        # Handed on, so that it is freed as soon as its last piece is stepped.
+        # Handed over, so that it is freed as soon as its last chunk is stepped.
         self.trained.grad = None
         self.parameter.grad = None if gradient is None else gradient.to_local()
 
     def follow(self) -> None:
-        """Lie on the memory that `trained` has now; FSDP2 and loaders may have replaced it."""
+        """Point `parameter` to the current memory of `trained`, which FSDP2 and loaders may have replaced."""
         self.parameter.data = cast(Any, self.trained).detach().to_local()
 
 
 def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight:
-    """The rows of a parameter that this rank holds.
+    """Return the rows of a parameter that this rank holds.
 
     Args:
-        name: The weight's name in the model before it was shared out.
+        name: Name of the weight in the model before sharding.
         source: The DTensor.
         param_group: Index of the param group that holds its hyperparameters.
 
     Raises:
-        ValueError: If it is cut any other way than by rows over one dimension of ranks.
+        ValueError: If it is not sharded by rows over one dimension of ranks.
     """
     placements: Any = getattr(source, "placements", None)
     if placements is None:
@@ -55,23 +55,23 @@ def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight
 
 
 def first_row_of(source: Any) -> int:
-    """Where this rank's rows begin in a DTensor that is cut by rows; its number of rows if this rank has none."""
+    """Compute the index of this rank's first row of a DTensor sharded by rows; its number of rows if there is none."""
     rows_a_rank = -(-source.shape[0] // source.device_mesh.size())
     return int(min(source.device_mesh.get_local_rank() * rows_a_rank, source.shape[0]))
 
 
 def check_units(accelerator: Any, model: nn.Module) -> None:
-    """Refuse units that hold the input embedding, which accelerate makes a unit of its own afterwards.
+    """Refuse units that hold the input embedding, which accelerate later makes a unit of its own.
 
-    Accelerate 1.15 then fails deep inside of torch. The encoders of transformers name such a module among those that
-    are not to be split (`RobertaEmbeddings`), and accelerate takes these where its configuration names none.
+    Accelerate 1.15 then fails deep inside torch. If its configuration names no classes, accelerate uses the model's
+    `_no_split_modules`; transformers' encoders list a class there that holds the embedding (`RobertaEmbeddings`).
 
     Args:
         accelerator: `accelerate.Accelerator` under FSDP2.
-        model: The model, not yet cut.
+        model: The model before sharding.
 
     Raises:
-        ValueError: Naming the setting and its value.
+        ValueError: If there is such a unit; names the setting and its value.
     """
     named = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
     classes = list(getattr(model, "_no_split_modules", None) or ()) if named is None else list(named)

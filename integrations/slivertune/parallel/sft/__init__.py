@@ -1,1 +1,1 @@
-"""SFT on several ranks: what its layouts have in common."""
+"""SFT on several ranks: code shared by its layouts."""

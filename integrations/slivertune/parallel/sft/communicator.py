@@ -1,6 +1,6 @@
-"""SFT's collectives over torch.distributed: small all-reduces and all-gathers, nothing of a dense gradient's size.
+"""SFT's collectives over torch.distributed: small all-reduces and all-gathers, none as large as a dense gradient.
 
-Deltas are summed over the ranks; of pretrained values that the ranks share out, entries are read and written.
+The deltas' gradients are averaged over the ranks. Single entries of sharded pretrained values are read and written.
 """
 
 from abc import abstractmethod
@@ -26,8 +26,8 @@ _NO_POSITION = -1
 class RankCommunicator(Communicator):
     """Collectives over the default process group.
 
-    Bytes that a rank contributes: 4 for each trained weight in an update, 8 in an estimation phase; in the first update
-    of a phase, for each micro-batch, 8 and 4 for each rank (the positions, then the values at all ranks' positions).
+    Each rank contributes 4 bytes per trained weight and update, 8 in an estimation phase. In a phase's first update,
+    each micro-batch adds 8 bytes, and 4 bytes per rank (positions, then the values at all ranks' positions).
 
     Args:
         is_last: Whether the running backward is the last one before the update; the same on every rank.
@@ -43,25 +43,25 @@ class RankCommunicator(Communicator):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that writes what all have."""
+        """Whether this rank writes the files that all ranks share."""
         return dist.get_rank() == 0
 
     def check(self) -> None:
-        """Nothing to check: the ranks are connected."""
+        """Accept any number of ranks: they are connected."""
 
     def is_last(self) -> bool:
-        """Whether the running backward is the last one before the update."""
+        """Return whether the running backward is the last one before the update."""
         return self._is_last()
 
     def meet(self, stage: Stage = Stage.GRADIENT_SYNC, settings: Mapping[str, object] | None = None) -> None:
-        """Check that all ranks are about to do the same, at the same update and with the same settings."""
+        """Check that all ranks are about to begin the same stage, at the same update and with the same settings."""
         self._heartbeat.meet(Header(stage, self._updates), settings)
 
     def keep_together(self, sft: SFT) -> None:
-        """Compare, before every step from now on, where the ranks are and what they apply.
+        """Compare the ranks' positions and settings before every step from now on.
 
         Args:
-            sft: Communicates by this.
+            sft: SFT that uses this communicator.
         """
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -72,13 +72,13 @@ class RankCommunicator(Communicator):
         sft.register_step_pre_hook(before)
 
     def compare_all(self, sft: SFT) -> None:
-        """Compare positions and deltas, wherever the phases stand. A collective.
+        """Compare positions and deltas at any point of the phases. A collective.
 
         Args:
-            sft: Communicates by this.
+            sft: SFT that uses this communicator.
 
         Raises:
-            RuntimeError: On every rank, if they have drifted apart.
+            RuntimeError: On every rank, if the ranks have diverged.
         """
         deltas = {name: delta.values for name, delta in sft.deltas().items()}
         self._heartbeat.compare(
@@ -91,7 +91,7 @@ class RankCommunicator(Communicator):
         )
 
     def earliest(self, key: ChunkKey, device: torch.device) -> ChunkKey:
-        """Where the rank is whose turn comes first."""
+        """Return the earliest of all ranks' chunks, in the order of `ChunkKey.order`. A collective."""
         own = torch.tensor(key, dtype=torch.int64, device=device)
         with self._heartbeat.guard(f"choosing candidates in {_named(key)}"):
             rows = own.new_empty(dist.get_world_size(), own.numel())
@@ -100,7 +100,7 @@ class RankCommunicator(Communicator):
         return min((ChunkKey(*each) for each in places), key=ChunkKey.order)
 
     def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
-        """All ranks' positions, each once, sorted."""
+        """Gather all ranks' positions, each once, sorted. A collective."""
         padded = positions.new_full((most,), _NO_POSITION)
         padded[: positions.numel()] = positions
         with self._heartbeat.guard("gathering the positions of candidates"):
@@ -113,7 +113,7 @@ class RankCommunicator(Communicator):
         """Set tensors to their mean over the ranks, by one all-reduce."""
         flat = torch.cat([tensor.view(-1) for tensor in tensors])
         claim(flat, "gradients")
-        # Divided before the sum, which then has the range of one gradient.
+        # Divided before the sum, so that the sum has the range of one gradient.
         flat.div_(dist.get_world_size())
         with self._heartbeat.guard("averaging the gradients of the deltas"):
             dist.all_reduce(flat)
@@ -121,12 +121,12 @@ class RankCommunicator(Communicator):
             tensor.copy_(mean.view(tensor.shape))
 
     def enter(self, updates: int) -> None:
-        """Note that this rank works on the update after so many."""
+        """Note that this rank has applied so many updates and works on the next."""
         self._updates = updates
         self._heartbeat.enter(updates, "training")
 
     def compare(self, updates: int, fingerprint: Mapping[str, torch.Tensor]) -> None:
-        """Check that all ranks hold the same."""
+        """Check that all ranks hold the same tensors. A collective."""
         self._heartbeat.compare(
             {"updates": updates, "the positions of the trained weights": digest(fingerprint)},
             Header(Stage.COMPARING, updates),
@@ -138,11 +138,11 @@ def _named(key: ChunkKey) -> str:
 
 
 class ShardedPretrainedValues(PretrainedValues):
-    """Reads and writes entries of a tensor whose flattened elements are shared out in one run to each rank.
+    """Reads and writes entries of a tensor whose flattened elements are sharded, one contiguous run per rank.
 
     Args:
         target: The tensor.
-        device: Where its gradients arrive.
+        device: Device of its gradients.
     """
 
     is_whole = False
@@ -153,26 +153,26 @@ class ShardedPretrainedValues(PretrainedValues):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor's gradients arrive."""
+        """Device of the tensor's gradients."""
         return self._device
 
     @abstractmethod
     def own(self) -> tuple[torch.Tensor, int]:
-        """This rank's elements, of which a write is seen, in one dimension; and the position of the first."""
+        """Return this rank's elements as a flat view that writes go through, and the position of the first."""
 
     def read(self, indices: torch.Tensor) -> torch.Tensor:
-        """Copy entries, in the tensor's dtype. A collective of as many elements."""
+        """Copy entries, in the tensor's dtype. A collective over as many elements."""
         shard, first = self.own()
         part = _within(indices, first, shard.numel())
         values = torch.zeros(indices.numel(), dtype=shard.dtype, device=self._device)
         values[part] = shard.take(_offsets(indices[part], first, shard)).to(self._device)
-        # Of each byte, one rank has the value and all others zero.
+        # For each byte, one rank has the value and all others have zero.
         with guard(f"reading entries of {self._target.name}"):
             dist.all_reduce(values.view(torch.uint8))
         return values
 
     def differing(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Which entries of this rank's have other bits than these values. A local operation."""
+        """Return which of this rank's entries differ in their bits from these values. A local operation."""
         shard, first = self.own()
         offsets = indices.long() - first
         is_own = (offsets >= 0) & (offsets < shard.numel())
@@ -182,7 +182,7 @@ class ShardedPretrainedValues(PretrainedValues):
         return is_own & bits_differ(present, values)
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Set entries, each on the rank that has it."""
+        """Set entries, each on the rank that stores it."""
         shard, first = self.own()
         part = _within(indices, first, shard.numel())
         write_flat(shard, _offsets(indices[part], first, shard), values[part].to(shard.device))

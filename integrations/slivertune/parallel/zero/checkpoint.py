@@ -1,8 +1,8 @@
-"""Checkpoints of a DeepSpeed engine that HiFT rotates: DeepSpeed's files, and beside them one a rank with the rest.
+"""Checkpoints of a DeepSpeed engine that HiFT rotates: DeepSpeed's files, and one extra file per rank.
 
-DeepSpeed writes the model, its counters and schedule, and the optimizer of the active group. A file of ours for each
-rank holds the rotation, its share of the masters and state of every group, and which elements of which parameters that
-is, so that any other number of ranks can put its own shares together.
+DeepSpeed writes the model, its counters and schedule, and the optimizer of the active group. The rank's extra file has
+the rotation and the rank's share of every group's masters and state. It also records the elements of each parameter in
+that share, so that any number of ranks can assemble its own shares.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from slivertune.parallel.zero.shares import SavedShares, ShareFragment, identity
 
 
 class Checkpoints:
-    """Saves and loads all groups through the engine's own methods, which it overrides on this engine alone.
+    """Saves and loads all groups through the engine's own methods, which it overrides on this engine only.
 
     Args:
         schedule: The rotation on the engine.
@@ -39,7 +39,7 @@ class Checkpoints:
         call_before(engine, "destroy", schedule.destroy)
 
     def _save(self, save_dir: str, tag: str, *, exclude_frozen_parameters: bool, **options: Any) -> Any:
-        """As DeepSpeed's, with everything that `seal_engine` passes; a collective."""
+        """Save as DeepSpeed does, with all arguments that `seal_engine` passes. A collective."""
         schedule = self._schedule
         schedule.follow_counters()
         schedule.settle()
@@ -49,13 +49,13 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
             for path in folder.glob("slivertune_hift_rank_*_of_*.pt"):
-                # Of an older checkpoint that other ranks have saved under this name.
+                # Of an older checkpoint under this name, saved by another number of ranks.
                 if not path.stem.endswith(f"_of_{dist.get_world_size()}"):
                     path.unlink()
-        # Before DeepSpeed's, whose last act is to point "latest" at the folder.
+        # Before DeepSpeed's own save, which ends by pointing "latest" to the folder.
         with atomic_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as temporary:
             torch.save(self._export(), temporary)
-        # Groups that wait are frozen, but must not be left out.
+        # Inactive groups are frozen, but must not be left out.
         with schedule.all_trainable() if exclude_frozen_parameters else nullcontext():
             return self._engine_save(save_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters, **options)
 
@@ -69,11 +69,10 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """As DeepSpeed's; a collective.
+        """Load as DeepSpeed does. A collective.
 
         Raises:
-            ValueError: If the checkpoint is not one of HiFT, or of other groups; on all ranks, before anything is
-                changed.
+            ValueError: If the checkpoint is not HiFT's, or has other groups; on all ranks, before anything is changed.
         """
         schedule = self._schedule
         rest = {
@@ -110,7 +109,7 @@ class Checkpoints:
         return loaded
 
     def _load_from_others(self, folder: Path, num_saved: int, load_states: bool, rest: Mapping[str, Any]) -> Any:
-        """Load what another number of ranks has saved: every share put together from all their files."""
+        """Load a checkpoint of another number of ranks; assemble each share from all of their files."""
         schedule = self._schedule
         shares = SavedShares(folder, num_saved)
         zero: Any = schedule.engine.optimizer
@@ -134,7 +133,7 @@ class Checkpoints:
     def _fill(self, group: int, shares: SavedShares, load_states: bool) -> None:
         schedule = self._schedule
         schedule.movers[group].to_device()
-        # Where no piece is there is padding, which stays what it is.
+        # Elements outside all fragments are padding, which stays unchanged.
         masters = [master.detach().cpu().clone() for master in schedule.movers[group].masters]
         filled = [shares.fill(group, own, each) for each, own in zip(masters, self._pieces(group), strict=True)]
         state: dict[str, Any] | None = None
@@ -160,7 +159,7 @@ class Checkpoints:
             **schedule.optimizer.rotation.state(),
             "param_groups": [own_hyperparameters(group) for group in schedule.optimizer.param_groups],
             "groups": {str(group): self._export_group(group) for group in waiting},
-            # DeepSpeed's files have it too, in a form that only as many ranks read.
+            # DeepSpeed's files have it too, in a form that only the same number of ranks can read.
             "active": self._export_group(schedule.active),
             "pieces": {
                 str(group): [list(map(tuple, each)) for each in self._pieces(group)] for group in schedule.children
@@ -189,7 +188,7 @@ class Checkpoints:
     def _import(self, group: int, masters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
         schedule = self._schedule
         mover, child = schedule.movers[group], schedule.children[group]
-        # Torch puts loaded state where the weights are, and some of it (a fused step count) has to be on the device.
+        # Torch loads state to the weights' device, and some of it (a fused step count) must be on the GPU.
         mover.to_device()
         mover.wait()
         if state is not None:
@@ -198,15 +197,15 @@ class Checkpoints:
         for index, (master, value) in enumerate(zip(mover.masters, masters, strict=True)):
             master.data.copy_(value)
             if schedule.stage == 3:
-                # DeepSpeed restores these weights as frozen ones, unless those were left out of the checkpoint.
+                # DeepSpeed restores these weights as frozen ones, unless the checkpoint left them out.
                 follow_master(child, index)
 
     def _read(self, folder: Path) -> dict[str, Any]:
-        """This rank's file; all ranks fail together if one can't read its own."""
+        """Read this rank's file; all ranks fail together if one can't read its own."""
         try:
             saved = self._checked(folder)
         except ValueError as error:
-            with suppress(ValueError):  # a rank's own trouble says more than that the ranks disagree
+            with suppress(ValueError):  # a rank's own error is clearer than the disagreement
                 check_agreement({"the checkpoint": str(error)})
             raise
         check_agreement({"the checkpoint": "readable"})
@@ -219,7 +218,7 @@ class Checkpoints:
             raise ValueError(
                 f"{folder} has no {file_name(rank, num_ranks)}: it was not saved by HiFT on DeepSpeed; name another"
             )
-        # All ranks' files say the same of what is asked here.
+        # This number is the same in all ranks' files.
         whose = rank if num_saved == num_ranks else 0
         saved = read_rank_file(folder, whose, num_saved)
         path = folder / file_name(whose, num_saved)

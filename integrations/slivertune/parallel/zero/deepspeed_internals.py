@@ -1,9 +1,9 @@
-"""What the library relies on of DeepSpeed that it does not document, in DeepSpeed 0.19.8.
+"""Undocumented interfaces of DeepSpeed 0.19.8 that the library uses.
 
-Everything else of the library reaches private names through this file. `RELIED_ON` says where each lies and what for,
-so that a test can tell with a clear word which has moved. Attributes of ZeRO's optimizers that DeepSpeed itself reads
+The rest of the library reaches private names through this file. `RELIED_ON` lists each interface and its purpose, so
+that a test can name the one that has moved. It also lists attributes of ZeRO's optimizers that DeepSpeed itself reads
 from other files (`bit16_groups_flat`, `fp16_partitioned_groups_flat`, `averaged_gradients`, `parameter_offload`,
-`ipg_buckets` and the like) are listed, too.
+`ipg_buckets` and the like).
 """
 
 import re
@@ -24,7 +24,7 @@ _STAGE_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _READERS = ("step", "state_dict", "load_state_dict", "refresh_fp32_params", "offload_states", "reload_states")
 """Methods of ZeRO's optimizers that read or write masters or state."""
 _READERS_OF_A_PARAMETER = ("get_full_hp_param", "set_full_hp_param")
-"""Those that stages 1 and 2 give to each parameter, for `safe_get_full_fp32_param` and the like."""
+"""Such methods that stages 1 and 2 add to each parameter, for `safe_get_full_fp32_param` and the like."""
 _READERS_OF_STAGE_3 = (*_READERS_OF_A_PARAMETER, "get_local_fp32_param", "set_local_hp_param")
 RELIED_ON: Mapping[str, str] = {
     f"{_ENGINE}._configure_zero_optimizer": "builds one ZeRO optimizer for each group",
@@ -58,7 +58,7 @@ RELIED_ON: Mapping[str, str] = {
     f"{_STAGE_3}#ipg_buckets": "one bucket, not one for each group",
     f"{_ENGINE}#_step_applied": "a step that passes without an update is none",
 }
-"""By dotted name: what for. `Class#attribute` is one that instances have."""
+"""Purpose of each interface, by dotted name. `Class#attribute` is an attribute of instances."""
 _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"
 _SHARED_MODEL_FILE = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 _FROZEN = "frozen_param_fragments"
@@ -66,11 +66,11 @@ _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt"
 
 
 def new_zero_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Another ZeRO optimizer of the engine's stage and config, which the engine hears of as of its own.
+    """Make another ZeRO optimizer of the engine's stage and config, and connect its gradient hooks to the engine.
 
     Args:
-        engine: DeepSpeed's.
-        optimizer: What it is built over.
+        engine: DeepSpeed's engine.
+        optimizer: Torch optimizer to build it over.
     """
     made = engine._configure_zero_optimizer(optimizer)
     made.register_grad_acc_post_hook(engine._backward_post_hook)
@@ -78,14 +78,14 @@ def new_zero_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def set_owner(parameters: Any, zero_optimizer: Any) -> None:
-    """Let stage 3's parameters belong to one of several optimizers, each of which has claimed all of the module's."""
+    """Assign stage 3's parameters to one of several optimizers, each of which has claimed all of the module's."""
     for parameter in parameters:
         parameter._z3_optimizer = zero_optimizer
 
 
 @contextmanager
 def masters_listed(zero_optimizer: Any, stage: int) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizer inside, with its masters in its param groups; on stage 3 they are there on demand."""
+    """Yield the inner torch optimizer with its masters in its param groups; stage 3 lists them only in the block."""
     if stage == 3:
         zero_optimizer._set_fp32_optimizer_param_groups()
     try:
@@ -96,61 +96,61 @@ def masters_listed(zero_optimizer: Any, stage: int) -> Iterator[torch.optim.Opti
 
 
 def follow_master(zero_optimizer: Any, index: int) -> None:
-    """Set stage 3's weights to a master that was written, rounded."""
+    """Set stage 3's weights to the rounded values of a master that was written."""
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(index)
 
 
 def call_before_reading(zero_optimizer: Any, stage: int, first: Callable[[], None]) -> None:
-    """Call something before masters or state are read or written through one of ZeRO's optimizers, on this instance."""
+    """Call a function before masters or state are read or written through a ZeRO optimizer, on this instance."""
     for name in (*_READERS, *(_READERS_OF_STAGE_3 if stage == 3 else ())):
         call_before(zero_optimizer, name, first)
 
 
 def unlink_fragments(zero_optimizer: Any) -> None:
-    """Drop the views into masters (for `safe_get_full_fp32_param`) of stages 1 and 2, which keep their memory."""
+    """Drop stage 1's and 2's views into masters (for `safe_get_full_fp32_param`), which would keep their memory."""
     for parameters in zero_optimizer.bit16_groups:
         for parameter in parameters:
             parameter._hp_mapping = None
 
 
 def link_fragments(zero_optimizer: Any, first: Callable[[], None]) -> None:
-    """Make these views again; those of state DeepSpeed makes after the next step.
+    """Make the views into masters again; DeepSpeed makes the views into state after the next step.
 
     Args:
-        zero_optimizer: Of stage 1 or 2.
-        first: Called before somebody reads or writes through them.
+        zero_optimizer: ZeRO optimizer of stage 1 or 2.
+        first: Function called before a read or write through a view.
     """
     zero_optimizer._link_all_hp_params()
     zero_optimizer._hp_optimizer_states_linked = False
     for parameters in zero_optimizer.bit16_groups:
         for parameter in parameters:
-            for name in _READERS_OF_A_PARAMETER:  # made anew by DeepSpeed just now
+            for name in _READERS_OF_A_PARAMETER:  # DeepSpeed has just made them anew
                 call_before(parameter, name, first)
 
 
 def note_step_without_update(engine: Any) -> None:
-    """Let the engine say that its last step was not applied."""
+    """Make the engine report that its last step was not applied."""
     engine._step_applied = False
 
 
 def schedule_of_config(engine: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule that the engine's config asks for, over another optimizer than the engine's."""
+    """Make the schedule of the engine's config, over another optimizer than the engine's."""
     return engine._scheduler_from_config(optimizer)
 
 
 def load_first(engine: Any, folder: Path, **options: Any) -> Any:
     """Load counters, schedule and whole weights that another number of ranks has saved.
 
-    DeepSpeed (0.19.8) lets a rank read the file of its own number alone, and cuts nothing again: so every rank reads
-    the model's file of rank 0, without that rank's shares, and without the engine's look at how many have saved it.
+    DeepSpeed (0.19.8) lets each rank read only the file of its own number, and never reshards. So every rank reads rank
+    0's model file without that rank's shares, and without the engine's check of the number of ranks.
 
     Args:
-        engine: DeepSpeed's; two of its methods are overridden meanwhile, on this instance.
-        folder: The checkpoint's.
-        **options: Others of `engine.load_checkpoint`.
+        engine: DeepSpeed's engine; two of its methods are overridden meanwhile, on this instance.
+        folder: Folder of the checkpoint.
+        **options: Further options of `engine.load_checkpoint`.
 
     Returns:
-        What `engine.load_checkpoint` returns.
+        The result of `engine.load_checkpoint`.
     """
     is_shared = engine.zero_optimization_stage() == 3
     own_load = engine.load_module_state_dict
@@ -171,20 +171,20 @@ def load_first(engine: Any, folder: Path, **options: Any) -> Any:
 
 
 def ranks_of_states(folder: Path) -> int | None:
-    """How many ranks' files of optimizer state the manifest of a checkpoint lists; None where there are none.
+    """Count the ranks' optimizer state files in the manifest of a checkpoint; None if there are none.
 
     Args:
-        folder: Found to be whole.
+        folder: Checkpoint that was already checked.
     """
     found = [_STATES.fullmatch(name) for name in read_entries(folder)["files"]]
     return max((int(each[1]) + 1 for each in found if each), default=None)
 
 
 def first_states(folder: Path) -> Any:
-    """Rank 0's optimizer state in a checkpoint of DeepSpeed's, which is unpickled.
+    """Read rank 0's optimizer state from a DeepSpeed checkpoint; unpickles the file.
 
     Args:
-        folder: Found to be whole.
+        folder: Checkpoint that was already checked.
     """
     listed = read_entries(folder)["files"]
     name = next(name for name in listed if (found := _STATES.fullmatch(name)) and found[1] == "0")
@@ -192,12 +192,12 @@ def first_states(folder: Path) -> Any:
 
 
 def fill_frozen(engine: Any, folder: Path, num_saved: int, trained: Collection[int]) -> None:
-    """Load weights under ZeRO-3 that no optimizer of DeepSpeed's holds, whose shares lie in all ranks' files.
+    """Load weights under ZeRO-3 that no DeepSpeed optimizer holds; their shares are in all ranks' files.
 
     Args:
-        engine: DeepSpeed's.
-        folder: The checkpoint's, found to be whole: DeepSpeed's files are unpickled.
-        num_saved: Ranks that saved.
+        engine: DeepSpeed's engine.
+        folder: Checkpoint that was already checked; DeepSpeed's files are unpickled.
+        num_saved: Number of ranks that saved.
         trained: The `id` of each parameter to leave out.
     """
     left = {name: each for name, each in engine.module.named_parameters() if id(each) not in trained}
@@ -209,7 +209,7 @@ def fill_frozen(engine: Any, folder: Path, num_saved: int, trained: Collection[i
     ]
     for name, parameter in left.items():
         if any(name not in (file.get(_FROZEN) or {}) for file in files):
-            continue  # left out when it was saved, so it is what the model was built with
+            continue  # left out of the checkpoint, so the model keeps its initial value
         whole = torch.cat([file[_FROZEN][name].view(-1) for file in files])
         share = parameter.ds_tensor
         first = share.ds_numel * dist.get_rank(parameter.ds_process_group)

@@ -1,8 +1,8 @@
-"""DeepSpeed's engine as HiFT and SFT have it: making it, taking the place of its optimizer, and stepping in its place.
+"""DeepSpeed's engine for HiFT and SFT: its creation, and the replacement of its optimizer and step.
 
-An optimizer that steps by itself does so the same on every rank. DeepSpeed (0.19.8) builds no engine of stage 1 or 2
-without an optimizer, and ZeRO's optimizers would share out what trains; so the engine is built over one number that is
-thrown away, and then steps the method's own optimizer.
+An optimizer that steps by itself does the same on every rank. DeepSpeed (0.19.8) builds no engine of stage 1 or 2
+without an optimizer, and ZeRO's optimizers would shard the trained parameters. So the engine is built over one
+temporary number, and then steps the method's own optimizer.
 """
 
 import math
@@ -43,10 +43,10 @@ def prepare_over(
 
     Args:
         accelerator: `accelerate.Accelerator`.
-        model: The one among the objects.
-        objects: All that is to be prepared.
+        model: The model among the objects.
+        objects: All objects to prepare.
         own: The method's optimizer among them.
-        first: What the engine is built over.
+        first: Optimizer that the engine is built over.
 
     Returns:
         The prepared objects in the same order, and DeepSpeed's engine.
@@ -60,14 +60,14 @@ def initialize_over(first: torch.optim.Optimizer, config: dict[str, Any], argume
     """Make a bare DeepSpeed engine over an optimizer.
 
     Args:
-        first: What the engine is built over.
-        config: DeepSpeed's; changed in place.
-        arguments: The others of `deepspeed.initialize`.
+        first: Optimizer that the engine is built over.
+        config: DeepSpeed's config; changed in place.
+        arguments: The other arguments of `deepspeed.initialize`.
 
     Returns:
-        The engine, and the loader.
+        The engine and the loader.
     """
-    # What the list of optimizers that DeepSpeed has tested guards against, the method has looked at.
+    # The method has already checked everything that DeepSpeed's list of tested optimizers protects against.
     config.setdefault("zero_allow_untested_optimizer", True)
     with guard("making the engine", computes=True), keeping_timeout():
         engine, _, loader, _ = deepspeed.initialize(optimizer=first, config=config, **arguments)
@@ -75,17 +75,17 @@ def initialize_over(first: torch.optim.Optimizer, config: dict[str, Any], argume
 
 
 def replace_prepared(accelerator: Any, prepared: list[Any], place: int, new: Any, engine: Any) -> tuple[Any, ...]:
-    """Put an optimizer where accelerate has put that over which the engine was built.
+    """Replace the optimizer that the engine was built over, among the prepared objects and inside accelerate.
 
     Args:
-        accelerator: `accelerate.Accelerator`; its ways of saving name a rank that is missing from now on.
-        prepared: What it has prepared.
-        place: Where among that the optimizer is.
-        new: What training loops and schedules are to see.
-        engine: DeepSpeed's.
+        accelerator: `accelerate.Accelerator`; a save or load that fails names missing ranks from now on.
+        prepared: Objects that it has prepared.
+        place: Index of the optimizer among them.
+        new: Optimizer that training loops and schedules use.
+        engine: DeepSpeed's engine.
 
     Returns:
-        The prepared objects, with the new one.
+        The prepared objects, with the new optimizer.
     """
     explain_saving(accelerator)
     old, prepared[place] = prepared[place], new
@@ -100,11 +100,11 @@ def replace_prepared(accelerator: Any, prepared: list[Any], place: int, new: Any
 
 
 def complete_engine(engine: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Guard an engine's checkpoints and collectives, and let its config's schedule, if it has one, drive HiFT or SFT.
+    """Guard an engine's checkpoints and collectives, and let its config's schedule, if any, drive HiFT or SFT.
 
     Args:
-        engine: DeepSpeed's; some of its methods are overridden, on this instance.
-        optimizer: Whose param groups the schedule is to drive; the engine was not built over it.
+        engine: DeepSpeed's engine; some of its methods are overridden on this instance.
+        optimizer: Optimizer whose param groups the schedule drives; the engine was not built over it.
     """
     seal_engine(engine)
     explain_engine(engine)
@@ -117,19 +117,19 @@ def complete_engine(engine: Any, optimizer: torch.optim.Optimizer) -> None:
 def engine_over_placeholder(
     model: nn.Module, optimizer: Sliver, config: dict[str, Any], made: list[Any]
 ) -> Iterator[torch.optim.Optimizer]:
-    """Inside, build the engine over the placeholder and append it to the list; afterwards it steps the optimizer.
+    """Build the engine over a placeholder in the block, and append it to the list; it steps the optimizer afterwards.
 
     Args:
-        model: Has the placeholder meanwhile.
-        optimizer: Steps by itself; its gradients are averaged by the method.
-        config: DeepSpeed's; changed in place.
+        model: The model; it has the placeholder during the block.
+        optimizer: Steps by itself; the method averages its gradients.
+        config: DeepSpeed's config; changed in place.
         made: An empty list, for the engine.
 
     Yields:
-        What the engine is to be built over.
+        Optimizer to build the engine over.
     """
     fill_clipping(config)
-    # Of the placeholder alone: the buffer of ZeRO's optimizer would outlive it.
+    # Sized for the placeholder alone: the buffer of ZeRO's optimizer would outlive it.
     config["zero_optimization"]["reduce_bucket_size"] = 1
     weight = next(model.parameters())
     placeholder = nn.Parameter(torch.zeros(1, dtype=weight.dtype, device=weight.device))
@@ -143,15 +143,15 @@ def engine_over_placeholder(
 
 
 def is_last_backward(engine: Any) -> bool:
-    """Whether the backward that runs is an update's last.
+    """Return whether the running backward is the last one of an update.
 
-    Where the caller alone knows which is, the mean is taken after each.
+    If only the caller knows, every backward counts as the last, so the mean is taken after each.
     """
     return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
 
 
 def _read_by_any_ranks(engine: Any) -> None:
-    """Let the engine load what another number of ranks has saved, which DeepSpeed itself refuses."""
+    """Let the engine load a checkpoint of another number of ranks, which DeepSpeed itself refuses."""
     own_load = engine.load_checkpoint
 
     @wraps(own_load)
@@ -191,34 +191,34 @@ def _read_by_any_ranks(engine: Any) -> None:
 
 
 class EngineStep:
-    """What the engine has as its optimizer: clips by the engine's norm, steps, and shards nothing.
+    """Optimizer of the engine: clips by the engine's norm, steps the method's optimizer, and shards nothing.
 
     Args:
-        optimizer: Steps.
-        engine: DeepSpeed's.
+        optimizer: The method's optimizer.
+        engine: DeepSpeed's engine.
     """
 
     overflow = False
-    """Whether the last step was skipped; fp16 weights are refused."""
+    """Whether the last step was skipped; always False, since fp16 weights are refused."""
     bit16_groups: Sequence[Any] = ()
     fp16_groups: Sequence[Any] = ()
-    """No parameter is flattened."""
+    """Empty, because no parameter is flattened."""
 
     def __init__(self, optimizer: Sliver, engine: Any) -> None:
         self._optimizer = optimizer
         self._engine = engine
         self.dp_process_group = engine.seq_data_parallel_group
         self.parameter_offload = getattr(engine.optimizer, "parameter_offload", None)
-        """What gathers and releases the weights under stage 3; DeepSpeed and others look for it here."""
+        """Object that gathers and releases the weights under stage 3; DeepSpeed and others look for it here."""
         self._global_grad_norm: float | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
+        """Param groups of the method's optimizer."""
         return self._optimizer.param_groups
 
     def step(self) -> None:
-        """Clip as the engine's config says, and step."""
+        """Clip by the norm of the engine's config, and step."""
         limit = self._engine.gradient_clipping()
         self._global_grad_norm = float(self._optimizer.clip_(limit if limit > 0 else math.inf))
         self._optimizer.step()
@@ -228,12 +228,12 @@ class EngineStep:
         self._optimizer.zero_grad()
 
     def reduce_gradients(self, *arguments: Any, **options: Any) -> None:
-        """Nothing to reduce, nothing to note: gradients are averaged when a backward ends."""
+        """Do nothing: gradients are averaged at the end of each backward."""
 
     set_gradient_accumulation_boundary = finalize_gradient_accumulation_boundary = reduce_gradients
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Nothing to reduce; release the weights of layers that had no gradient to pass on, as ZeRO-3's own does."""
+        """Release the weights of layers that passed no gradient on, as ZeRO-3's optimizer does; reduce nothing."""
         if self.parameter_offload is not None:
             self.parameter_offload.release_backward_leftovers()
 
@@ -243,26 +243,26 @@ class EngineStep:
             self.parameter_offload.empty_partition_cache()
 
     def destroy(self) -> None:
-        """Take ZeRO-3's hooks off the model, for `engine.destroy`."""
+        """Remove ZeRO-3's hooks from the model, for `engine.destroy`."""
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state; every rank's file of the engine's checkpoint has it."""
+        """Return the whole state; every rank's file of the engine's checkpoint stores it."""
         return self._optimizer.whole_state()
 
     def load_state_dict(
         self, state_dict_list: Sequence[Any], load_optimizer_states: bool = True, **ignored: Any
     ) -> None:
-        """Continue from what each rank saved.
+        """Continue from the state in a checkpoint.
 
         Args:
-            state_dict_list: What DeepSpeed read, with None for other ranks' files.
-            load_optimizer_states: Whether to.
-            **ignored: What else DeepSpeed passes to ZeRO's optimizers.
+            state_dict_list: States that DeepSpeed read, with None for other ranks' files.
+            load_optimizer_states: Whether to load them.
+            **ignored: Further arguments that DeepSpeed passes to ZeRO's optimizers.
 
         Raises:
-            ValueError: If there is none in it.
+            ValueError: If the list has no state.
         """
         if not load_optimizer_states:
             return

@@ -1,7 +1,7 @@
-"""HiFT on ZeRO-1, 2 and 3 under accelerate: each rank keeps and steps its share of the active group.
+"""HiFT on ZeRO-1, 2 and 3: each rank keeps and steps its share of the active group.
 
-On a rank the device holds the weights (under ZeRO-3 its share of them), its share of the active group's fp32 masters
-and state, that group's gradients and one reduce bucket; its shares of all other groups wait in host memory.
+A rank's device holds the weights (under ZeRO-3 its share of them), its share of the active group's fp32 masters and
+state, that group's gradients and one reduce bucket. Its shares of all other groups are offloaded to host memory.
 
 DeepSpeed accumulates bf16 gradients in bf16 unless the config says `data_types.grad_accum_dtype: fp32` (stages 2, 3).
 """
@@ -29,10 +29,10 @@ from slivertune.parallel.zero.unsupported import (
 
 
 class EngineSteppedOptimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
-    """What a training loop holds for HiFT on an engine: `accelerator.backward` steps, `step` does nothing.
+    """Optimizer of a training loop for HiFT on an engine: `accelerator.backward` steps, `step` does nothing.
 
     Args:
-        optimizer: HiFT; its param groups are the schedule's.
+        optimizer: HiFT; a schedule drives its param groups.
         engine: DeepSpeed's engine.
     """
 
@@ -52,14 +52,14 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     Args:
         accelerator: An Accelerator with a DeepSpeed plugin of stage 1, 2 or 3.
         model: The model.
-        hift: Built over it.
-        objects: All that is to be prepared, these two included.
+        hift: HiFT built over the model.
+        objects: All objects to prepare, including the model and HiFT.
 
     Returns:
-        The prepared objects, in their order; the model is DeepSpeed's engine.
+        The prepared objects in the same order; the model is DeepSpeed's engine.
 
     Raises:
-        ValueError: If the ranks disagree, or HiFT and the config don't go together.
+        ValueError: If the ranks disagree, or the config does not support HiFT.
     """
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     first = built_over(hift, config)
@@ -73,15 +73,15 @@ def initialize(hift: HiFT, config: dict[str, Any], arguments: dict[str, Any]) ->
     """Make a bare DeepSpeed engine that steps HiFT; see `slivertune.initialize`.
 
     Args:
-        hift: Built over the model among the arguments.
-        config: DeepSpeed's, without "auto".
-        arguments: The others of `deepspeed.initialize`.
+        hift: HiFT built over the model among the arguments.
+        config: DeepSpeed's config without "auto".
+        arguments: The other arguments of `deepspeed.initialize`.
 
     Returns:
         The engine, HiFT, the loader and the schedule.
 
     Raises:
-        ValueError: If the ranks disagree, or HiFT and the config don't go together.
+        ValueError: If the ranks disagree, or the config does not support HiFT.
     """
     engine, loader = initialize_over(built_over(hift, config), config, arguments)
     rotate(engine, hift)
@@ -89,17 +89,17 @@ def initialize(hift: HiFT, config: dict[str, Any], arguments: dict[str, Any]) ->
 
 
 def built_over(optimizer: HiFT, config: dict[str, Any]) -> torch.optim.Optimizer:
-    """Refuse what can't be rotated, on every rank alike, and compare the ranks' configs. A collective.
+    """Make the optimizer to build the engine over, after checks of the config on all ranks. A collective.
 
     Args:
         optimizer: HiFT.
-        config: DeepSpeed's, not yet used; changed in place.
+        config: DeepSpeed's config before its use; changed in place.
 
     Returns:
-        What the engine is to be built over.
+        The first group's optimizer, over which to build the engine.
 
     Raises:
-        ValueError: Naming the setting and what to use.
+        ValueError: If HiFT can't run under the config, or ranks differ in it; names the setting and what to use.
     """
     warn_of_stream_bytes(optimizer.config)
     check_hift_config(config)
@@ -109,10 +109,10 @@ def built_over(optimizer: HiFT, config: dict[str, Any]) -> torch.optim.Optimizer
 
 
 def rotate(engine: Any, optimizer: HiFT) -> None:
-    """Put HiFT's rotation on an engine that was built over the first group.
+    """Install HiFT's rotation on an engine that was built over the first group.
 
     Args:
-        engine: DeepSpeed's engine; some of its methods are overridden, on this instance, and it keeps the rotation, as
+        engine: DeepSpeed's engine; some of its methods are overridden on this instance, and it keeps the rotation as
             `engine.hift_schedule`.
         optimizer: HiFT; the engine steps in its place from now on.
 

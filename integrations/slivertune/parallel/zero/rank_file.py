@@ -1,7 +1,7 @@
-"""A rank's file in a checkpoint of HiFT on DeepSpeed: its name, and what it must hold before anything is taken from it.
+"""A rank's file in a checkpoint of HiFT on DeepSpeed: its name, and the checks of its content before any use.
 
-A manifest tells damage; a file whose manifest agrees may still be of another making, and what is read from it becomes
-sizes, slices and attributes. So all of its form is checked first, and errors name the part that is another.
+A manifest shows damage, but a file that matches its manifest may still have another origin, and its values become
+sizes, slices and attributes. So the whole form is checked first, and errors name the part that is wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ VERSION = 3
 
 
 def file_name(rank: int, num_ranks: int) -> str:
-    """Name of a rank's file in the folder of a checkpoint."""
+    """Name a rank's file in the folder of a checkpoint."""
     return f"slivertune_hift_rank_{rank}_of_{num_ranks}.pt"
 
 
 def saved_ranks(folder: Path) -> int | None:
-    """How many ranks have saved a checkpoint of HiFT on DeepSpeed; None where it is none."""
+    """Count the ranks that have saved a checkpoint of HiFT on DeepSpeed; None if it is no such checkpoint."""
     counts = [path.stem.rpartition("_")[2] for path in folder.glob("slivertune_hift_rank_*_of_*.pt")]
     return max((int(each) for each in counts if each.isdecimal()), default=None)
 
@@ -34,13 +34,13 @@ def read_rank_file(folder: Path, rank: int, num_ranks: int, *, mmap: bool = Fals
     """Read a rank's file.
 
     Args:
-        folder: The checkpoint's.
+        folder: Folder of the checkpoint.
         rank: The rank that wrote it.
-        num_ranks: That saved.
-        mmap: Whether tensors are read when they are needed.
+        num_ranks: Number of ranks that saved.
+        mmap: Whether tensors are read only on use.
 
     Raises:
-        ValueError: If it is missing, of another version, or holds something else.
+        ValueError: If the file is missing, of another version, or of another content.
     """
     path = folder / file_name(rank, num_ranks)
     if not path.is_file():
@@ -160,7 +160,7 @@ _PARTS: dict[str, _Check] = {
 
 
 def _check_groups(saved: Mapping[str, Any]) -> None:
-    """Each part has the same groups, and pieces lie within parameters and masters."""
+    """Check that all parts have the same groups, and that fragments are inside parameters and masters."""
     names = [str(index) for index in range(len(saved["pieces"]))]
     for key in ("pieces", "shapes", "own"):
         _require(sorted(saved[key]) == sorted(names), key, f"mapping of {len(names)} groups")

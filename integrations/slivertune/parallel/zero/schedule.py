@@ -1,6 +1,6 @@
-"""HiFT's rotation on a DeepSpeed engine: one native ZeRO optimizer for each group, of which the engine holds one.
+"""HiFT's rotation on a DeepSpeed engine: one native ZeRO optimizer per group; the engine holds the active group's.
 
-Over 350 lines, since one class keeps what must change together: the engine's optimizer, its counters, and the turn.
+Over 350 lines, since one class keeps the state that must change together: the engine's optimizer, counters and turn.
 """
 
 import functools
@@ -31,11 +31,11 @@ from slivertune.parallel.zero.engine import is_last_backward
 from slivertune.parallel.zero.state_mover import StateMover, check_flat_memory
 
 _numbers = itertools.count()
-"""Of the engines in this process, the same on every rank."""
+"""Counter that numbers the engines in this process, the same on every rank."""
 
 
 def optimizer_of_group(optimizer: HiFT, group: int) -> torch.optim.Optimizer:
-    """An instance of the base optimizer over one group's weights, with the hyperparameters of HiFT's param groups.
+    """Build the base optimizer over one group's weights, with the hyperparameters of HiFT's param groups.
 
     Args:
         optimizer: HiFT.
@@ -55,14 +55,14 @@ def optimizer_of_group(optimizer: HiFT, group: int) -> torch.optim.Optimizer:
 
 
 class GroupSchedule:
-    """Gives the engine the ZeRO optimizer of the group whose turn it is.
+    """Gives the engine the ZeRO optimizer of the active group.
 
-    The turn follows from the engine's own counters of applied steps, which DeepSpeed saves, and changes right before a
-    forward: the engine still reads its optimizer after stepping it.
+    The turn follows the engine's own counters of applied steps, which DeepSpeed saves. It changes right before a
+    forward, because the engine still reads its optimizer after stepping it.
 
     Args:
-        engine: DeepSpeed's engine, built with `optimizer_of_group` of the group whose turn is first, the others frozen.
-        optimizer: HiFT; read for its groups, rotation and param groups, and advanced.
+        engine: DeepSpeed's engine, built with `optimizer_of_group` of the first group, the others frozen.
+        optimizer: HiFT; its groups, rotation and param groups are read, and its rotation is advanced.
         model: The engine's module.
     """
 
@@ -73,7 +73,7 @@ class GroupSchedule:
         self.active = optimizer.active_group
         self.num_switches = 0
         self.switch_seconds = 0.0
-        """Time in switches so far, copies included; without them it is this less `copy_seconds`."""
+        """Seconds spent in switches so far, including copies; subtract `copy_seconds` to exclude them."""
         layers = [layer for group in optimizer.groups for layer in group.layers]
         self._hooks = ModelHooks(
             model,
@@ -82,16 +82,16 @@ class GroupSchedule:
             [self._note_backward],
             on_lack_of_memory=self._note_lack_of_memory,
             checks_model=False,
-            may_be_scaled=False,  # DeepSpeed has a scaler of its own, and no gradients on the parameters
+            may_be_scaled=False,  # DeepSpeed has its own scaler, and no gradients on the parameters
         )
         self._hooks.attach()
         self._waits_on_host = optimizer.config.state == "host"
         self._streams: CopyStreams = copy_streams(torch.device(engine.device))
-        # The engine may be dropped right after a forward, with copies into and out of its memory on their way.
+        # The engine may be dropped right after a forward, with copies to and from its memory in flight.
         weakref.finalize(self, self._streams.synchronize).atexit = False
         self._budget = PrefetchBudget(optimizer.config.prefetch_bytes)
         self._most_leaving_bytes = 0
-        """What groups that were leaving held of the device beside the next one's state in this cycle, at most."""
+        """Peak bytes of the device that evicted groups held beside the next group's state in this cycle."""
         self._applied: list[LearningRate] = []
         self._heartbeat = Heartbeat(f"hift-zero-{next(_numbers)}")
         self._noted = -1
@@ -99,9 +99,9 @@ class GroupSchedule:
         self._task = -1
         first = engine.optimizer
         self.children: dict[int, Any] = {self.active: first}
-        """The ZeRO optimizer of each group."""
+        """ZeRO optimizer of each group."""
         self.movers = {self.active: StateMover(first, self.stage, self._streams)}
-        """What moves each group's masters and state."""
+        """Mover of each group's masters and state."""
         self._park(self.active)
         for group in (g for g in range(optimizer.num_groups) if g != self.active):
             self._build(group, first)
@@ -125,15 +125,15 @@ class GroupSchedule:
 
     @property
     def copy_seconds(self) -> float:
-        """Time spent copying (on CUDA: queueing copies) in all switches so far."""
+        """Seconds spent copying (on CUDA: queueing copies) in all switches so far."""
         return sum(mover.copy_seconds for mover in self.movers.values())
 
     def follow_counters(self, inputs: Any = None) -> None:
-        """Hand the turn to the group that the engine's counters name. A local operation.
+        """Activate the group that the engine's counters select. A local operation.
 
         Args:
-            inputs: Of the training forward that comes, if one does: what decides how much state may come beside that
-                which leaves.
+            inputs: Inputs of the coming training forward, which decide how much state may be loaded before the old
+                group's state is evicted; None if no training forward comes.
         """
         self._count()
         group = self.optimizer.active_group
@@ -147,16 +147,16 @@ class GroupSchedule:
         self.num_switches += 1
 
     def settle(self) -> None:
-        """Wait until all groups' masters and state are where they belong, and may be read there."""
+        """Wait until all groups' masters and state are in place and can be read there."""
         for mover in self.movers.values():
             mover.wait()
             mover.release()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the rotation to where a checkpoint was; the engine's counters follow when it loads.
+        """Set the rotation to the position in a checkpoint; the engine's counters follow when it loads.
 
         Args:
-            state: What `Rotation.state` returned in the saved run.
+            state: Result of `Rotation.state` in the saved run.
         """
         self.optimizer.rotation.restore(state)
         group = self.optimizer.active_group
@@ -165,16 +165,16 @@ class GroupSchedule:
         self.settle()
 
     def own_hyperparameters(self, group: int) -> list[dict[str, Any]]:
-        """What a group's optimizer itself changed among its hyperparameters, by its own param groups."""
+        """Return the hyperparameters that a group's optimizer itself has changed, by its own param groups."""
         adapted = self._instances[group].adapted()
         return [adapted.get(inner[PARAM_GROUP], {}) for inner in self.children[group].optimizer.param_groups]
 
     def adopt(self, group: int, own: Sequence[dict[str, Any]]) -> None:
-        """Take over a group's optimizer whose state was loaded.
+        """Adopt a group's optimizer whose state was loaded.
 
         Args:
-            group: Its index.
-            own: Its `own_hyperparameters` when it was saved.
+            group: Index of the group.
+            own: Its `own_hyperparameters` at saving.
         """
         indices = [inner[PARAM_GROUP] for inner in self.children[group].optimizer.param_groups]
         self._instances[group].restore(self.optimizer.param_groups, dict(zip(indices, own, strict=True)))
@@ -187,7 +187,7 @@ class GroupSchedule:
 
     @contextmanager
     def all_trainable(self) -> Iterator[None]:
-        """Let nothing that HiFT trains count as frozen meanwhile."""
+        """Mark all parameters that HiFT trains as trainable in the block."""
         for weight in self.optimizer.trained_weights:
             weight.trained.requires_grad_(True)
         try:
@@ -196,7 +196,7 @@ class GroupSchedule:
             self._hooks.activate(self.optimizer.weights_of(self.active), self._note_gradient)
 
     def destroy(self) -> None:
-        """Take the waiting groups' hooks from the model; the engine destroys the active group's optimizer itself."""
+        """Remove the inactive groups' hooks from the model; the engine itself destroys the active group's optimizer."""
         self.settle()
         for group, child in self.children.items():
             if group != self.active:
@@ -207,11 +207,11 @@ class GroupSchedule:
         self._hooks.activate(self.optimizer.weights_of(group), lambda _: None)
         child = new_zero_optimizer(self.engine, optimizer_of_group(self.optimizer, group))
         if self.stage == 3:
-            # Each brings its own hooks on every module, which would gather the weights once for each group.
+            # Each optimizer brings its own hooks on every module, which would gather the weights once per group.
             child.parameter_offload.destroy()
             child.parameter_offload = first.parameter_offload
             child.persistent_parameters = first.persistent_parameters
-            # And its own bucket, of which one group at a time has use.
+            # It also brings its own bucket, but only one group at a time uses one.
             for dtype, bucket in child.ipg_buckets.items():
                 bucket.buffer = first.ipg_buckets[dtype].buffer
         self.children[group] = child
@@ -226,14 +226,14 @@ class GroupSchedule:
             child.dynamic_loss_scale = active.dynamic_loss_scale
 
     def _park(self, group: int) -> None:
-        """Let a group wait, and give up its memory."""
+        """Offload a group's masters and state (with `state="host"`), and drop its gradients."""
         if self._waits_on_host:
             self.movers[group].to_host()
             self.movers[group].release()
         self.movers[group].drop_gradients()
 
     def _activate(self, group: int) -> None:
-        """Begin the turn of a group whose masters and state are on the device, or on their way."""
+        """Begin the turn of a group whose masters and state are on the device, or in flight."""
         self._hooks.activate(self.optimizer.weights_of(group), self._note_gradient)
         self.movers[group].take_gradients()
         self.active = group
@@ -241,12 +241,12 @@ class GroupSchedule:
         self.engine.basic_optimizer = self.children[group].optimizer
 
     def _change_places(self, group: int, following: int, room_bytes: int) -> None:
-        """Let one group wait and begin the turn of another.
+        """Deactivate one group and activate another.
 
         Args:
-            group: Whose turn ends.
-            following: Whose turn begins.
-            room_bytes: What the second group's masters and state may take beside the first one's.
+            group: Group whose turn ends.
+            following: Group whose turn begins.
+            room_bytes: Device bytes that the second group's masters and state may take beside the first group's.
         """
         self.movers[group].drop_gradients()
         if self._waits_on_host:
@@ -259,14 +259,14 @@ class GroupSchedule:
             try:
                 coming.to_device()
             except torch.OutOfMemoryError:
-                self._budget.fail()  # it comes after what leaves, then
+                self._budget.fail()  # so it comes once the other group is evicted
             else:
                 self._most_leaving_bytes = max(self._most_leaving_bytes, leaving.leaving_bytes())
                 return
         coming.to_device(leaving)
 
     def _release(self) -> None:
-        """Give up the memory that groups have left."""
+        """Free the device memory of evicted groups."""
         for mover in self.movers.values():
             mover.release()
 
@@ -281,7 +281,7 @@ class GroupSchedule:
             self._hooks.check()
             if self.stage < 3:
                 check_flat_memory(self.children.values(), self.optimizer.trained_weights)
-            self._hooks.settle()  # what others have thawed
+            self._hooks.settle()  # restores flags that others have changed
         if self.optimizer.rotation.steps != self._noted:
             self._noted = self.optimizer.rotation.steps
             self._heartbeat.enter(self.optimizer.updates, f"group {self.active}")
@@ -317,14 +317,14 @@ class GroupSchedule:
         task = running_backward()
         if task != self._task:
             self._task, self._is_reached_now = task, False
-            # After the last gradient, and before the engine sums up what has come.
+            # After the last gradient, and before the engine sums the gradients.
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """Check that the ranks have the same gradients to sum up; DeepSpeed would wait for them, or sum up others."""
+        """Check that the ranks have the same gradients to sum; DeepSpeed would hang, or sum different ones."""
         self._has_run = True
         if self.stage < 3 and not self._is_reached_now:
-            self.children[self.active].setup_buckets()  # which it does when the first gradient comes, and always needs
+            self.children[self.active].setup_buckets()  # DeepSpeed does so at the first gradient, and always needs it
         if self.stage != 1 or is_last_backward(self.engine):
             reached = self._is_reached if self.stage == 1 else self._is_reached_now
             self._heartbeat.meet(self._header(Stage.GRADIENT_SYNC, reached))
@@ -350,13 +350,13 @@ class GroupSchedule:
         return result
 
     def _skip(self) -> None:
-        """Let a step pass that no gradient has reached on any rank; to the engine it is one that was skipped."""
+        """Skip a step whose group has no gradient on any rank; the engine counts it as skipped."""
         engine, rotation = self.engine, self.optimizer.rotation
         rotation.warn_of_skip(self.optimizer.groups)
         rotation.skip(scheduled_lr(self.optimizer.param_groups))
         child = self.children[self.active]
         child.zero_grad()
-        # The zeros of its backward, which the next one would add to.
+        # Drops the zeros of its backward, to which the next backward would add.
         child.averaged_gradients = dict.fromkeys(child.averaged_gradients)
         note_step_without_update(engine)
         engine.skipped_steps += 1
@@ -369,9 +369,9 @@ class GroupSchedule:
         self._end_step()
 
     def _push_hyperparameters(self, group: int, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # Inside the step and not before it: the learning rate of a cycle is what the schedule says then.
+        # Inside the step, not before it: a cycle applies the schedule's learning rate at this time.
         outer_groups = self.optimizer.param_groups
         self._applied = self.optimizer.rotation.to_apply(scheduled_lr(outer_groups))
         self._instances[group].push(outer_groups, self._applied)
-        # A torch schedule built over HiFT asks whether its optimizer has stepped.
+        # A torch schedule built over HiFT checks whether its optimizer has stepped.
         mark_stepped(self.optimizer)

@@ -1,7 +1,7 @@
-"""SFT on DeepSpeed: ZeRO-3 shares out the frozen weights; the deltas and their state lie on every rank, and SFT steps.
+"""SFT on DeepSpeed: ZeRO-3 shards the frozen weights, every rank holds the deltas and their state, and SFT steps.
 
-ZeRO shards gradients and state of what trains, of which there is next to nothing here: under ZeRO-1 and 2 a rank holds
-what it does under DDP. If its optimizers shared the deltas out, no rank could select.
+ZeRO shards the gradients and state of trained parameters, which are tiny here: under ZeRO-1 and 2 a rank needs the
+same memory as under DDP. If ZeRO's optimizers sharded the deltas, no rank could select positions.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     Args:
         accelerator: `accelerate.Accelerator`.
         model: The model.
-        sft: Built over it; under stage 3 it is in the layer form afterwards.
-        objects: All that is to be prepared, these two included.
+        sft: SFT built over the model; under stage 3 it is in the layer form afterwards.
+        objects: All objects to prepare, including the model and SFT.
 
     Returns:
         The prepared objects in the same order; the model is DeepSpeed's engine.
 
     Raises:
-        ValueError: If the ranks were given other settings, or SFT and the config don't go together.
+        ValueError: If the settings differ between ranks, or the config does not support SFT.
     """
     with _built_over_placeholder(sft, accelerator.state.deepspeed_plugin.deepspeed_config) as (placeholder, made):
         prepared, engine = prepare_over(accelerator, model, objects, sft, placeholder)
@@ -55,15 +55,15 @@ def initialize(sft: SFT, config: dict[str, Any], arguments: dict[str, Any]) -> t
     """Make a bare DeepSpeed engine that steps SFT.
 
     Args:
-        sft: Built over the model among the arguments.
-        config: DeepSpeed's, without "auto".
-        arguments: The others of `deepspeed.initialize`.
+        sft: SFT built over the model among the arguments.
+        config: DeepSpeed's config without "auto".
+        arguments: The other arguments of `deepspeed.initialize`.
 
     Returns:
         The engine, SFT, the loader and the schedule.
 
     Raises:
-        ValueError: If the ranks were given other settings, or SFT and the config don't go together.
+        ValueError: If the settings differ between ranks, or the config does not support SFT.
     """
     with _built_over_placeholder(sft, config) as (placeholder, made):
         engine, loader = initialize_over(placeholder, config, arguments)
@@ -73,7 +73,7 @@ def initialize(sft: SFT, config: dict[str, Any], arguments: dict[str, Any]) -> t
 
 @contextmanager
 def _built_over_placeholder(sft: SFT, config: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, list[Any]]]:
-    """Inside, build the engine over the placeholder and append it to the list; afterwards it steps SFT."""
+    """Build the engine over the placeholder in the block, and append it to the list; it steps SFT afterwards."""
     stage = check_sft_config(config)
     made: list[Any] = []
 
@@ -93,21 +93,21 @@ def _built_over_placeholder(sft: SFT, config: dict[str, Any]) -> Iterator[tuple[
 
 
 class _Partition(ShardedPretrainedValues):
-    """A parameter that ZeRO-3 cuts into one flat part a rank."""
+    """A parameter that ZeRO-3 shards into one flat part per rank."""
 
     def __init__(self, target: Target, engine: Any) -> None:
         super().__init__(target, engine.device)
         self._engine = engine
 
     def own(self) -> tuple[torch.Tensor, int]:
-        """This rank's part without its padding, and where it begins."""
+        """Return this rank's part without padding, and the position of its first element."""
         parameter: Any = self._target.parameter
         part = parameter.ds_tensor
         first = min(part.ds_numel * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
         return part.data.view(-1)[: parameter.ds_numel - first], first
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Set entries. A collective: small tensors stay gathered on each rank, and have to follow."""
+        """Set entries. A collective: small tensors stay gathered on every rank, and must be updated there."""
         name, parameter = self._target.name, self._target.parameter
         self._engine.empty_partition_cache()
         with guard(f"writing entries of {name}", computes=True), GatheredParameters([parameter], modifier_rank=0):
@@ -115,8 +115,8 @@ class _Partition(ShardedPretrainedValues):
                 write_flat(parameter.data, indices, values.to(parameter.device))
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, on every rank. A collective."""
-        # A forward without a backward, as of an evaluation, may have left it on its way here, which can't be gathered.
+        """Gather the whole tensor on every rank. A collective."""
+        # A forward without a backward, as in evaluation, may have left its gathering in flight, which would fail here.
         self._engine.empty_partition_cache()
         with guard(f"gathering {self._target.name}", computes=True), GatheredParameters([self._target.parameter]):
             return self._target.parameter.detach().clone()

@@ -1,7 +1,7 @@
-"""Which elements of which parameters a rank's share of a ZeRO optimizer holds, and reading shares by others.
+"""Shares: a rank's part of a ZeRO optimizer, recorded by the elements of each parameter, so that others can read it.
 
-ZeRO-1 and 2 lay a param group's parameters end to end and cut that; ZeRO-3 cuts each parameter. What is cut is flat, so
-a share is told by pieces of flattened parameters, and any other cut can be put together from all saved shares.
+ZeRO-1 and 2 concatenate a param group's parameters and split the result; ZeRO-3 splits each parameter. Both split flat
+tensors, so fragments of flattened parameters describe a share, and all saved shares together give any other split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,23 +21,23 @@ from slivertune.parallel.zero.rank_file import file_name, read_rank_file, saved_
 
 
 class ShareFragment(NamedTuple):
-    """A run of elements of one parameter in a rank's share."""
+    """A contiguous run of elements of one parameter in a rank's share."""
 
     name: str
-    """The parameter's."""
+    """Name of the parameter."""
     first: int
-    """Where it begins in the flattened parameter."""
+    """Index of its first element in the flattened parameter."""
     offset: int
-    """Where it begins in the share."""
+    """Index of its first element in the share."""
     length: int
 
 
 def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list[ShareFragment]]:
-    """What this rank's masters hold, one list a master; padding is in none.
+    """List the fragments of this rank's masters, one list per master; no fragment holds padding.
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
-        stage: 1, 2 or 3.
+        stage: Stage of ZeRO: 1, 2 or 3.
         names: The parameters' names by their `id`.
     """
     return _pieces_of_each(optimizer, names) if stage == 3 else _pieces_end_to_end(optimizer, names)
@@ -73,11 +73,11 @@ def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[Share
 
 
 class SavedShares:
-    """All ranks' files of a checkpoint; tensors are read when they are needed.
+    """All ranks' files of a checkpoint; tensors are read on use.
 
     Args:
-        folder: The checkpoint's.
-        num_ranks: That saved.
+        folder: Folder of the checkpoint.
+        num_ranks: Number of ranks that saved.
 
     Raises:
         ValueError: If a file is missing or can't be read, or files are of different checkpoints.
@@ -86,7 +86,7 @@ class SavedShares:
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self._files = [read_rank_file(folder, rank, num_ranks, mmap=True) for rank in range(num_ranks)]
         self.first = self._files[0]
-        """Rank 0's file, for what all ranks have in common."""
+        """Rank 0's file, for all values that ranks have in common."""
         if any(saved["shapes"] != self.first["shapes"] for saved in self._files):
             raise ValueError(f"{folder} has files of different models; use another checkpoint")
         for group, sizes in self.first["shapes"].items():
@@ -104,19 +104,19 @@ class SavedShares:
                     raise ValueError(f"{folder} does not hold all of {name}, once; use another checkpoint")
 
     def fill(self, group: int, own: Sequence[ShareFragment], master: torch.Tensor) -> dict[str, Any]:
-        """Put a share together.
+        """Assemble a share.
 
         Args:
             group: Index of the group.
-            own: What the share holds.
-            master: On the host, fp32, shape (n,); the pieces are written into it, padding stays.
+            own: Fragments of the share.
+            master: fp32 on the host, shape (n,); the fragments are written into it, padding stays.
 
         Returns:
-            The optimizer's state that belongs to it: tensors of shape (n,), and what has no elements; nothing where
-            the group was never stepped.
+            The share's optimizer state: tensors of shape (n,), and values without elements; empty if the group was
+            never stepped.
 
         Raises:
-            ValueError: If a piece is of no parameter in the files, or of another size, or files disagree.
+            ValueError: If the files lack elements of a fragment, or disagree about the form of a state.
         """
         state: dict[str, Any] = {}
         reached = dict.fromkeys(own, 0)
@@ -145,12 +145,12 @@ class SavedShares:
         return state
 
     def whole(self, group: int, name: str, shape: Sequence[int]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A parameter's fp32 weight, and what `fill` returns of it.
+        """Assemble a parameter's fp32 weight and its state; see `fill`.
 
         Args:
-            group: Index of its group.
-            name: The parameter's.
-            shape: Its.
+            group: Index of the parameter's group.
+            name: Name of the parameter.
+            shape: Shape of the parameter.
         """
         master = torch.empty(shape, dtype=torch.float32, device="cpu")
         return master, self.fill(group, [ShareFragment(name, 0, 0, master.numel())], master.view(-1))
@@ -177,13 +177,13 @@ def _copy_state(
 
 
 def open_shares(folder: Path) -> SavedShares:
-    """All ranks' files of a checkpoint that nothing has read yet.
+    """Open all ranks' files of an unchecked checkpoint.
 
     Args:
-        folder: The checkpoint's.
+        folder: Folder of the checkpoint.
 
     Raises:
-        ValueError: If the folder is not whole, or was not saved by HiFT on DeepSpeed.
+        ValueError: If the folder is incomplete, or was not saved by HiFT on DeepSpeed.
     """
     check_whole(folder)
     num_ranks = saved_ranks(folder)
@@ -193,19 +193,19 @@ def open_shares(folder: Path) -> SavedShares:
 
 
 def fp32_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """The exact fp32 weights of all groups of HiFT, out of a checkpoint of ZeRO-1, 2 or 3, in one process.
+    """Read the exact fp32 weights of all HiFT groups from a checkpoint of ZeRO-1, 2 or 3, in one process.
 
-    DeepSpeed's `zero_to_fp32` finds the masters of the active group alone. Parameters that HiFT does not train are not
-    in the result. Reads no file of DeepSpeed's.
+    DeepSpeed's `zero_to_fp32` finds only the active group's masters. The result leaves out parameters that HiFT does
+    not train. Reads none of DeepSpeed's files.
 
     Args:
-        folder: With the ranks' files: `SAVE_DIR/global_step12`, or `pytorch_model` in what accelerate has saved.
+        folder: Folder of the ranks' files: `SAVE_DIR/global_step12`, or `pytorch_model` in a checkpoint of accelerate.
 
     Returns:
         fp32 tensors on the host, by the parameters' names.
 
     Raises:
-        ValueError: If the folder is not whole, or was not saved by HiFT on DeepSpeed.
+        ValueError: If the folder is incomplete, or was not saved by HiFT on DeepSpeed.
 
     Example:
         >>> model.load_state_dict(fp32_weights("out/checkpoint-500/global_step500"), strict=False)
@@ -219,16 +219,16 @@ def fp32_weights(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Continue in one process from what HiFT's ranks under ZeRO-1, 2 or 3 have saved: weights, masters, state, turn.
+    """Continue in one process from a checkpoint of HiFT under ZeRO-1, 2 or 3: weights, masters, state, turn.
 
-    Schedules and weights that HiFT does not train stay as they are. Reads no file of DeepSpeed's.
+    Schedules and weights that HiFT does not train stay unchanged. Reads none of DeepSpeed's files.
 
     Args:
         optimizer: HiFT, or accelerate's wrapper of it, on one process; built with the settings of the saved run.
-        folder: With the ranks' files: `SAVE_DIR/global_step12`, or `pytorch_model` in what accelerate has saved.
+        folder: Folder of the ranks' files: `SAVE_DIR/global_step12`, or `pytorch_model` in a checkpoint of accelerate.
 
     Raises:
-        ValueError: If the folder is not whole, or is of another run.
+        ValueError: If the folder is incomplete, or is of another run.
     """
     hift: HiFT = unwrapped(optimizer, HiFT)
     folder = Path(folder)
@@ -264,5 +264,5 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 
 def identity(optimizer: HiFT) -> dict[str, object]:
-    """What a checkpoint of any stage has in common with every HiFT that it fits."""
+    """Collect the facts that a checkpoint of any stage shares with every HiFT that it fits."""
     return {**optimizer.identity(), "number of param groups": len(optimizer.param_groups)}

@@ -1,7 +1,7 @@
-"""DeepSpeed's collectives for CPUs (`shm_comm`), which it compiles at the first launch on a machine, in silence.
+"""DeepSpeed's collectives for CPUs (`shm_comm`), which it compiles silently at the first launch on a machine.
 
-torch guards the compiling of an extension by a file, for which every other process waits without end. A process that is
-killed meanwhile leaves the file behind.
+torch protects the compilation of an extension by a lock file, for which every other process waits without a timeout. A
+process that is killed while it compiles leaves the file behind.
 """
 
 import os
@@ -15,11 +15,11 @@ from torch.utils.cpp_extension import get_default_build_root
 
 NAME = "deepspeed_shm_comm"
 STALE_SECONDS = 15 * 60
-"""A build takes one to some minutes; a lock that is older than this belongs to none."""
+"""Age in seconds from which a lock counts as stale; a build takes one to a few minutes."""
 
 
 def build_folder() -> Path:
-    """Where torch compiles the extension: in `TORCH_EXTENSIONS_DIR`, or in the user's cache."""
+    """Return the folder of the compiled extension: in `TORCH_EXTENSIONS_DIR`, or in the user's cache."""
     asked = os.environ.get("TORCH_EXTENSIONS_DIR")
     if asked is not None:
         return Path(asked) / NAME
@@ -30,22 +30,22 @@ def build_folder() -> Path:
 
 
 def check_build(say: Callable[[str], object]) -> None:
-    """Say that DeepSpeed is about to compile, or wait for another process that does.
+    """Announce that DeepSpeed is about to compile, or to wait for another process that compiles.
 
-    Call it before the process group of a run without GPUs is made, which is when DeepSpeed compiles.
+    Call it before the process group of a run without GPUs is made, because DeepSpeed compiles then.
 
     Args:
-        say: Told in one line, if the launch is going to take longer than usual.
+        say: Function that gets one line, if the launch will take longer than usual.
 
     Raises:
-        RuntimeError: If it would wait for a build that has ended, with the file to remove.
+        RuntimeError: If DeepSpeed would wait for a build that was killed; names the file to remove.
     """
     try:
         import deepspeed
     except ImportError:
         return
     if not deepspeed.ops.__compatible_ops__.get(NAME, False):
-        return  # it would not find what it needs to compile
+        return  # DeepSpeed would not find its compiler or libraries
     folder = build_folder()
     lock = folder / "lock"
     try:

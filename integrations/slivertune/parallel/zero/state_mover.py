@@ -1,13 +1,13 @@
-"""Moves the masters and state of one group's ZeRO optimizer between the device and host memory.
+"""Offloading of one group's masters and ZeRO optimizer state to host memory, and their return to the device.
 
-DeepSpeed's own `offload_states` collects garbage and pins its buffers again at every call, 200 to 400 ms a switch; here
-the host's buffers are allocated once, and only pointers change. Copies run beside the computation:
+DeepSpeed's own `offload_states` collects garbage and pins its buffers at every call, 200 to 400 ms per switch. Here the
+host's buffers are allocated once, and only pointers change. Copies overlap with the computation:
 
     outbound:    group 0 leaves
     inbound:                     group 1 comes
     computing:   forward ...         backward ...     | step of group 1
 
-Only who reads the masters or state waits for them (`StateMover.wait`), and who gets the memory that they have left.
+Only readers of masters or state wait for the copies (`StateMover.wait`), and so do users of the freed memory.
 """
 
 import time
@@ -31,13 +31,13 @@ _Key = tuple[int, str]
 
 
 class StateMover:
-    """Owns the waiting place of what one ZeRO optimizer keeps for its rank's share of a group.
+    """Owns the host copy of a ZeRO optimizer's masters and state for its rank's share of a group.
 
     Args:
-        optimizer: DeepSpeed's ZeRO optimizer of the group, any stage; methods of it that read masters or state are
-            overridden, on this instance, and wait.
-        stage: 1, 2 or 3.
-        streams: Of the device where it steps; all groups' movers have the same.
+        optimizer: DeepSpeed's ZeRO optimizer of the group, any stage. Its methods that read masters or state are
+            overridden on this instance, and wait for copies.
+        stage: Stage of ZeRO: 1, 2 or 3.
+        streams: Copy streams of the optimizer's device; shared by all groups' movers.
     """
 
     def __init__(self, optimizer: Any, stage: int, streams: CopyStreams) -> None:
@@ -47,18 +47,18 @@ class StateMover:
         self._buffer: OffloadBuffer = host_buffer(streams)
         self._on_host: dict[_Key, torch.Tensor] = {}
         self._leaving: list[torch.Tensor] = []
-        """Memory of the device that has been copied once `_left` has come."""
+        """Device memory that has been copied once the event `_left` is reached."""
         self._left: Event = None
-        """When what waits has reached the host; None where the host knows that it has."""
+        """Event of the copies to the host; None if the host knows that they are complete."""
         self._arrived: Event = None
-        """When what is on the device has arrived there."""
+        """Event of the copies to the device."""
         self.copy_seconds = 0.0
-        """Time spent copying, or on CUDA queueing copies, since the mover was made."""
+        """Seconds spent copying, or on CUDA queueing copies, since the mover was made."""
         call_before_reading(optimizer, stage, self.wait)
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """This rank's flat parts of the group's fp32 masters, one a parameter group or subgroup, to be read."""
+        """This rank's flat parts of the group's fp32 masters, one per param group or subgroup, ready to read."""
         self.wait()
         return self._masters
 
@@ -69,9 +69,9 @@ class StateMover:
         return list(self._optimizer.single_partition_of_fp32_groups)
 
     def to_host(self) -> None:
-        """Let masters and state wait in host memory; new ones get their place there.
+        """Offload masters and state to host memory; new ones get a buffer there.
 
-        Their memory on the device stays allocated until `release`.
+        Their device memory stays allocated until `release`.
         """
         moving = [(key, tensor) for key, tensor in self._tensors() if not self._waits(key, tensor)]
         if self._stage != 3:
@@ -99,20 +99,20 @@ class StateMover:
         self._arrived = None
 
     def release(self) -> None:
-        """Give up the memory that masters and state have left; what is computed next waits for their copies."""
+        """Free the device memory of offloaded masters and state; later computation waits for their copies."""
         if self._leaving:
             self._streams.compute_after(self._left)
             self._leaving = []
 
     def to_device(self, leaving: "StateMover | None" = None) -> None:
-        """Bring masters and state back.
+        """Copy masters and state back to the device.
 
         Args:
-            leaving: Whose memory on the device is used again, where it has the form that is needed, and given up else,
-                before any is allocated. None allocates all beside it.
+            leaving: Mover whose freed device memory is reused if it has the right form; the rest is freed before any
+                allocation. None allocates all memory in addition.
 
         Raises:
-            torch.OutOfMemoryError: If the device has none; nothing was moved then.
+            torch.OutOfMemoryError: If the device has no memory left; nothing was moved then.
         """
         self.release()
         moving = [(key, tensor) for key, tensor in self._tensors() if self._waits(key, tensor)]
@@ -126,7 +126,7 @@ class StateMover:
                     for key, tensor in moving
                 ]
             start = time.perf_counter()
-            # Not before the computation is done with what lay in the memory, nor the copies out of it or to the host.
+            # After the computation that uses the memory, the copies out of it, and the copies to the host.
             with self._streams.on("inbound", self._streams.record(), self._left, spare_left):
                 for (_, tensor), target in zip(moving, targets, strict=True):
                     target.copy_(tensor.data, non_blocking=True)
@@ -140,15 +140,15 @@ class StateMover:
         self.claim_device()
 
     def _hand_over(self, coming: list[tuple[_Key, torch.Tensor]]) -> tuple[dict[_Key, torch.Tensor], Event]:
-        """Let others have the memory that masters and state have left, and give up the rest of it.
+        """Hand over the device memory of offloaded masters and state, and free the rest.
 
         Args:
-            coming: What is to lie there.
+            coming: Tensors that need memory.
 
         Returns:
-            By key, memory in a tensor's form; and the moment from which it may be written.
+            By key, memory in a tensor's form; and the event from which it may be written.
         """
-        # What shares its memory with others can't be handed out one by one.
+        # Tensors that share a storage can't be handed over one by one.
         whole = {tensor.untyped_storage().data_ptr(): tensor for tensor in self._leaving}
         spare: dict[Any, list[torch.Tensor]] = {}
         for tensor in whole.values():
@@ -156,58 +156,58 @@ class StateMover:
                 spare.setdefault(_form(tensor), []).append(tensor)
         found = {key: spare[_form(tensor)].pop() for key, tensor in coming if spare.get(_form(tensor))}
         if len(found) == len(self._leaving):
-            self._leaving = []  # nothing goes back to the allocator, so that no computation has to wait
+            self._leaving = []  # nothing goes back to the allocator, so no computation has to wait
         self.release()
         return found, self._left
 
     def wait(self) -> None:
-        """Let whoever reads or writes masters or state from now on find them whole, wherever they lie."""
+        """Make later reads and writes of masters or state wait for the copies in flight, on host or device."""
         self._streams.compute_after(self._arrived)
         self._arrived = None
         if self._left is not None:
-            self._streams.synchronize()  # it is the host that reads them
+            self._streams.synchronize()  # the host reads them
             self._left, self._leaving = None, []
 
     def follow_weights(self) -> None:
-        """Let masters follow weights that somebody else has written, wherever both lie; see `refresh_master`."""
+        """Update masters from weights that were written by others, on host or device; see `refresh_master`."""
         self.wait()
         for master, weights in zip(self._masters, self._shares(), strict=True):
             if master.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
                 refresh_master(master.data, weights.detach().to(master.device))
 
     def drop_gradients(self) -> None:
-        """Give up the memory of stage 3's flat gradient; its many views stay what they are."""
+        """Free the memory of stage 3's flat gradient; its many views stay valid."""
         flat = self._flat_gradient()
         if flat is not None:
             flat.untyped_storage().resize_(0)
             claim(flat, "residual")
 
     def take_gradients(self) -> None:
-        """Take memory for stage 3's flat gradient, zeros: padding is never written, but counts in the norm."""
+        """Allocate stage 3's flat gradient as zeros: padding is never written, but counts in the norm."""
         flat = self._flat_gradient()
         if flat is not None and flat.untyped_storage().nbytes() == 0:
             flat.untyped_storage().resize_(flat.numel() * flat.dtype.itemsize)
             claim(flat.zero_(), "gradients")
 
     def claim_device(self) -> None:
-        """Say to the ledger what on the device is this group's state."""
+        """Register this group's masters and state on the device with the ledger."""
         for _, tensor in self._tensors():
             claim(tensor.data, "state")
 
     def device_bytes(self) -> int:
-        """Bytes of masters and state that are not waiting."""
+        """Return the bytes of masters and state that are resident on the device."""
         return sum(tensor.untyped_storage().nbytes() for key, tensor in self._tensors() if not self._waits(key, tensor))
 
     def waiting_bytes(self) -> int:
-        """Bytes of masters and state that are waiting."""
+        """Return the bytes of masters and state that are offloaded."""
         return sum(tensor.nbytes for key, tensor in self._tensors() if self._waits(key, tensor))
 
     def leaving_bytes(self) -> int:
-        """Bytes of the device that masters and state have left, and that are still allocated."""
+        """Return the bytes of device memory that offloaded masters and state still occupy."""
         return sum(tensor.nbytes for tensor in self._leaving)
 
     def host_bytes(self) -> int:
-        """Bytes of the places in host memory, which stay allocated while the group trains."""
+        """Return the bytes of the host buffers, which stay allocated while the group trains."""
         return sum(waiting.numel() * waiting.dtype.itemsize for waiting in self._on_host.values())
 
     def _tensors(self) -> Iterator[tuple[_Key, torch.Tensor]]:
@@ -223,7 +223,7 @@ class StateMover:
                     yield (index, name), value
 
     def _shares(self) -> list[torch.Tensor]:
-        """This rank's flat parts of the weights, one a master."""
+        """Return this rank's flat parts of the weights, one per master."""
         if self._stage == 3:
             return list(self._optimizer.fp16_partitioned_groups_flat)
         return [
@@ -246,14 +246,14 @@ def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch
 
 
 def check_flat_memory(optimizers: Iterable[Any], weights: Iterable[Weight]) -> None:
-    """Refuse weights that lie elsewhere than in the flat memory that DeepSpeed has laid them in. Stages 1 and 2.
+    """Refuse weights outside the flat memory in which DeepSpeed has placed them. Stages 1 and 2.
 
     Args:
-        optimizers: DeepSpeed's ZeRO optimizers, of all groups.
-        weights: What they step.
+        optimizers: DeepSpeed's ZeRO optimizers of all groups.
+        weights: Weights that they step.
 
     Raises:
-        RuntimeError: Naming one, the usual causes, and the way out.
+        RuntimeError: If there is such a weight; names it, the usual causes, and the way out.
     """
     addresses = {flat.untyped_storage().data_ptr() for each in optimizers for flat in each.bit16_groups_flat}
     for weight in weights:

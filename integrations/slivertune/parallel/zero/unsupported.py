@@ -1,4 +1,4 @@
-"""What of a DeepSpeed config HiFT and SFT do not train under, said before anything is built."""
+"""Settings of a DeepSpeed config that HiFT and SFT do not support, refused before anything is built."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import nn
 from slivertune.hift import HiFTConfig
 
 UnsupportedSetting = Sequence[tuple[str, str, str]]
-"""Section and key of a setting that is to be off, and what to do."""
+"""Section and key of a setting that must be off, and the way out."""
 
 _BY_NEITHER: UnsupportedSetting = (
     ("hybrid_engine", "enabled", "set it to false"),
@@ -20,11 +20,11 @@ _BY_NEITHER: UnsupportedSetting = (
 
 
 def check_stage(config: Mapping[str, Any], method: str) -> int:
-    """Refuse a DeepSpeed config that shares nothing out. Pure.
+    """Refuse a DeepSpeed config that shards nothing. Pure.
 
     Args:
         config: The config; values may be "auto".
-        method: For the message.
+        method: Name of the method, for the message.
 
     Returns:
         The stage of ZeRO.
@@ -42,16 +42,16 @@ def check_stage(config: Mapping[str, Any], method: str) -> int:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], method: str, own: UnsupportedSetting, without: str) -> None:
-    """Refuse settings that don't go together with a method. Pure.
+    """Refuse settings that a method does not support. Pure.
 
     Args:
         config: The config; values may be "auto".
-        method: For the message.
-        own: What this method does not support, beside what neither does.
-        without: Why the method needs no offloaded optimizer, for the message.
+        method: Name of the method, for the message.
+        own: Settings that only this method does not support.
+        without: Reason why the method needs no offloaded optimizer, for the message.
 
     Raises:
-        ValueError: Naming the first that is on, and what to do.
+        ValueError: If a setting is on; names the first one and the way out.
     """
     device = str((config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none"))
     if device != "none":
@@ -72,7 +72,7 @@ def _refuse_unsupported(config: Mapping[str, Any], method: str, own: Unsupported
 
 
 def check_hift_config(config: Mapping[str, Any]) -> int:
-    """Refuse a DeepSpeed config that HiFT can't be rotated under.
+    """Refuse a DeepSpeed config that HiFT does not support. Pure.
 
     Args:
         config: The config; values may be "auto".
@@ -81,7 +81,7 @@ def check_hift_config(config: Mapping[str, Any]) -> int:
         The stage of ZeRO.
 
     Raises:
-        ValueError: Naming the setting and what to use.
+        ValueError: If a setting is not supported; names it and what to use.
     """
     stage = check_stage(config, "HiFT")
     if config.get("optimizer") is not None:
@@ -109,7 +109,7 @@ _BY_HIFT: UnsupportedSetting = (
 
 
 def check_sft_config(config: Mapping[str, Any]) -> int:
-    """Refuse a DeepSpeed config that SFT can't be trained under. Pure.
+    """Refuse a DeepSpeed config that SFT does not support. Pure.
 
     Args:
         config: The config; values may be "auto".
@@ -118,7 +118,7 @@ def check_sft_config(config: Mapping[str, Any]) -> int:
         The stage of ZeRO.
 
     Raises:
-        ValueError: Naming the setting and what to use.
+        ValueError: If a setting is not supported; names it and what to use.
     """
     stage = check_stage(config, "SFT")
     if (config.get("fp16") or {}).get("enabled") is True:
@@ -137,7 +137,7 @@ _BY_SFT: UnsupportedSetting = (
 
 
 def warn_of_stream_bytes(config: HiFTConfig) -> None:
-    """Say that pieces have no size under ZeRO, where one was asked for.
+    """Warn that chunks have no size under ZeRO, if one was set.
 
     Args:
         config: HiFT's settings.
@@ -152,20 +152,20 @@ def warn_of_stream_bytes(config: HiFTConfig) -> None:
 
 
 def check_engine_optimizer(name: str) -> None:
-    """Refuse DeepSpeed's own choice of an optimizer that can't be rotated, where the config did not tell before.
+    """Refuse DeepSpeed's own choice of an optimizer that can't be rotated, if the config did not show it before.
 
     Args:
-        name: Name of the class that the engine wrapped the base optimizer in.
+        name: Name of the class that wraps the engine's base optimizer.
 
     Raises:
-        ValueError: With what to use.
+        ValueError: If it can't be rotated; says what to use.
     """
     if name == "BF16_Optimizer":
         raise ValueError(_NO_BF16_OPTIMIZER)
 
 
 def fill_clipping(config: dict[str, Any]) -> None:
-    """Write down that gradients are not clipped where the config says nothing; DeepSpeed would clip at 1.0 in silence.
+    """Turn clipping off if the config does not mention it, and warn; DeepSpeed would silently clip at norm 1.0.
 
     Args:
         config: The config; changed in place.
@@ -181,13 +181,13 @@ def fill_clipping(config: dict[str, Any]) -> None:
 
 
 def fill_buckets(config: dict[str, Any], model: nn.Module) -> None:
-    """Let accelerate choose the reduce bucket by the model's width where the config says nothing.
+    """Let accelerate choose the reduce bucket by the model's width if the config does not mention it.
 
     Accelerate's own YAML can't name it, and DeepSpeed would allocate 5e8 elements, 1 GB in bf16.
 
     Args:
         config: The config; changed in place.
-        model: Its `config.hidden_size` is what accelerate goes by; without one, nothing is changed.
+        model: Accelerate reads its `config.hidden_size`; without one, nothing is changed.
     """
     if getattr(getattr(model, "config", None), "hidden_size", None) is not None:
         config["zero_optimization"].setdefault("reduce_bucket_size", "auto")

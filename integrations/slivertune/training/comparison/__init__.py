@@ -1,1 +1,1 @@
-"""`slivertune compare`: the same task by several methods or settings, at an equal budget."""
+"""`slivertune compare`: several methods or settings on the same task, with an equal budget."""

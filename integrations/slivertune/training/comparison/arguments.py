@@ -1,4 +1,4 @@
-"""What `slivertune compare` is asked: its own options, and those of `slivertune train` for all rows."""
+"""Arguments of `slivertune compare`: its own options, and options of `slivertune train` for all rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class _Parser(OptionParser):
     other_words: ClassVar[dict[str, str]] = {"methods": "rows", "rates": "search_rates", "output": "output_dir"}
 
     def format_help(self) -> str:
-        """The text of `slivertune compare --help`."""
+        """Return the text of `slivertune compare --help`."""
         return render_help(
             usage="slivertune compare [--option value ...] [options of slivertune train]",
             description=_DESCRIPTION,
@@ -70,12 +70,12 @@ class _Parser(OptionParser):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareArguments:
-    """What was asked for."""
+    """Parsed arguments of a comparison."""
 
     rows: tuple[Row, ...]
     budget: Budget
     rates: tuple[float, ...] | None
-    """To search among; empty for those around each row's own, None for no search."""
+    """Learning rates to search. Empty for rates around each row's own, None for no search."""
     seeds: tuple[int, ...]
     folder: Path
     common: tuple[str, ...]
@@ -83,13 +83,13 @@ class CompareArguments:
 
 
 def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
-    """Read the command line; `--help` prints the help and exits.
+    """Parse the command line. `--help` prints the help and exits.
 
     Args:
-        argv: What follows `slivertune compare`.
+        argv: Words after `slivertune compare`.
 
     Raises:
-        ValueError: If something is unknown or contradicts something else.
+        ValueError: If an option is unknown or contradicts another.
     """
     parser = _Parser(prog="slivertune compare")
     parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)

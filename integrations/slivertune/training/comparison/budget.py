@@ -1,4 +1,4 @@
-"""What is equal in a comparison: updates, tokens, seconds, or bytes."""
+"""Equal budget of the rows of a comparison, in updates, tokens, seconds or bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ LENGTHS: tuple[Length, ...] = get_args(Length)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What each row may spend."""
+    """Budget of each row."""
 
     length: Length = "steps"
-    """In what the length of a run is counted."""
+    """Unit in which the length of a run is counted."""
     amount: float | None = None
-    """How much of it; None for as much as the first row takes."""
+    """Length in this unit. None for the length of the first row."""
     limit_bytes: int | None = None
-    """The most that an update may have alive on the device; None for no limit."""
+    """Maximum number of bytes on the device during an update. None for no limit."""
 
     def describe(self) -> str:
-        """In words."""
+        """Describe the budget in words."""
         amount = "as many as the first row's" if self.amount is None else f"{self.amount:,.6g}"
         limit = "" if self.limit_bytes is None else f", at most {format_bytes(self.limit_bytes)} on the device"
         return f"{self.length}: {amount}{limit}"
 
 
 def parse_budget(words: Sequence[str]) -> Budget:
-    """Read a budget.
+    """Parse a budget.
 
     Args:
-        words: `steps`, `tokens` or `seconds`, alone or with an amount, as `seconds=60`; beside it, or alone,
-            `bytes=24GiB`.
+        words: Words `steps`, `tokens` or `seconds`, alone or with an amount, such as `seconds=60`. `bytes=24GiB` may
+            stand beside such a word or alone.
 
     Raises:
-        ValueError: If a word is none of these, an amount is no positive number, or two words contradict each other.
+        ValueError: If a word is unknown, an amount is not a positive number, or two words contradict each other.
     """
     values: dict[str, str | None] = {}
     for word in words:

@@ -1,4 +1,4 @@
-"""`slivertune compare`: train by all, say what each came to."""
+"""`slivertune compare`: trains all rows and reports their results."""
 
 import os
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ PICTURE_NAME = "compare.png"
 
 
 def run_compare(argv: Sequence[str], *, program: Sequence[str] = TRAIN_PROGRAM) -> None:
-    """Do what `slivertune compare` was asked for.
+    """Run `slivertune compare`.
 
     Args:
-        argv: What follows `slivertune compare`.
-        program: What a run is started with; see `Comparison`.
+        argv: Words after `slivertune compare`.
+        program: Command that starts a run; see `Comparison`.
 
     Raises:
-        ValueError: If what was asked for does not hold together, or the folder has another comparison.
-        RuntimeError: If a run failed; the others are whole.
+        ValueError: If the arguments contradict each other, or if the folder has another comparison.
+        RuntimeError: If a run failed. The other runs are complete.
     """
     arguments = parse_compare_arguments(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

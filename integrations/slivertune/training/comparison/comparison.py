@@ -1,4 +1,4 @@
-"""The runs of a comparison, one after the other: how long each is, at which rates, and what each came to."""
+"""Runs of a comparison, one after the other: their lengths, learning rates and outcomes."""
 
 import json
 import shlex
@@ -23,54 +23,54 @@ Say = Callable[[str], None]
 
 TRAIN_PROGRAM = ("-m", "slivertune", "train")
 _EMBEDDED_UPDATES = 120
-"""Of a row on the embedded data, where the user says nothing: all rows and the base model take under ten minutes."""
+"""Default number of updates per row on the embedded data. All rows and the base model take under ten minutes."""
 _EVALUATIONS = 4
-"""In the course of a run, the one at its end among them."""
+"""Number of evaluations per run, including the one at its end."""
 _SEARCHED = (0.5, 1.0, 2.0)
-"""Times a row's own rate; further ones follow while the best is at the edge of what was tried."""
+"""Factors of a row's own rate. Further rates follow while the best is at the edge of the tried ones."""
 _MOST_RATES = 7
-"""That a search tries which chooses them itself."""
+"""Maximum number of rates in a search that chooses its own."""
 _OF_A_COMPARISON = {
     "save_strategy": "no",
     "sample_tokens": "0",
     "report": "false",
     "disable_tqdm": "true",
 }
-"""What a run does otherwise than `slivertune train` alone, unless it was given."""
+"""Options of `slivertune train` that differ in a comparison, unless they were given."""
 _OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowResult:
-    """What the runs of a row came to."""
+    """Outcomes of the runs of a row."""
 
     row: Row
     rates: dict[float, Outcome]
-    """By rate, with the first seed; more than one where rates were searched."""
+    """Outcomes by rate, with the first seed. More than one if rates were searched."""
     outcomes: tuple[Outcome, ...]
-    """By seed, at the best rate."""
+    """Outcomes by seed, at the best rate."""
     failure: str | None = None
-    """Why it is not whole."""
+    """Reason why the row is incomplete. None if it is complete."""
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether a search found its best at the largest or the smallest rate, beyond which there may be a better."""
+        """Whether a search found its best at the largest or the smallest rate, so that a better rate may lie beyond."""
         return len(self.rates) > 1 and self.outcomes[0].rate in (min(self.rates), max(self.rates))
 
 
 class Comparison:
-    """Runs what the record lacks.
+    """Runs the trials and trainings that are missing from the record.
 
     Args:
-        arguments: What was asked for.
-        record: Of what was measured before.
-        console: Where to show what is under way.
-        say: Told of each step.
-        program: What this Python is started with for a run, before the options of `slivertune train`: a script that
+        arguments: Arguments of the comparison.
+        record: Record of earlier measurements.
+        console: Console that shows the current run.
+        say: Function that prints a line for each step.
+        program: Arguments of this Python that start a run, before the options of `slivertune train`. A script that
             registers a method or a task of another package may stand there. Trials know none of these.
 
     Raises:
-        ValueError: If the options of a row don't hold together, naming the row.
+        ValueError: If the options of a row contradict each other. The message names the row.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Comparison:
 
     @property
     def amount(self) -> float | None:
-        """Updates, tokens or seconds of each row; None before it is known, and for updates that follow from epochs."""
+        """Updates, tokens or seconds per row. None before it is known, and for updates that follow from epochs."""
         return self._amount
 
     def run(self) -> list[RowResult]:
-        """Train all rows that are not in the record; a row that fails does not stop the others.
+        """Train all rows that are not in the record. A row that fails does not stop the others.
 
         Returns:
-            All rows, in their order.
+            Results of all rows, in their order.
         """
         results = []
         for number, row in enumerate(self._arguments.rows, 1):
@@ -112,7 +112,7 @@ class Comparison:
         return results
 
     def _parse(self, row: Row) -> TrainArguments:
-        """The settings of a row's runs, checked before the first of them starts."""
+        """Parse the settings of a row's runs, so that they are checked before the first run starts."""
         try:
             place = ("--output_dir", str(self._arguments.folder / row.name / "run"))
             parsed = parse_train_arguments(_with(self._words(row), *place))
@@ -122,14 +122,14 @@ class Comparison:
         return parsed
 
     def _words(self, row: Row) -> list[str]:
-        """Options of `slivertune train` that are the same in all runs of a row."""
+        """Return the options of `slivertune train` that all runs of a row share."""
         common = list(self._arguments.common)
         given = given_values([*common, *row.options])
         defaults = {name: value for name, value in _OF_A_COMPARISON.items() if name not in given}
         if "dataset" not in given and not {"max_steps", "num_train_epochs"} & given.keys():
             defaults["max_steps"] = str(_EMBEDDED_UPDATES)
         added = (word for name, value in defaults.items() for word in (f"--{name}", value))
-        # What `--unset` has taken back counts as not given, and can be set.
+        # An option in `--unset` counts as not given, and can be set.
         return without_unset([*common, *added, *row.options], defaults)
 
     def _run_row(self, row: Row) -> RowResult:
@@ -169,7 +169,7 @@ class Comparison:
         return tuple(sorted(self._arguments.rates or (own * factor for factor in _SEARCHED)))
 
     def _sized(self, row: Row) -> list[str]:
-        """A row's options, with forwards so small that its peak is within the limit; measured."""
+        """Return a row's options with the most rows per forward whose measured peak is within the limit."""
         words, limit = self._words(row), self._arguments.budget.limit_bytes
         if limit is None:
             return words
@@ -192,7 +192,7 @@ class Comparison:
         raise FailedError(f"does not fit {self._arguments.budget.describe()} even with one row a forward")
 
     def _length(self, row: Row, words: Sequence[str]) -> list[str]:
-        """How many updates, and when to evaluate in between."""
+        """Return the options for the number of updates and for evaluations in between."""
         training, length = self._parsed[row.name].training, self._arguments.budget.length
         num_updates = training.max_steps
         if self._amount is not None and length == "steps":
@@ -210,7 +210,7 @@ class Comparison:
         return options
 
     def _trial(self, name: str, words: Sequence[str]) -> Trial:
-        """A few updates, measured once."""
+        """Measure a few updates, unless the record has them."""
         trial = self._record.trials.get(name, words)
         if trial is None:
             measured = self._record.folder / f"trial of {name}.json"
@@ -248,7 +248,7 @@ class Comparison:
             raise FailedError(f"{error} (see {log})") from error
 
     def _spent(self, first: RowResult) -> float | None:
-        """What the first row took, which the others get."""
+        """Return the length of the first row, for the others."""
         length = self._arguments.budget.length
         spent = mean([each.seconds if length == "seconds" else each.num_tokens for each in first.outcomes])
         if spent is None:
@@ -260,13 +260,13 @@ class Comparison:
 
 
 def _with(words: Sequence[str], *added: str) -> list[str]:
-    """Add options to a command line, which may have unset them for a file."""
+    """Add options to a command line, and drop them from its `--unset`."""
     names = {word.removeprefix("--") for word in added if word.startswith("--")}
     return [*without_unset(words, names), *added]
 
 
 def _beyond(by_rate: Mapping[float, Outcome], best: Outcome) -> float | None:
-    """The rate to try next, where the best is at the edge of those tried."""
+    """Return the next rate to try if the best is at the edge of the tried ones, else None."""
     if len(by_rate) >= _MOST_RATES or best.badness == float("inf"):
         return None
     if best.rate == max(by_rate):
@@ -275,12 +275,12 @@ def _beyond(by_rate: Mapping[float, Outcome], best: Outcome) -> float | None:
 
 
 def _run_name(row: Row, rate: float, seed: int) -> str:
-    """What a run is called in the record; also its folder, in that of the comparison."""
+    """Return the name of a run in the record, which is also its folder in that of the comparison."""
     return f"{row.name}/rate{rate:g}-seed{seed}"
 
 
 def describe(outcome: Outcome) -> str:
-    """A run in one line."""
+    """Describe a run in one line."""
     name = outcome.metric.removeprefix("eval_")
     seconds = "" if outcome.seconds is None else f" in {outcome.seconds:,.1f} s"
     return (
@@ -290,7 +290,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def as_json(result: RowResult) -> dict[str, Any]:
-    """Plain JSON; the runs themselves stand in the record."""
+    """Convert a result to plain JSON. The record has the runs themselves."""
     return {
         "name": result.row.name,
         "options": list(result.row.options),

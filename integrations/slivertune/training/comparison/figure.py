@@ -1,4 +1,4 @@
-"""A comparison as a picture: loss against updates, against seconds, and against peak memory."""
+"""Picture of a comparison: loss against updates, against seconds, and against peak memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which those see apart, too, who do not see all colours.
+# Okabe and Ito's palette, which colour-blind people can tell apart, too.
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 _MARKERS = "osD^vP*X"
 
 
 def comparison_figure(results: Sequence[RowResult], title: str) -> Figure:
-    """Draw the rows that came to something, each with its first seed.
+    """Draw the rows that have outcomes, each with its first seed.
 
     Args:
-        results: All rows.
-        title: What was equal.
+        results: Results of all rows.
+        title: Description of the equal budget.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

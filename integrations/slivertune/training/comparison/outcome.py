@@ -1,4 +1,4 @@
-"""What a run of `slivertune train` came to, and what several of one row come to together."""
+"""Outcome of a run of `slivertune train`, and statistics of several runs of one row."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,32 +12,32 @@ from slivertune.training.run_report.run_log import read_run_log
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One run's figures, measured; None where one was not."""
+    """Measured figures of one run. A figure that was not measured is None."""
 
     rate: float
-    """The learning rate at the schedule's peak."""
+    """Learning rate at the schedule's peak."""
     seed: int
     num_updates: int
     seconds: float | None
-    """Of all updates, without evaluation and saving."""
+    """Seconds of all updates, without evaluation and saving."""
     num_tokens: float | None
-    """That the updates read, padding included."""
+    """Tokens in these updates, padding included."""
     before: dict[str, float]
-    """`eval_loss`, and `eval_accuracy` where the task has one."""
+    """Metrics before training: `eval_loss`, and `eval_accuracy` if the task has one."""
     after: dict[str, float]
     peak_bytes: dict[str, int]
-    """The most that an update had on the device, the host and the disk."""
+    """Peak bytes of an update by place: device, host and disk."""
     curve: tuple[list[float], list[float]]
-    """Updates, and the evaluation loss after them."""
+    """Numbers of updates, and the evaluation loss after them."""
 
     @property
     def metric(self) -> str:
-        """What is compared."""
+        """Name of the compared metric."""
         return "eval_accuracy" if "eval_accuracy" in self.after else "eval_loss"
 
     @property
     def badness(self) -> float:
-        """The metric, such that less is better; infinite where it is no number."""
+        """Metric with such a sign that less is better. Infinite if it is not a number."""
         value = self.after[self.metric]
         if value != value:
             return float("inf")
@@ -45,13 +45,13 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Read what a finished run left in its folder.
+    """Read the outcome of a finished run from its folder.
 
     Args:
-        folder: The run's.
+        folder: Folder of the run.
 
     Raises:
-        ValueError: If it has not ended, or its files are damaged.
+        ValueError: If the run has not ended, or its files are damaged.
     """
     results = read_results(folder)
     if results is None:
@@ -73,24 +73,24 @@ def read_outcome(folder: Path) -> Outcome:
 
 
 def best_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """The one with the best metric.
+    """Return the outcome with the best metric.
 
     Args:
-        outcomes: Of one row at several rates.
+        outcomes: Outcomes of one row at several rates.
     """
     return min(outcomes, key=lambda each: each.badness)
 
 
 def mean_badness(outcomes: Sequence[Outcome]) -> float:
-    """Of a row's seeds at one rate; infinite where one of them came to no number.
+    """Return the mean badness of a row's seeds at one rate. It is infinite if one metric is not a number.
 
     Args:
-        outcomes: One a seed.
+        outcomes: One outcome per seed.
     """
     return statistics.fmean(each.badness for each in outcomes)
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Of what was measured; None where something was not."""
+    """Return the mean of measured values, or None if one was not measured or there are none."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -1,4 +1,4 @@
-"""Runs of a comparison, each a process of its own, whose output goes to a file beside its folder."""
+"""Runs of a comparison as separate processes, whose output goes to a file beside their folder."""
 
 import os
 import signal
@@ -12,28 +12,28 @@ from rich.console import Console
 from slivertune.training.ranks.launchers import COMPARED
 
 _PATIENCE = 0.3
-"""Seconds between two looks at what a process has said."""
+"""Seconds between two readings of a process's output."""
 _TAIL_BYTES = 4096
 _MARK = "error: "
 
 
 class FailedError(RuntimeError):
-    """A process of a comparison ended with an error, which is the message."""
+    """An error that ended a run or a trial of a comparison. The message is the reason."""
 
 
 def run_process(words: Sequence[str], log: Path, title: str, console: Console) -> None:
     """Run this Python with some arguments to its end.
 
     Args:
-        words: The arguments.
-        log: Where its output goes; what stands there already is kept above.
-        title: What to call it on the screen, where the last line of its output stands beside.
-        console: Where to show that.
+        words: Arguments of Python.
+        log: File for the output. Earlier contents are kept.
+        title: Name on the screen, beside the last line of the output.
+        console: Console that shows the title.
 
     Raises:
-        FailedError: If it ends with another code than 0.
-        KeyboardInterrupt: After Ctrl-C, which the process gets as well. It has ended by then: by itself, when its run
-            has saved a checkpoint, or at a second Ctrl-C.
+        FailedError: If the process ends with another code than 0.
+        KeyboardInterrupt: After Ctrl-C, which the process receives as well. The process has ended by then: by itself,
+            after its run has saved a checkpoint, or at a second Ctrl-C.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output, console.status(title) as status:
@@ -74,7 +74,7 @@ def _last_line(log: Path) -> str:
 
 
 def _complaint(log: Path, code: int) -> str:
-    """What the process said of its error; else its last line."""
+    """Return the error that the process printed, or else its last line."""
     lines = _tail(log)
     for line in reversed(lines):
         if _MARK in line:

@@ -1,4 +1,4 @@
-"""`compare.json`: what a comparison has measured so far, so that the same command goes on where it stopped."""
+"""`compare.json`: measurements of a comparison so far, so that the same command continues where it stopped."""
 
 import json
 import shlex
@@ -17,13 +17,13 @@ _Measured = TypeVar("_Measured")
 
 
 class Kept(Generic[_Measured]):
-    """What was measured of one kind, by name, each with the command that it came of.
+    """Measurements of one kind by name, each with its command.
 
     Args:
-        record: Keeps it.
-        kind: The name of all of it in the file.
-        field: The name of what was measured, beside the command.
-        measured_class: Its class.
+        record: Record that stores them.
+        kind: Key of this kind in the file.
+        field: Key of a measurement, beside its command.
+        measured_class: Class of a measurement.
     """
 
     def __init__(self, record: "Record", kind: str, field: str, measured_class: type[_Measured]) -> None:
@@ -31,14 +31,14 @@ class Kept(Generic[_Measured]):
         self._class: Any = measured_class
 
     def get(self, name: str, words: Sequence[str]) -> _Measured | None:
-        """What was measured; None where it was not.
+        """Return a measurement, or None if there is none.
 
         Args:
-            name: Of the run or trial.
-            words: Its command.
+            name: Name of the run or trial.
+            words: Command of the run or trial.
 
         Raises:
-            ValueError: If one of that name had another command.
+            ValueError: If the record has this name with another command.
         """
         found = self._record.values[self._kind].get(name)
         if found is None:
@@ -54,17 +54,17 @@ class Kept(Generic[_Measured]):
         return measured
 
     def keep(self, name: str, words: Sequence[str], measured: _Measured) -> None:
-        """Keep what was measured."""
+        """Store a measurement and write the record."""
         value: Any = measured
         self._record.values[self._kind][name] = {"command": list(words), self._field: asdict(value)}
         self._record.write()
 
 
 class Record:
-    """The file of a comparison; written anew, aside and renamed, whenever something is known.
+    """Record file of a comparison, written atomically after every measurement.
 
     Args:
-        folder: Of the comparison.
+        folder: Folder of the comparison.
 
     Raises:
         ValueError: If there is a file that can't be read.
@@ -74,11 +74,11 @@ class Record:
         self.folder = folder
         self.path = folder / RECORD_NAME
         self.values = self._read()
-        """Plain containers, as they are written."""
+        """Contents of the file, as plain containers."""
         self.trials = Kept(self, "trials", "measured", Trial)
-        """By row."""
+        """Trials by name."""
         self.outcomes = Kept(self, "runs", "outcome", Outcome)
-        """What runs came to, by run."""
+        """Outcomes of runs by name."""
 
     def _read(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"trials": {}, "runs": {}}
@@ -93,12 +93,12 @@ class Record:
         return values
 
     def write(self) -> None:
-        """Write what is known, without secrets."""
+        """Write the record without secrets."""
         self.values = masked(self.values)
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic.write_json(self.path, self.values)
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """Keep what was asked for and what is said of it, in place of what was kept before."""
+        """Replace the description of the comparison and of its results, and write the record."""
         self.values |= values
         self.write()

@@ -1,4 +1,4 @@
-"""What is compared: methods and settings, each as options of `slivertune train`."""
+"""Rows of a comparison: methods and settings, each as options of `slivertune train`."""
 
 import re
 import shlex
@@ -14,12 +14,12 @@ _NAME = re.compile(r"[\w.+-]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One of what is compared."""
+    """One row of a comparison."""
 
     name: str
-    """Also that of its runs' folders."""
+    """Name of the row and of its runs' folder."""
     options: tuple[str, ...]
-    """Of `slivertune train`, beside those that all rows have."""
+    """Options of `slivertune train`, beside those of all rows."""
 
 
 NAMED_ROWS = {
@@ -32,23 +32,23 @@ NAMED_ROWS = {
     "lora": ("--method", "lora"),
     "qlora": ("--method", "lora", "--load_in_4bit"),
 }
-"""By the name that is typed."""
+"""Name of a row, as typed -> its options."""
 DEFAULT_ROWS = tuple(NAMED_ROWS)[:6]
-"""Those that need no other library than torch and transformers; the first is what the others are held against."""
+"""Rows that need no library besides torch and transformers. The first is the baseline for the others."""
 
 
 def parse_rows(words: Sequence[str]) -> tuple[Row, ...]:
-    """Read what is to be compared.
+    """Parse the rows to compare.
 
     Args:
-        words: Names of `NAMED_ROWS`, or `NAME:OPTIONS` such as `"m4:--method hift --layers_per_group 4"`; with the name
+        words: Names of `NAMED_ROWS`, or `NAME:OPTIONS` such as `"m4:--method hift --layers_per_group 4"`. With the name
             of one of `NAMED_ROWS`, the options are added to its own.
 
     Returns:
-        A row for each word, in their order.
+        One row per word, in their order.
 
     Raises:
-        ValueError: If a name is unknown, unfit for a folder, or stands there twice.
+        ValueError: If a name is unknown, unfit for a folder, or given twice.
     """
     rows = tuple(_parse_row(word) for word in words)
     names = [row.name for row in rows]

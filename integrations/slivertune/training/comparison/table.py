@@ -1,4 +1,4 @@
-"""A comparison as a table, and what to bear in mind when it is read."""
+"""Table of a comparison, and notes for its reader."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from slivertune.training.comparison.outcome import Outcome, mean
 
 
 def comparison_table(results: Sequence[RowResult], title: str) -> Table:
-    """A line for each row: means over the seeds, and of the metric the range.
+    """Make a table with a line for each row: means over the seeds, and the range of the metric.
 
     Args:
-        results: All rows; the first is what the others are held against.
-        title: What was equal.
+        results: Results of all rows. The first is the baseline for the others.
+        title: Description of the equal budget.
     """
     metric = next((each.outcomes[0].metric for each in results if each.outcomes), "eval_loss")
     table = Table(title=title, title_justify="left")
@@ -56,7 +56,7 @@ def _metric(outcomes: Sequence[Outcome], metric: str) -> str:
 
 
 def _against(outcomes: Sequence[Outcome], first: Sequence[Outcome], metric: str) -> str:
-    """The mean difference over the seeds that both have."""
+    """Return the mean difference over the seeds that both have."""
     known = {each.seed: each.after[metric] for each in first}
     differences = [each.after[metric] - known[each.seed] for each in outcomes if each.seed in known]
     return _value(sum(differences) / len(differences), metric, sign="+")
@@ -72,10 +72,10 @@ def _bytes(outcomes: Sequence[Outcome], place: str) -> str:
 
 
 def notes(results: Sequence[RowResult], *, is_searched: bool) -> list[str]:
-    """What a reader should know of the table.
+    """Collect notes for a reader of the table.
 
     Args:
-        results: All rows.
+        results: Results of all rows.
         is_searched: Whether rates were searched.
     """
     lines = []

@@ -1,4 +1,4 @@
-"""A few updates of a run, measured: what one of them takes. A process of its own, as the run will be.
+"""A few updates of a run, measured in their own process, as the run will be.
 
     python -m slivertune.training.comparison.trial OUTPUT.json OPTIONS_OF_TRAIN
 
@@ -27,26 +27,26 @@ from slivertune.training.output.display import make_console, one_voice
 from slivertune.training.output.plan_line import DevicePeak
 
 _MEASURED_CYCLES = 2
-"""At the end of the last one a trial ends; the first makes the state, and is not timed."""
+"""Number of cycles in a trial. The first makes the state and is not timed."""
 _QUIET = ("--eval_strategy", "no", "--save_strategy", "no")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What was measured."""
+    """Measurements of a trial."""
 
     num_updates: int
-    """That were timed."""
+    """Number of timed updates."""
     seconds_per_update: float
-    """From the first forward to the end of the step."""
+    """Seconds per update, from the first forward to the end of the step."""
     tokens_per_update: float
-    """Padding included; 0 where batches have no `input_ids`."""
+    """Tokens per update, padding included. 0 if batches have no `input_ids`."""
     peak_bytes: int | None
-    """The most alive on the device in an update; None without the memory ledger."""
+    """Peak bytes on the device during an update. None if neither CUDA nor the memory ledger measured it."""
     num_rows: int
-    """Of a forward."""
+    """Rows per forward."""
     accumulation: int
-    """Forwards of an update."""
+    """Forwards per update."""
 
 
 class _Stopwatch(TrainerCallback):
@@ -58,7 +58,7 @@ class _Stopwatch(TrainerCallback):
         self._start: tuple[int, int, float] | None = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """See whether a cycle is over."""
+        """Check whether a cycle is over."""
         metrics = self._run.metrics
         num_done, _ = self._run.method.cycle(state)
         if num_done and self._start is None:
@@ -67,7 +67,7 @@ class _Stopwatch(TrainerCallback):
             control.should_training_stop = True
 
     def measured(self) -> tuple[int, int, float]:
-        """Updates, tokens and seconds after the first cycle; of all, where a run is shorter than that."""
+        """Return updates, tokens and seconds after the first cycle, or of the whole run if it is shorter."""
         metrics = self._run.metrics
         now = (metrics.num_updates, metrics.num_tokens, metrics.seconds)
         start = self._start if self._start is not None and self._start[0] < now[0] else (0, 0, 0.0)
@@ -76,11 +76,11 @@ class _Stopwatch(TrainerCallback):
 
 
 def measure(argv: Sequence[str], console: Console) -> Trial:
-    """Train a few updates; nothing of them is kept.
+    """Train a few updates and measure them, without keeping anything.
 
     Args:
-        argv: What would follow `slivertune train`, without a folder.
-        console: Where to write.
+        argv: Options of `slivertune train`.
+        console: Console to write to.
     """
     with tempfile.TemporaryDirectory(prefix="slivertune-trial-") as folder, one_voice(console):
         words = without_unset(argv, ("eval_strategy", "save_strategy", "output_dir"))
@@ -88,7 +88,7 @@ def measure(argv: Sequence[str], console: Console) -> Trial:
         run = assemble(arguments, console)
         stopwatch, device_peak = _Stopwatch(run), DevicePeak()
         with closing(run):
-            # Nothing is kept: Ctrl-C ends it at once.
+            # Nothing is kept, so Ctrl-C ends it at once.
             run.trainer.remove_callback(run.interruption)
             run.trainer.add_callback(device_peak)
             run.trainer.add_callback(stopwatch)
@@ -108,10 +108,10 @@ def measure(argv: Sequence[str], console: Console) -> Trial:
 
 @naming_options()
 def main(argv: Sequence[str]) -> None:
-    """Measure, and write what was measured.
+    """Measure a trial and write the result.
 
     Args:
-        argv: The file, and the options of `slivertune train`.
+        argv: File to write, followed by the options of `slivertune train`.
     """
     learn(argv)
     sys.argv[1:] = masked(list(argv))

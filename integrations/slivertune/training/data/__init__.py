@@ -1,1 +1,1 @@
-"""From the name of a dataset to a training and an evaluation split, with the columns that are read."""
+"""Loading of datasets: training and evaluation splits, and the columns to read."""

@@ -1,4 +1,4 @@
-"""Which columns of a dataset are read, and which of its rows can be."""
+"""Choice of the columns to read from a dataset, and of the rows that can be used."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,15 +13,15 @@ from slivertune.training.options.arguments import DataArguments
 logger = logging.getLogger(__name__)
 
 ROW_COLUMN = "__row__"
-"""A row's number in the split it was read from, from 0; shuffling keeps it, so that errors can name the row."""
+"""Number of a row in its original split, from 0. Shuffling keeps it, so that errors can name the row."""
 
 LABEL_COLUMN = "__label__"
-"""Class number of a row, beside whatever columns the data has."""
+"""Name of the column with a row's class number, beside the columns of the data."""
 
 TEXT_COLUMNS = ("text", "sentence", "content")
-"""Names of a column that is a text."""
+"""Usual names of a text column."""
 
-# Beside one of these a single text column is only half of what a row says.
+# If one of these columns is present, a single text column is only half of the row.
 _SECOND_TEXTS = frozenset(
     (
         "question", "question1", "question2", "sentence1", "sentence2", "premise", "hypothesis", "text1", "text2",
@@ -29,37 +29,37 @@ _SECOND_TEXTS = frozenset(
     )
 )  # fmt: skip
 NUM_NAMED_ROWS = 5
-"""How many rows a message names."""
+"""Maximum number of rows that a message names."""
 
 
 def number_rows(rows: Any) -> Any:
-    """Give a `datasets.Dataset` its row numbers, unless it has them."""
+    """Add row numbers to a `datasets.Dataset`, unless it has them."""
     return rows if ROW_COLUMN in rows.column_names else rows.add_column(ROW_COLUMN, np.arange(len(rows)))
 
 
 def user_columns(rows: Any) -> list[str]:
-    """The columns of a `datasets.Dataset` that came with the data."""
+    """Return the columns of a `datasets.Dataset` that came with the data."""
     return [name for name in rows.column_names if name not in (ROW_COLUMN, LABEL_COLUMN)]
 
 
 def column_values(rows: Any, column: str) -> list[Any]:
-    """All values of a column in one piece; iterating over the column would fetch row by row."""
+    """Return all values of a column at once. Iterating over the column would fetch them row by row."""
     return list(rows[column][:])
 
 
 def iterate_values(rows: Any, column: str) -> Iterator[Any]:
-    """Iterate over a column's values, 1,000 in memory at a time, since all texts may be more than there is room for."""
+    """Iterate over the values of a column, 1,000 at a time, since a column of texts may not fit in memory."""
     for batch in rows.select_columns([column]).iter(batch_size=1000):
         yield from batch[column]
 
 
 def count_line(count: int, num_rows: int, split: str, line: str) -> str:
-    """Say of how many rows of a split a line holds."""
+    """Prefix a line with the number of rows of a split that it applies to."""
     return f"{count:,} of {num_rows:,} {split} rows: {line}"
 
 
 def name_rows(rows: Any, places: Any) -> str:
-    """The first few of the row numbers at some places of a numbered `datasets.Dataset`, in order, for messages."""
+    """List the first row numbers at some positions of a numbered `datasets.Dataset`, sorted, for messages."""
     numbers = sorted(set(column_values(rows.select(places), ROW_COLUMN)))
     first = ", ".join(str(number) for number in numbers[:NUM_NAMED_ROWS])
     more = ", ..." if len(numbers) > NUM_NAMED_ROWS else ""
@@ -67,24 +67,24 @@ def name_rows(rows: Any, places: Any) -> str:
 
 
 def describe_rows(rows: Any, places: Any, fault: str, split: str) -> str:
-    """Say how many rows of a numbered split have a fault, and which they are."""
+    """Describe a fault of a numbered split, with the number of faulty rows and the first of their row numbers."""
     return f"{len(places)} of {len(rows)} rows of the {split} split {fault} ({name_rows(rows, places)})"
 
 
 def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> str:
-    """Check that a column is there and, where asked, that it holds text.
+    """Check that a column exists and, if `text` is set, that it holds text.
 
     Args:
         rows: A `datasets.Dataset`.
-        name: The column.
-        option: The command-line option that names it.
-        text: Whether its values must be strings.
+        name: Name of the column.
+        option: Command-line option that names the column.
+        text: Whether the values must be strings.
 
     Returns:
         `name`.
 
     Raises:
-        ValueError: If the column is absent, listing those there are, or holds something else than text.
+        ValueError: If the column is absent (the message lists the existing ones) or does not hold text.
     """
     there = user_columns(rows)
     if name not in there:
@@ -100,17 +100,17 @@ def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> s
 
 
 def sentence_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
-    """Take the named text columns for classification, one or two, or the only sensible one.
+    """Choose one or two text columns for classification: the named ones, or the only plausible one.
 
     Args:
-        arguments: May name `text_column` and `text_pair_column`.
+        arguments: Settings that may name `text_column` and `text_pair_column`.
         rows: A `datasets.Dataset`.
 
     Returns:
-        The columns; what was guessed is logged.
+        The columns. A guessed column is logged.
 
     Raises:
-        ValueError: If a named column is absent, or none is named and the choice is not plain.
+        ValueError: If a named column is absent, or if none is named and the choice is ambiguous.
     """
     if arguments.text_column is not None:
         columns = [require_column(rows, arguments.text_column, "--text_column")]
@@ -129,7 +129,7 @@ def sentence_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
 
 
 def label_column(arguments: DataArguments, rows: Any) -> str:
-    """Take the named label column, or `label`.
+    """Choose the label column: the named one, or `label`.
 
     Raises:
         ValueError: If the column is absent.
@@ -144,16 +144,16 @@ def label_column(arguments: DataArguments, rows: Any) -> str:
 
 
 def first_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, split: str) -> Any:
-    """The first so many rows of a split, which must have the columns that are read.
+    """Select the first rows of a split, up to the limit in the arguments.
 
     Args:
         rows: A numbered `datasets.Dataset`.
-        columns: Those chosen from the training split.
-        arguments: How many rows of each split to use at most.
-        split: "train" or "eval".
+        columns: Columns chosen from the training split. The split must have them, too.
+        arguments: Settings with the maximum number of rows per split.
+        split: Name of the split, "train" or "eval".
 
     Raises:
-        ValueError: If a column is absent, listing those there are.
+        ValueError: If a column is absent. The message lists the existing ones.
     """
     for name in columns:
         if name not in rows.column_names:
@@ -166,24 +166,24 @@ def first_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, s
 
 
 def usable_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, split: str) -> Any:
-    """The rows of a split that a run reads: the first so many, without those in which a column says nothing.
+    """Select the rows of a split that a run reads: the first rows up to a limit, without rows with a blank column.
 
-    A column says nothing where it is null or only white space. Held-out splits were shuffled when they were drawn, so
-    that the first rows are as good as any.
+    A column is blank if it is null or only white space. Held-out splits were shuffled when they were drawn, so the
+    first rows are as good as any.
 
     Args:
         rows: A numbered `datasets.Dataset`.
-        columns: Those chosen from the training split; all must say something.
-        arguments: How many rows of each split to use at most, and whether to leave out empty ones, and say how many,
-            in place of an error.
-        split: "train" or "eval".
+        columns: Columns chosen from the training split. None of them may be blank.
+        arguments: Settings with the maximum number of rows per split. They also say whether blank rows are skipped, and
+            their number logged, instead of raising an error.
+        split: Name of the split, "train" or "eval".
 
     Returns:
-        The rows that say something.
+        The rows without blank columns.
 
     Raises:
-        ValueError: If a column is absent, listing those there are; or there are empty rows and they are not to be left
-            out, or nothing is left.
+        ValueError: If a column is absent (the message lists the existing ones), if rows are blank and may not be
+            skipped, or if no row is left.
     """
     columns = list(dict.fromkeys(columns))
     rows = first_rows(rows, columns, arguments, split=split)
@@ -210,22 +210,22 @@ def leave_out(
     way_out: str,
     none_left: str = "no row is left",
 ) -> Any:
-    """Refuse or leave out rows that a run can't use.
+    """Reject or skip rows that a run can't use.
 
     Args:
         rows: A numbered `datasets.Dataset`.
-        is_unfit: Which of them, one truth value a row; where there is none, nothing is said.
-        fault: What is wrong with them, as in "3 of 6 rows of the train split are empty".
+        is_unfit: One bool per row, True for a row that can't be used. If none is True, nothing is logged.
+        fault: Description of the fault, such as "are empty" in "3 of 6 rows of the train split are empty".
         split: Name of the split, for messages.
-        skip: Leave such rows out, and say how many, in place of an error.
-        way_out: What to do about it.
-        none_left: What is said where all rows are so.
+        skip: Whether to skip such rows and log their number instead of raising an error.
+        way_out: Remedy, for the message.
+        none_left: End of the message if all rows are unfit.
 
     Returns:
-        The others.
+        The other rows.
 
     Raises:
-        ValueError: If `skip` is off, or nothing is left.
+        ValueError: If rows are unfit and `skip` is off, or if no row is left.
     """
     if not is_unfit.any():
         return rows
@@ -243,12 +243,12 @@ def _blank_places(rows: Any, column: str) -> list[bool]:
 
 
 def ambiguous(there: Sequence[str], choices: Sequence[tuple[str, ...]], options: str) -> str:
-    """Say that columns leave no plain choice.
+    """Describe columns that leave no clear choice.
 
     Args:
-        there: The dataset's columns.
-        choices: What they could be; none, or more than one.
-        options: The options that say it.
+        there: Columns of the dataset.
+        choices: Possible choices: none, or more than one.
+        options: Options that name the columns to read.
     """
     found = " or ".join("+".join(choice) for choice in choices)
     rule = f"could be {found}" if len(choices) > 1 else "give no plain choice"

@@ -1,4 +1,4 @@
-"""From a row of chat or instruction data to messages, or to a prompt and a response in plain text."""
+"""Conversion of a chat or instruction row to messages, or to a prompt and a response in plain text."""
 
 import json
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ _ROLES = {
     "observation": "tool",
     "function": "tool",
 }
-"""Who speaks, in other words than those of chat templates."""
+"""Role names of other formats -> role names of chat templates."""
 TEMPLATE_ROLES = ("user", "assistant", "system", "tool", "developer")
-"""Who speaks, in the words of chat templates."""
+"""Role names of chat templates."""
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -34,20 +34,20 @@ ALPACA_PROMPT_WITH_INPUT = (
     "response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
-"""The same for a row with an input."""
+"""Stanford Alpaca's prompt for a row with an input."""
 
 
 class UnusableRowError(ValueError):
-    """A row that nothing can be learned from; the message is the reason, the same for all rows of a kind."""
+    """A row that can't be trained on. The message is the reason, the same for all rows of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages, and which of the assistant's are learned.
+    """Messages of a conversation, some of which are trained on.
 
     Args:
-        messages: Each with `role`, and `content` or what else the template reads.
-        num_context: Messages at the beginning that are only read.
+        messages: Messages with `role`, and with `content` or other keys that the template reads.
+        num_context: Number of messages at the beginning that are only read.
         tools: JSON schemas of functions that the assistant may call.
     """
 
@@ -57,7 +57,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[int]:
-        """Places of the assistant's messages that are learned: all after the context, but for those that say no."""
+        """Positions of the assistant's messages to train on: all after the context, except those marked otherwise."""
         return [
             place
             for place, message in enumerate(self.messages)
@@ -66,24 +66,24 @@ class Conversation:
 
     @property
     def asks_for_others(self) -> bool:
-        """Whether a message that is not the assistant's says that it is to be learned, clearly or not."""
+        """Whether a message of another role asks to be trained on, clearly or not."""
         return any(each["role"] != "assistant" and _may_ask(each) for each in self.messages)
 
 
 def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversation:
-    """Read a row as messages.
+    """Convert a row to messages.
 
     Args:
-        row: The values of the format's columns.
-        found: Any format but text.
+        row: Values of the format's columns.
+        found: Any format except text.
 
     Returns:
-        The messages of a chat; of instruction data a user's and an assistant's, where an Alpaca input follows its
-        instruction after a blank line.
+        The messages of a chat. For instruction data, one message of the user and one of the assistant; an Alpaca input
+        follows its instruction after a blank line.
 
     Raises:
-        UnusableRowError: If something is empty or malformed, or no turn is the assistant's.
-        UnknownWeightError: If an assistant's turn does not say clearly whether it is to be learned.
+        UnusableRowError: If a value is empty or malformed, or if there is no assistant turn to train on.
+        UnknownWeightError: If an assistant's turn does not say clearly whether to train on it.
     """
     if found.is_chat:
         parts = [_messages(_without_nulls(row[name], found), name) for name in found.columns]
@@ -105,7 +105,7 @@ def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversat
 
 
 def check_something_is_said(conversation: Conversation) -> None:
-    """Refuse a conversation with an empty turn that is learned, or an empty one of the user.
+    """Reject a conversation with an empty user turn, or with an empty turn to train on.
 
     Raises:
         UnusableRowError: If there is one.
@@ -117,18 +117,18 @@ def check_something_is_said(conversation: Conversation) -> None:
 
 
 def read_plain(row: Mapping[str, Any], found: DatasetFormat, separator: str) -> tuple[str, str]:
-    """Read a row of instruction data as plain text, for models without a chat template.
+    """Convert a row of instruction data to plain text, for models without a chat template.
 
     Args:
-        row: The values of the format's columns.
+        row: Values of the format's columns.
         found: A format of instruction data.
-        separator: Stands between prompt and response, but for Alpaca's, whose prompt ends by itself.
+        separator: Text between prompt and response. Alpaca's prompt has its own end and ignores the separator.
 
     Returns:
-        The prompt with all that comes before the response, and the response.
+        The prompt, with everything before the response, and the response.
 
     Raises:
-        UnusableRowError: If a column says nothing.
+        UnusableRowError: If a column is blank.
     """
     prompt, response = (_text(row, name) for name in found.columns)
     if found.name != "alpaca":
@@ -139,7 +139,7 @@ def read_plain(row: Mapping[str, Any], found: DatasetFormat, separator: str) -> 
 
 
 def _without_nulls(value: Any, found: DatasetFormat) -> Any:
-    """A value without keys that a table has only because another of its rows has them."""
+    """Drop keys with a null value, which a table adds to a row if another of its rows has the key."""
     if found.keeps_nulls:
         return value
     if isinstance(value, dict):
@@ -148,7 +148,7 @@ def _without_nulls(value: Any, found: DatasetFormat) -> Any:
 
 
 def _may_ask(message: dict[str, Any]) -> bool:
-    """Whether a message that is only read asks for more, or for nothing that is known, which is no fault in it."""
+    """Check whether a message that is only read asks to be trained on. An unclear mark counts, and is no error."""
     try:
         return bool(asks_to_be_learned(message))
     except UnknownWeightError:
@@ -156,7 +156,7 @@ def _may_ask(message: dict[str, Any]) -> bool:
 
 
 def _without_turns(conversation: Conversation) -> str:
-    """Why there is nothing to learn; names roles that are misspelt, or are called otherwise."""
+    """Explain why a conversation has no turn to train on, and name its misspelt or unknown roles."""
     roles = {str(each["role"]) for each in conversation.messages[conversation.num_context :]}
     if "assistant" in roles:
         return "no assistant turn that says it is to be learned"
@@ -187,14 +187,14 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _message(value: Any) -> dict[str, Any]:
-    """A message with `role` and `content`, from either kind of keys; keys without a value are left out."""
+    """Convert a message with either kind of keys to `role` and `content`. Keys with a null value are dropped."""
     given = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
     is_sharegpt = "role" not in given
     role = given.pop("from" if is_sharegpt else "role", None)
     if is_sharegpt and "value" in given:
         given["content"] = given.pop("value")
     if isinstance(given.get("function_call"), dict):
-        # OpenAI's older form of one call.
+        # OpenAI's older format of a single call.
         given.setdefault("tool_calls", [{"type": "function", "function": given.pop("function_call")}])
     if not isinstance(role, str) or not given.keys() & {"content", "tool_calls"}:
         raise UnusableRowError("a message without a role or without content")
@@ -209,7 +209,7 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def _content(value: Any) -> str:
-    """A message's text, also of parts, which templates for texts would write as Python writes a list."""
+    """Return a message's text, with its parts joined. A template for text would print the parts as a Python list."""
     if isinstance(value, str):
         return value
     texts = []
@@ -223,7 +223,7 @@ def _content(value: Any) -> str:
 
 
 def _tool_call(call: Any) -> Any:
-    """A call with its arguments as a mapping, as chat templates take them; OpenAI's are the JSON of one."""
+    """Convert a tool call's arguments to a mapping, which chat templates expect. OpenAI stores them as JSON."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -243,7 +243,7 @@ def _tools(value: Any) -> list[Any] | None:
 
 
 def _list(value: Any, name: str) -> list[Any]:
-    """A list of mappings, also where it, or each of them, is written as JSON."""
+    """Return a list of mappings. The list or each of its items may be written as JSON."""
     try:
         found = _from_json(value)
         found = list(map(_from_json, found)) if isinstance(found, list) else found

@@ -1,4 +1,4 @@
-"""What a row of language modelling data is made of: found by the columns, or an error that says what is known."""
+"""Formats of language-modelling rows, detected by their columns. Errors list the known formats."""
 
 import re
 from collections.abc import Sequence
@@ -14,25 +14,25 @@ from slivertune.training.options.arguments import DataArguments, FormatName
 
 _PAIRS = (("mr", "ref"),)
 _COMPARED = frozenset(("chosen", "rejected"))
-# Beside one of the known formats such a column is part of what the answer depends on.
+# Beside a known format, such a column is part of the input that the answer depends on.
 _ALSO_MEANT = ("context", "passage", "choices", "options", "history", "system", "system_prompt", "loss_mask")
 _ROWS_LOOKED_AT = 100
 _KEYS = (frozenset(("role",)), frozenset(("from", "value")))
-"""Of a message: OpenAI's (whose content may be absent beside tool calls), and ShareGPT's."""
+"""Keys of a message: OpenAI's (`content` may be absent beside tool calls), and ShareGPT's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetFormat:
-    """How rows are read.
+    """Format of the rows of a dataset.
 
     Args:
-        name: One of `FormatName`; or "text", whose whole rows are learned, or "prompt_response", two columns that were
-            named, or are only known as data and text.
-        columns: The columns that must be there; of "prompt_response" and the like, prompt and response.
-        optional: Columns that are read where they are there.
-        is_chat: Whether rows are lists of messages, and not strings.
-        keeps_nulls: Whether a null in a message is one of the data. Where messages are rows of a table, each has all
-            keys of all others, as nulls.
+        name: One of `FormatName`; or "text", trained on as a whole; or "prompt_response", two columns that the user
+            named or that are a known pair of data and text.
+        columns: Required columns. For "prompt_response" and similar formats, the prompt and the response.
+        optional: Columns that are read if they are present.
+        is_chat: Whether rows are lists of messages instead of strings.
+        keeps_nulls: Whether a null in a message is part of the data. If messages are rows of a table, each has the keys
+            of all others, with null values.
     """
 
     name: FormatName | Literal["text", "prompt_response"]
@@ -43,18 +43,18 @@ class DatasetFormat:
 
     @property
     def is_instruction(self) -> bool:
-        """Whether rows are a prompt and a response in plain strings, which a chat template can hold as two messages."""
+        """Whether rows are a prompt and a response as strings, which a chat template can render as two messages."""
         return not self.is_chat and self.name not in ("text", "prompt_response")
 
     @property
     def target(self) -> str:
-        """What carries the loss, in a word."""
+        """Name of the part that carries the loss, in one word."""
         if self.is_chat and self.name != "prompt_completion":
             return "assistant"
         return {"text": "text", "prompt_response": "response"}.get(self.name, self.columns[-1])
 
     def __str__(self) -> str:
-        """For the lines that a run begins with."""
+        """Return the title and the columns, for the first lines of a run."""
         title = {
             "messages": "chat",
             "sharegpt": "ShareGPT",
@@ -83,18 +83,18 @@ _DESCRIBED = (
 
 
 def find_format(arguments: DataArguments, rows: Any) -> DatasetFormat:
-    """Find how the rows of a dataset are read.
+    """Determine the format of a dataset's rows.
 
     Args:
-        arguments: May name `text_column`, or `prompt_column` and `response_column`, or `dataset_format`.
+        arguments: Settings that may name `text_column`, or `prompt_column` and `response_column`, or `dataset_format`.
         rows: A `datasets.Dataset`.
 
     Returns:
-        The format that was named, or the only one that the columns can have.
+        The named format, or the only one that the columns allow.
 
     Raises:
-        ValueError: If a named column is absent, a column holds something else than its format says, the columns can
-            have several formats or none, or they are preferences.
+        ValueError: If a named column is absent, a column's content does not match the format, the columns allow several
+            formats or none, a detected format leaves out an input, or the columns are preferences.
     """
     if arguments.prompt_column is not None and arguments.response_column is not None:
         prompt = require_column(rows, arguments.prompt_column, "--prompt_column")
@@ -122,17 +122,17 @@ def find_format(arguments: DataArguments, rows: Any) -> DatasetFormat:
 
 
 def unread_columns(found: DatasetFormat, rows: Any) -> list[str]:
-    """The columns of a `datasets.Dataset` that a format does not read."""
+    """Return the columns of a `datasets.Dataset` that a format does not read."""
     return [name for name in user_columns(rows) if name not in (*found.columns, *found.optional)]
 
 
 def unread_keys(found: DatasetFormat, rows: Any, template: str) -> list[str]:
-    """What messages have beside role and content that a chat template does not write, in the first rows.
+    """Find the keys of messages in the first 100 rows that neither this package nor the chat template reads.
 
     Args:
-        found: How the rows are read.
+        found: Format of the rows.
         rows: A `datasets.Dataset`.
-        template: The template's text.
+        template: Source of the chat template.
     """
     if not found.is_chat:
         return []
@@ -146,7 +146,7 @@ def unread_keys(found: DatasetFormat, rows: Any, template: str) -> list[str]:
 
 
 def _candidates(rows: Any, there: Sequence[str]) -> list[DatasetFormat]:
-    """All formats that the names of the columns allow."""
+    """Return all formats that the names of the columns allow."""
     found = [known for known in _KNOWN if set(known.columns) <= set(there)]
     found += [DatasetFormat(name="prompt_response", columns=pair) for pair in _PAIRS if set(pair) <= set(there)]
     found += [
@@ -160,7 +160,7 @@ def _candidates(rows: Any, there: Sequence[str]) -> list[DatasetFormat]:
 
 
 def _is_written_out(rows: Any, text_column: str, found: DatasetFormat) -> bool:
-    """Whether texts are only what the columns of a format say, put together, as in Stanford's Alpaca."""
+    """Check whether a text column only joins the columns of a format, as in Stanford's Alpaca."""
     first = rows.select(range(min(len(rows), _ROWS_LOOKED_AT)))
     columns = [first[name][:] for name in found.columns]
     if not all(_is_text(rows.features[name]) for name in (text_column, *found.columns)):
@@ -184,9 +184,9 @@ def _named(name: FormatName, there: Sequence[str]) -> DatasetFormat:
 
 
 def _checked(found: DatasetFormat, rows: Any, there: Sequence[str]) -> DatasetFormat:
-    """The format with those of its optional columns that are there and say something.
+    """Check a format against the columns, and keep the optional columns that are present and not all null.
 
-    Its columns must hold what they should. Prompts and completions may be lists of messages, too.
+    Prompts and completions may be lists of messages, too.
     """
     optional = tuple(name for name in found.optional if name in there and str(rows.features[name]) != "Value('null')")
     found = replace(found, optional=optional)
@@ -208,7 +208,7 @@ def _is_text(feature: Any) -> bool:
 
 
 def _first_value(rows: Any, column: str) -> Any:
-    """The first value of a column that is not empty."""
+    """Return the first value of a column that is not empty, or None."""
     for batch in rows.select_columns([column]).iter(batch_size=100):
         for value in batch[column]:
             if value:
@@ -242,7 +242,7 @@ def _refuse_preferences(rows: Any, there: Sequence[str]) -> None:
 
 
 def _no_choice(there: Sequence[str], found: Sequence[DatasetFormat]) -> str:
-    """Say that the columns have no format, or several, and what there is to do."""
+    """Describe columns that match no format or several, and the options that choose one."""
     choices = [found_one.columns for found_one in found]
     if len(found) > 1:
         names = [each.name for each in found if each.is_chat or each.is_instruction]

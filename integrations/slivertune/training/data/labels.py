@@ -1,4 +1,4 @@
-"""Class labels as they stand in the data -> class numbers."""
+"""Conversion of class labels in the data to class numbers."""
 
 import re
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ _NUM_NAMED_LABELS = 20
 def read_labels(rows: Any, column: str) -> tuple[str, ...]:
     """Collect the labels of the training split.
 
-    A `datasets.ClassLabel` column keeps its own order and names; integers (also written as text) are sorted as numbers,
+    A `datasets.ClassLabel` column keeps its own order and names. Integers, also written as text, are sorted by value,
     words by their characters.
 
     Args:
-        rows: The training split, a `datasets.Dataset`.
-        column: Its label column; null labels are passed over.
+        rows: Training split, a `datasets.Dataset`.
+        column: Label column. Null labels are skipped.
 
     Returns:
         The labels; label i stands for class i.
 
     Raises:
-        ValueError: If the labels are decimals (regression), no labels at all, or all the same.
+        ValueError: If the labels are not integers or words (regression), or fewer than two are different.
     """
     feature = rows.features[column]
     if isinstance(feature, datasets.ClassLabel):
@@ -48,16 +48,16 @@ def read_labels(rows: Any, column: str) -> tuple[str, ...]:
 
 
 def encode_labels(rows: Any, column: str, labels: Sequence[str], *, split: str) -> list[int]:
-    """The classes of all rows of a split.
+    """Convert the labels of a split to class numbers.
 
     Args:
         rows: A numbered `datasets.Dataset` without null labels.
-        column: The column that holds them.
-        labels: Those of the training split, in the order of their class numbers.
+        column: Label column.
+        labels: Labels of the training split, in the order of their class numbers.
         split: Name of the split, for messages.
 
     Returns:
-        One class per row.
+        One class number per row.
 
     Raises:
         ValueError: If a label is not in the training split.

@@ -1,4 +1,4 @@
-"""Several datasets in one: put together, or drawn from by weight."""
+"""Mixing of several datasets: concatenated, or sampled by weight."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,17 +9,17 @@ _COLUMNS = ["input_ids", "labels"]
 
 
 def mix_rows(parts: Sequence[Any], weights: Sequence[float] | None, *, seed: int) -> Any:
-    """Make one dataset of the tokenised rows of several.
+    """Combine the tokenised rows of several datasets into one dataset.
 
     Args:
-        parts: Each a `datasets.Dataset` of `input_ids` and maybe `labels`. Where some have labels, the tokens of the
-            others become theirs, which is what no labels mean.
-        weights: The share of the rows that comes from each, in any unit: rows are drawn until every part was seen
-            whole, so that those of some come again. None puts the parts together as they are.
-        seed: Decides which part the next row comes from.
+        parts: Datasets (`datasets.Dataset`) of `input_ids` and optionally `labels`. If some have labels, the tokens of
+            the others become their labels, which is the meaning of absent labels.
+        weights: Relative share of the rows from each part. Rows are drawn until every part has been read in full, so
+            rows of some parts repeat. None concatenates the parts.
+        seed: Seed for the choice of the part from which the next row comes.
 
     Returns:
-        A `datasets.Dataset`; of one part, that part.
+        A `datasets.Dataset`. A single part is returned as it is.
     """
     if len(parts) == 1:
         return parts[0]

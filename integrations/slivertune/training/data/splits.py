@@ -1,4 +1,4 @@
-"""From a dataset's name, on the disk or on the Hugging Face hub, to a training and an evaluation split.
+"""Loading of a dataset, from disk or the Hugging Face hub, as a training and an evaluation split.
 
 Local csv, tsv, json, jsonl, txt and parquet files, or a folder of them, are read through the datasets library.
 """
@@ -27,7 +27,7 @@ from slivertune.training.options.arguments import DataArguments
 logger = logging.getLogger(__name__)
 
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
-"""File extension -> the datasets library's reader."""
+"""File extension -> reader of the datasets library."""
 
 _SPLIT_OF_WORD = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -36,27 +36,27 @@ _SPLIT_OF_WORD = {
 }
 _FEW_BYTES = 4096
 _PROBE_SECONDS = 10.0
-"""How long one request may take that asks the hub whether it is there."""
+"""Timeout, in seconds, of the request that checks whether the hub is reachable."""
 _HUB_ID = re.compile(r"[\w][\w.\-]*(/[\w][\w.\-]*)?")
 
 
 def load_splits(arguments: DataArguments, *, seed: int) -> Any:
-    """Load the rows of one dataset to train on and to evaluate on.
+    """Load the training and evaluation rows of one dataset.
 
-    What lies on the disk comes before the hub. Without `eval_split` and `eval_file`, `eval_fraction` of the training
+    A local path takes precedence over the hub. Without `eval_split` and `eval_file`, `eval_fraction` of the training
     rows, at least one, is drawn with the seed and held out.
 
     Args:
-        arguments: Names one local csv, tsv, json, jsonl, txt or parquet file, a folder of such, or a hub id, and the
-            splits; slices such as `train[:1000]` work.
-        seed: Decides which rows are held out.
+        arguments: Settings that name the splits, and one local csv, tsv, json, jsonl, txt or parquet file, a folder of
+            such files, or a hub id. Slices such as `train[:1000]` work.
+        seed: Seed for the choice of held-out rows.
 
     Returns:
-        A `datasets.DatasetDict` with `train` and `eval`, whose rows know their number in the split they come from.
+        A `datasets.DatasetDict` with `train` and `eval`. Rows keep their number in the split from which they come.
 
     Raises:
-        ValueError: If not one dataset is named, the dataset, a split or a file is not there or can't be read, or there
-            are too few rows.
+        ValueError: If not exactly one dataset is named, if the dataset, a split or a file is missing or can't be read,
+            or if there are too few rows.
         ConnectionError: If the hub can't be reached.
     """
     if arguments.dataset is None or len(arguments.dataset) != 1:
@@ -75,13 +75,13 @@ def load_datasets(arguments: DataArguments, *, seed: int) -> dict[str, Any]:
     """Load the rows of every named dataset.
 
     Args:
-        arguments: Names one or more datasets; what it says of splits holds for each. An `eval_file` takes the place of
-            all their evaluation rows.
-        seed: Decides which rows are held out, in each.
+        arguments: Settings that name one or more datasets. The split settings apply to each. An `eval_file` replaces
+            the evaluation rows of all.
+        seed: Seed for the choice of held-out rows in each dataset.
 
     Returns:
-        By name, what `load_splits` gives; of several datasets with an `eval_file`, each has `train` alone, and the file
-        comes last and has `eval` alone.
+        Results of `load_splits` by dataset name. With several datasets and an `eval_file`, each has only `train`, and
+        the file comes last and has only `eval`.
 
     Raises:
         ValueError: As `load_splits`.
@@ -105,13 +105,13 @@ def load_datasets(arguments: DataArguments, *, seed: int) -> dict[str, Any]:
 
 
 def check_datasets(arguments: DataArguments) -> None:
-    """Look for the named datasets, and load nothing.
+    """Check the names of the datasets, without loading anything.
 
     Args:
-        arguments: Names local files, folders, or hub ids.
+        arguments: Settings that name local files, folders or hub ids.
 
     Raises:
-        ValueError: If one is neither there nor a hub id, or a file of no known format.
+        ValueError: If a name is neither an existing path nor a hub id, or if a file is empty or of an unknown format.
     """
     for name in arguments.dataset or []:
         path = Path(name).expanduser()
@@ -122,7 +122,7 @@ def check_datasets(arguments: DataArguments) -> None:
 
 
 def _for_dataset(name: str, arguments: DataArguments) -> DataArguments:
-    """The settings for one of several: what is for files of one kind is for those alone, where there are any."""
+    """Adapt the settings to one of several datasets. Options for one kind of file apply only to it, if there is any."""
     named = [*(arguments.dataset or []), *filter(None, [arguments.eval_file])]
 
     def is_for(suffixes: tuple[str, ...]) -> bool:
@@ -135,7 +135,7 @@ def _for_dataset(name: str, arguments: DataArguments) -> DataArguments:
 
 
 def _may_hold(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether a dataset is a file of a kind, or a folder, which may hold some."""
+    """Check whether a dataset is a file with one of the suffixes, or a folder, which may contain such files."""
     path = Path(name).expanduser()
     return path.is_dir() or path.suffix.lower() in suffixes
 
@@ -179,23 +179,23 @@ def load_local(
 ) -> list[Any]:
     """Load splits of a file or folder.
 
-    Cells of csv and tsv files stay text as written: "01" and "null" are strings, an empty cell is null. A tsv file has
-    no quoting, a csv file the usual one. A file has one split, `train`; a folder's files are assigned to train,
-    validation and test by their names (dev.tsv is validation), or all to train when no name says. What
-    `datasets.Dataset.save_to_disk` wrote is read as well.
+    Cells of csv and tsv files stay text as written: "01" and "null" are strings, and an empty cell is null. A tsv file
+    has no quoting, a csv file the usual one. A file has one split, `train`. The files of a folder are assigned to
+    train, validation and test by their names (dev.tsv is validation; files without such a name are skipped), or all to
+    train if no name matches. A folder written by `datasets.Dataset.save_to_disk` is read as well.
 
     Args:
-        path: An existing file or folder.
+        path: Existing file or folder.
         splits: Names, or slices such as `train[:100]`, one per returned dataset.
-        column_names: For csv and tsv files without a header line.
-        sample_by: One row of a txt file is a "line", a "paragraph" or the whole "document".
-        cache_dir: Where prepared data is kept; the datasets library's own cache by default.
+        column_names: Names of the columns, for csv and tsv files without a header line.
+        sample_by: Unit of a row in a txt file: a "line", a "paragraph" or the whole "document".
+        cache_dir: Folder for prepared data. The default is the datasets library's own cache.
 
     Returns:
         One `datasets.Dataset` per split.
 
     Raises:
-        ValueError: If the extension is unknown, a file is malformed or empty, or there is no such split.
+        ValueError: If the extension is unknown, a file is malformed or empty, or a split does not exist.
     """
     if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
         return _load_saved(path, splits)
@@ -217,7 +217,7 @@ def load_local(
     elif reader == "text":
         options = {"sample_by": sample_by, "encoding": "utf-8-sig"}
     _check_splits(path, splits, sorted(files_of_split))
-    # The reader takes glob patterns; a name such as data[1].csv is meant as written.
+    # The reader takes glob patterns. A name such as data[1].csv is meant literally.
     patterns = {name: [glob.escape(str(file.resolve())) for file in group] for name, group in files_of_split.items()}
     try:
         with _quiet_readers():
@@ -231,7 +231,7 @@ def load_local(
 
 @contextmanager
 def _quiet_readers() -> Iterator[None]:
-    """Keep the readers of the datasets library from logging the error that they raise."""
+    """Silence the readers of the datasets library, which log the errors that they raise."""
     readers = logging.getLogger("datasets.packaged_modules")
     level = readers.level
     readers.setLevel(logging.CRITICAL)
@@ -279,7 +279,7 @@ def _reader_of(files: list[Path]) -> str:
         if file.stat().st_size == 0:
             raise ValueError(f"{file} is empty; a dataset needs at least one row")
         if file.suffix.lower() != ".parquet" and (not_text := find_not_utf8(file)) is not None:
-            # The reader of JSON passes other encodings on, as rows that break where they are used.
+            # The JSON reader accepts other encodings, and the rows break only when they are used.
             raise ValueError(not_text)
         if file.stat().st_size < _FEW_BYTES and not file.read_bytes().strip():
             raise ValueError(f"{file} holds only blank lines; a dataset needs at least one row")
@@ -291,13 +291,13 @@ def _reader_of(files: list[Path]) -> str:
 
 
 def _csv_options(files: list[Path], column_names: list[str] | None) -> dict[str, Any]:
-    # A tab-separated file quotes nothing: a lone quotation mark must not swallow the lines after it.
+    # A tsv file has no quoting: a lone quotation mark must not swallow the lines after it.
     delimiter, quoting = ("\t", csv.QUOTE_NONE) if files[0].suffix.lower() == ".tsv" else (",", csv.QUOTE_MINIMAL)
     names, *others = (_header(file, delimiter, quoting, column_names) for file in files)
     for file, header in zip(files[1:], others, strict=True):
         if header != names:
             raise ValueError(f"{file} has the columns {header}, {files[0]} has {names}; files of a folder must agree")
-    # Every cell is text: guessed types turn "null" into nothing and "01" into 1, and change from one piece to the next.
+    # Every cell is text. Guessed types would turn "null" into nothing and "01" into 1, and change between pieces.
     return {
         "column_names": column_names,
         "features": datasets.Features({name: datasets.Value("string") for name in names}),
@@ -310,7 +310,7 @@ def _csv_options(files: list[Path], column_names: list[str] | None) -> dict[str,
 
 
 def _header(file: Path, delimiter: str, quoting: Any, column_names: list[str] | None) -> list[str]:
-    """The file's column names; checks them against the width of the first row, which the reader would not."""
+    """Return a file's column names, checked against the width of the first row (the reader does not check it)."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
             records = (record for record in csv.reader(lines, delimiter=delimiter, quoting=quoting) if record)
@@ -351,7 +351,7 @@ def _check_splits(path: Path, splits: list[str], there: list[str]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause in one line; the outer ones only say that reading failed."""
+    """Return the innermost cause in one line. The outer errors only say that reading failed."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -367,7 +367,7 @@ def _check_hub_id(dataset: str) -> None:
 
 
 def _named_beside(dataset: str) -> str:
-    """Ask for a file of nearly the same name."""
+    """Suggest a file with a similar name, if there is one."""
     path = Path(dataset).expanduser()
     there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = closest(path.name, there)
@@ -395,8 +395,8 @@ def _hold_out(rows: Any, fraction: float, seed: int) -> Any:
 def _load_hub(dataset: str, config: str | None, splits: list[str], cache_dir: str | None) -> list[Any]:
     """Load splits of a hub dataset.
 
-    One request first asks whether the hub is there, since the datasets library retries an unreachable one for half a
-    minute. A dataset that was loaded before is then taken from its cache.
+    One request first checks that the hub is reachable, since the datasets library retries an unreachable hub for half
+    a minute. If it is not, a dataset that was loaded before is taken from the cache.
     """
     _check_reachable(dataset, cache_dir)
     try:
@@ -412,7 +412,7 @@ def _check_reachable(dataset: str, cache_dir: str | None) -> None:
     try:
         huggingface_hub.HfApi().dataset_info(dataset, timeout=_PROBE_SECONDS)
     except GatedRepoError:
-        # The datasets library says itself how to ask for access.
+        # The datasets library explains how to ask for access.
         return
     except RepositoryNotFoundError as error:
         raise ValueError(
@@ -420,9 +420,9 @@ def _check_reachable(dataset: str, cache_dir: str | None) -> None:
             f"spelling, or log in with `hf auth login` if it is private{_named_beside(dataset)}"
         ) from error
     except HfHubHTTPError:
-        # The hub is there; what it refuses, the datasets library will say.
+        # The hub is reachable, and the datasets library reports the refusal.
         return
-    # Every transport has its own errors, and all say the same.
+    # Each transport raises its own errors, and all mean the same.
     except Exception as error:
         if _is_cached(dataset, cache_dir):
             logger.warning("the hub can't be reached (%s); taking %s from the cache", error, dataset)

@@ -1,4 +1,4 @@
-"""Turns that say by themselves whether they are to be learned, in the words of several tools."""
+"""Keys of a message that say whether to train on it, as several tools name them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,26 +15,26 @@ _LEARNED_IF = {
     "learn": True,
     "masked": False,
 }
-"""Keys of a message, and for which of true (or 1) and false (or 0) it is learned: OpenAI's and Mistral's `weight`,
-Axolotl's `train` and `training`, ms-swift's `loss` and `loss_scale`, LLaMA-Factory's `loss_weight`, verl's `trainable`,
-torchtune's `masked`."""
+"""Key of a message -> value with which the message is trained on, True for true (or 1) and False for false (or 0).
+OpenAI and Mistral use `weight`, Axolotl `train` and `training`, ms-swift `loss` and `loss_scale`, LLaMA-Factory
+`loss_weight`, verl `trainable`, torchtune `masked`."""
 _OF_PARTS = ("train_detail", "training_detail")
 """Axolotl's keys that mark parts of a turn."""
 KEYS = frozenset((*_LEARNED_IF, *_OF_PARTS))
 
 
 class UnknownWeightError(ValueError):
-    """A value that does not say whether a turn is learned; the message is the same for all rows of a kind."""
+    """A value that does not say whether to train on a turn. The message is the same for all rows of one kind."""
 
 
 def asks_to_be_learned(message: Mapping[str, Any]) -> bool | None:
-    """Read whether a message says that it is to be learned.
+    """Read whether a message asks to be trained on.
 
     Args:
-        message: Its keys; those without a value say nothing.
+        message: Keys and values of the message. Keys with a null value are ignored.
 
     Returns:
-        What it says, or None if it says nothing.
+        Whether to train on the message, or None if it does not say.
 
     Raises:
         UnknownWeightError: If a value is neither true, false, 1 nor 0, if two keys contradict each other, or if a key

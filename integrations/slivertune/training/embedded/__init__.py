@@ -1,1 +1,1 @@
-"""The embedded default: a model and text that every machine has."""
+"""Embedded default: a model and a text that every machine has."""

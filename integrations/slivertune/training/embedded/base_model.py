@@ -1,9 +1,9 @@
-"""The embedded default's model: a byte-level Llama trained on this machine, from Python's own docstrings.
+"""Model of the embedded default: a byte-level Llama trained on this machine, on Python's own docstrings.
 
-Its tokenizer has 256 bytes and two marks: it reads any text in any language, and nothing has to be downloaded.
+Its tokenizer has 256 bytes and two special tokens: it reads any text in any language, and nothing is downloaded.
 
 The first run trains it (`BaseRecipe`, one to two minutes on two cores) and keeps it in the
-user's cache; later runs of the same recipe under the same Python load it from there.
+user's cache. Later runs of the same recipe under the same Python load it from there.
 """
 
 import hashlib
@@ -34,17 +34,17 @@ _END_TOKEN = "<|end|>"
 PAD_ID = 256
 END_ID = 257
 VOCABULARY_SIZE = 258
-"""256 bytes, the padding and the end of a text."""
+"""Number of tokens: 256 bytes, the padding and the end of a text."""
 
 _LAYOUT_VERSION = 2
-"""Raised when this file would make another model from the same recipe, so that older caches are not reused."""
+"""Version of this file. Raise it if the same recipe would make another model, so that older caches are not reused."""
 NUM_LINES = 5
-"""How often the loss is said while the base model is trained."""
+"""Number of loss lines printed while the base model is trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseRecipe:
-    """Everything that decides what the base model is; two equal recipes under one Python share one cached model.
+    """Settings that determine the base model. Equal recipes under one Python share one cached model.
 
     Raises:
         ValueError: If a size is not positive or the width does not divide into heads.
@@ -55,25 +55,25 @@ class BaseRecipe:
     intermediate_size: int = 512
     """Width inside the feed-forward part."""
     num_layers: int = 6
-    """Decoder blocks."""
+    """Number of decoder blocks."""
     num_heads: int = 6
-    """Attention heads of a block."""
+    """Attention heads per block."""
     max_positions: int = 1024
-    """Longest sequence in bytes."""
+    """Maximum length of a sequence, in bytes."""
     initializer_range: float = 0.06
-    """Standard deviation of the initial weights, near 1 / sqrt(width); the library's 0.02 is for wider models."""
+    """Standard deviation of the initial weights, near 1 / sqrt(width). The library's 0.02 is for wider models."""
     sequence_length: int = 128
-    """Bytes of one training window."""
+    """Bytes per training window."""
     batch_size: int = 4
-    """Training windows in an update."""
+    """Training windows per update."""
     num_steps: int = 700
-    """Updates."""
+    """Number of updates."""
     learning_rate: float = 2e-3
-    """AdamW's rate after warm-up; decays as a cosine to a tenth of it."""
+    """Learning rate of AdamW after warm-up, which decays as a cosine to a tenth of this value."""
     weight_decay: float = 0.05
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
     corpus_bytes: int | None = None
-    """Train on at most this many bytes of docstrings; None takes all."""
+    """Maximum number of bytes of docstrings to train on. None for all."""
     seed: int = 0
     """Seed of the initial weights and of the windows."""
 
@@ -85,24 +85,24 @@ class BaseRecipe:
             raise ValueError(f"hidden_size={self.hidden_size} must be a multiple of num_heads={self.num_heads}")
 
     def key(self) -> str:
-        """The name of this recipe's cached model; it changes with any field, and with the Python that is read from."""
+        """Return the name of this recipe's cached model. It changes with any field, and with the version of Python."""
         parts = {**asdict(self), "layout": _LAYOUT_VERSION, "python": platform.python_version()}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 BASE_RECIPE = BaseRecipe()
-"""The model of the embedded default."""
+"""Recipe of the embedded default's model."""
 
 StepReport: TypeAlias = Callable[[int, float], None]
-"""Called after each update of the base model with the number of updates done and the update's loss in nats."""
+"""Callback after each update of the base model, with the number of updates done and the update's loss in nats."""
 
 
 def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
-    """Where the base model of a recipe lies once it was made.
+    """Return the folder of a recipe's base model, whether it exists yet or not.
 
     Args:
-        recipe: What the model is.
-        cache: The folder of all base models; by default `slivertune/base_models` in the user's cache folder
+        recipe: Recipe of the model.
+        cache: Folder of all base models. The default is `slivertune/base_models` in the user's cache folder
             (`XDG_CACHE_HOME`, or `~/.cache`).
     """
     if cache is None:
@@ -111,15 +111,15 @@ def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
 
 
 def prepare_base_model(recipe: BaseRecipe, console: Console, *, bar: bool) -> Path:
-    """Find or train the base model, and show which.
+    """Find or train the base model, and print its folder.
 
     Args:
-        recipe: What the model is.
-        console: Where to write.
+        recipe: Recipe of the model.
+        console: Console to write to.
         bar: Whether to draw a progress bar.
 
     Returns:
-        The folder of the model and its tokenizer.
+        Folder of the model and its tokenizer.
 
     Raises:
         RuntimeError: If this Python has nothing to train it on.
@@ -148,22 +148,22 @@ def prepare_base_model(recipe: BaseRecipe, console: Console, *, bar: bool) -> Pa
 
 
 def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: StepReport | None = None) -> Path:
-    """Find the base model, or train it and keep it; one that is damaged is trained again.
+    """Find the base model, or train and save it. A damaged model is trained again.
 
     Args:
-        recipe: What the model is.
-        cache: The folder of all base models; see `base_model_folder`.
-        report: Told of each update, if the model has to be trained.
+        recipe: Recipe of the model.
+        cache: Folder of all base models; see `base_model_folder`.
+        report: Callback after each update, if the model has to be trained.
 
     Returns:
-        A folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
+        Folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     Raises:
-        RuntimeError: If this Python comes without the sources that the docstrings are read from.
+        RuntimeError: If this Python comes without the sources of its docstrings.
     """
     folder = base_model_folder(recipe, cache)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # A second run started meanwhile waits for the first one's model. The lock dies with the process that holds it.
+    # A second run started meanwhile gets the first one's model. The lock is released when its process ends.
     with folder.with_suffix(".lock").open("w") as lock:
         wait_for_lock(lock)
         if not folder.is_dir() or find_damage(folder) is not None:
@@ -173,12 +173,12 @@ def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: 
 
 
 def save_base_model(model: LlamaForCausalLM, recipe: BaseRecipe, folder: Path) -> None:
-    """Save a base model with its tokenizer and recipe; the folder appears whole or not at all.
+    """Save a base model with its tokenizer and recipe, atomically.
 
     Args:
-        model: What `train_base_model` made.
-        recipe: What it was made from.
-        folder: Where to.
+        model: Model from `train_base_model`.
+        recipe: Recipe of the model.
+        folder: Folder to write.
     """
     with atomic.atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
@@ -188,12 +188,12 @@ def save_base_model(model: LlamaForCausalLM, recipe: BaseRecipe, folder: Path) -
 
 
 def train_base_model(recipe: BaseRecipe, texts: list[str], report: StepReport) -> LlamaForCausalLM:
-    """Train a byte-level Llama from nothing, with every weight in fp32, on the CPU.
+    """Train a byte-level Llama from scratch on the CPU, with every parameter in fp32.
 
     Args:
         recipe: Sizes and schedule.
-        texts: Documents; an end mark is put after each.
-        report: Told the number of updates done and the loss, after each update.
+        texts: Documents. Each is followed by an end token.
+        report: Callback after each update, with the number of updates done and the loss.
 
     Returns:
         The model, in evaluation mode. The caller's random state is left as it was.
@@ -236,10 +236,10 @@ def make_byte_tokenizer(max_length: int | None) -> PreTrainedTokenizerFast:
     """Build the tokenizer.
 
     Args:
-        max_length: Longest sequence that the model takes, in bytes; None for no limit.
+        max_length: Maximum length of a sequence, in bytes; None for no limit.
 
     Returns:
-        A tokenizer with one token a byte of UTF-8. Saved beside a model, `AutoTokenizer` loads it.
+        A tokenizer with one token per byte of UTF-8. `AutoTokenizer` loads it if it is saved beside a model.
     """
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, _PAD_TOKEN: PAD_ID, _END_TOKEN: END_ID}, merges=[]))
@@ -272,7 +272,7 @@ def _llama_config(recipe: BaseRecipe) -> LlamaConfig:
 
 
 def _as_tokens(texts: list[str], limit: int | None) -> torch.Tensor:
-    """All documents after each other as int64 token ids, shape (bytes + documents,)."""
+    """Concatenate all documents to int64 token ids, shape (bytes + documents,), up to a limit."""
     encoded = make_byte_tokenizer(None)(texts)["input_ids"]
     return torch.tensor([token for ids in encoded for token in (*ids, END_ID)][:limit])
 

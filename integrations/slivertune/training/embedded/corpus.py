@@ -16,20 +16,20 @@ _SKIPPED_FOLDERS = frozenset(
 )
 _SHORTEST_DOCSTRING = 32
 _EVALUATED_TOPICS = 8
-"""One topic in this many is held out for evaluation."""
+"""Number of topics of which one is held out for evaluation."""
 
 
 def collect_docstrings(root: Path | None = None) -> list[str]:
     """Read the docstrings of all modules, classes and functions, without importing anything.
 
     Args:
-        root: Folder to walk; by default this Python's standard library. Installed packages and tests are left out.
+        root: Folder to read. The default is this Python's standard library. Installed packages and tests are skipped.
 
     Returns:
-        Distinct docstrings of at least 32 characters, in an order that depends on nothing but their text.
+        Distinct docstrings of at least 32 characters, in an order that depends only on their text.
 
     Raises:
-        RuntimeError: If there is no Python source under the folder.
+        RuntimeError: If there is no docstring under the folder.
     """
     folder = stdlib_folder() if root is None else root
     docstrings = {text for _, tree in parse_modules(folder) for text in _docstrings_of(tree)}
@@ -42,18 +42,18 @@ def collect_docstrings(root: Path | None = None) -> list[str]:
 
 
 def stdlib_folder() -> Path:
-    """Where this Python's standard library lies."""
+    """Return the folder of this Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def parse_modules(folder: Path) -> Iterator[tuple[Path, ast.Module]]:
-    """Parse all modules under a folder, in the order of their paths; installed packages and tests are left out.
+    """Parse all modules under a folder in the order of their paths, except installed packages and tests.
 
     Args:
-        folder: Such as the standard library's.
+        folder: Folder such as the standard library's.
 
     Yields:
-        A module's path under the folder, and its syntax tree.
+        Path of a module under the folder, and its syntax tree.
     """
     for path in sorted(folder.rglob("*.py")):
         place = path.relative_to(folder)
@@ -62,11 +62,11 @@ def parse_modules(folder: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def reference_splits() -> Any:
-    """The Python language reference, as shipped for `help()`.
+    """Load the Python language reference, as shipped for `help()`.
 
     Returns:
-        A `datasets.DatasetDict` with `train` and `eval`, one topic in eight, chosen by their names; one topic a row in
-        the column `text`.
+        A `datasets.DatasetDict` with `train` and `eval` (one topic in eight, chosen by name), one topic per row in the
+        column `text`.
 
     Raises:
         RuntimeError: If this Python comes without it.
@@ -88,11 +88,11 @@ def reference_splits() -> Any:
 def _parse(path: Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            # A stray backslash in somebody's source is none of the user's business.
+            # A stray backslash in a library's source does not concern the user.
             warnings.simplefilter("ignore")
             return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):
-        # The library keeps a few files that are broken or oddly encoded on purpose.
+        # The library has a few files that are broken or oddly encoded on purpose.
         return None
 
 
@@ -103,10 +103,10 @@ def _docstrings_of(tree: ast.Module) -> list[str]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     )
     texts = [text for text in found if text is not None and len(text) >= _SHORTEST_DOCSTRING]
-    # Half a surrogate pair, which some docstrings quote, has no bytes.
+    # Some docstrings quote half of a surrogate pair, which can't be encoded.
     return [text for text in texts if not re.search(r"[\ud800-\udfff]", text)]
 
 
 def _shuffled(text: str) -> str:
-    # A hash mixes long with short and module with module, the same way on every machine.
+    # A hash mixes long with short and module with module, in the same way on every machine.
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The methods of `slivertune train`: what each does to the model and to the Trainer, and says of itself."""
+"""The methods of `slivertune train`: their options, their changes to model and Trainer, and their output."""
 
 from slivertune.training.methods.method import SliverMethod, TrainingMethod
 from slivertune.training.methods.registry import register_train_method

@@ -1,4 +1,4 @@
-"""`--method dense`: all weights every update, as the Trainer does it."""
+"""`--method dense`: trains all weights in every update, as the stock Trainer does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from slivertune.training.methods.method import TrainingMethod
 
 
 class DenseMethod(TrainingMethod):
-    """All weights every update."""
+    """Dense fine-tuning: all weights in every update."""
 
     name = "dense"
     help = "all weights every update"
@@ -19,15 +19,15 @@ class DenseMethod(TrainingMethod):
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The best rate of 1e-3, 2e-3 and 3e-3."""
+        """Return the best learning rate of 1e-3, 2e-3 and 3e-3."""
         return {"learning_rate": 2e-3}
 
     def attach(self, trainer: Trainer) -> None:
-        """See whether DeepSpeed trains, which keeps fp32 masters itself."""
+        """Record whether DeepSpeed trains, which keeps fp32 master weights itself."""
         self._engine_keeps_masters = layout_of(trainer.accelerator).startswith("zero")
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
-        """Warn of weights without masters."""
+        """Warn of bf16 weights without master weights."""
         if self._engine_keeps_masters or all(each.dtype != torch.bfloat16 for each in model.parameters()):
             return []
         return ["dense fine-tuning of bf16 weights keeps no fp32 masters; updates below a weight's last bit are lost"]

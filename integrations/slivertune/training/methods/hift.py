@@ -1,4 +1,4 @@
-"""`--method hift`: one group of layers an update."""
+"""`--method hift`: trains one group of layers per update."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,18 +31,18 @@ RATE_HINT = (
     "the search at the rate of dense fine-tuning, and try half and twice of it"
 )
 EMBEDDED_LAYERS_PER_GROUP = 4
-"""On the embedded model, which has eight layers."""
+"""Layers per group on the embedded model, which has eight layers."""
 
 _DEFAULTS = HiFTConfig()
-# By layers_per_group, from benchmarks/results/dial.json on the language reference: the best rate, and the updates,
-# whole lines of eight, that take the CPU time of 480 updates of one layer each.
+# By layers_per_group, from benchmarks/results/dial.json on the language reference: the best learning rate, and the
+# number of updates, a multiple of 8, that takes as much CPU time as 480 updates of one layer.
 _EMBEDDED_RATES = {1: 2e-3, 2: 1e-3, 4: 1e-3, 8: 2e-3}
 _EMBEDDED_STEPS = {1: 480, 2: 432, 4: 352, 8: 264}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiFTArguments:
-    """HiFT's settings, each named as in `HiFTConfig`; made for `transformers.HfArgumentParser`.
+    """Settings of HiFT, named as in `HiFTConfig`; a dataclass for `transformers.HfArgumentParser`.
 
     Raises:
         ValueError: If the settings are out of range or contradict each other.
@@ -138,20 +138,20 @@ class HiFTArguments:
     )
 
     def __post_init__(self) -> None:
-        # Contradictions should show before a model is loaded.
+        # Contradictions must raise before a model is loaded.
         self.config(seed=0)
 
     @property
     def num_layers(self) -> int | None:
-        """`layers_per_group`; None where it is to be chosen."""
+        """`layers_per_group` as a number; None if it is `auto` and not chosen yet."""
         number = integer_or_auto("layers_per_group", self.layers_per_group)
         return None if number == "auto" else number
 
     def config(self, seed: int) -> HiFTConfig:
-        """The same settings as HiFT takes them; with one layer a group until their number is chosen.
+        """Return the settings as a `HiFTConfig`, with one layer per group until the number is chosen.
 
         Args:
-            seed: The run's seed.
+            seed: Seed of the run.
         """
         given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "gpu"}
         given["layers_per_group"] = 1 if self.num_layers is None else self.num_layers
@@ -162,7 +162,7 @@ class HiFTArguments:
 
 
 class HiFTMethod(SliverMethod):
-    """The Trainer's optimizer, wrapped by HiFT."""
+    """HiFT around the Trainer's optimizer."""
 
     name = "hift"
     help = "one group of layers an update, the rest frozen"
@@ -173,16 +173,16 @@ class HiFTMethod(SliverMethod):
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Layers a group; the best rate for as many, and on the embedded data a length that takes the same time."""
+        """Return the layers per group and their best rate; on the embedded data, also a length of equal CPU time."""
         layers_per_group = given.get("layers_per_group", str(EMBEDDED_LAYERS_PER_GROUP))
-        # What is no number is another's to complain of; what is to be chosen begins from the default's rate.
+        # For `auto`, take the rate of the default. Other words that are no number are refused elsewhere.
         number = int(layers_per_group) if layers_per_group.isdecimal() else EMBEDDED_LAYERS_PER_GROUP
         measured = max((each for each in _EMBEDDED_RATES if each <= number), default=1)
         defaults = {"layers_per_group": layers_per_group, "learning_rate": _EMBEDDED_RATES[measured]}
         return defaults if "dataset" in given else {**defaults, "max_steps": _EMBEDDED_STEPS[measured]}
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
-        """Refuse optimizers that can't be rotated, and what comes between the gradients and a step in the backward."""
+        """Refuse optimizers that can't be rotated, and settings that exclude each other."""
         check_base_optimizer(training)
         self._check_choice(training)
         refuse_together(
@@ -226,7 +226,7 @@ class HiFTMethod(SliverMethod):
             raise ValueError(f"--layers_per_group auto: {error}") from None
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
-        """Hold layers in fewer bits, and keep blocks in host memory, before the Trainer moves the model to the GPU."""
+        """Quantise idle layers and offload blocks to host memory before the Trainer moves the model to the GPU."""
         if self.options.waiting is not None:
             quantize_layers(loaded.model, self.options.waiting)
         if self.options.weights == "host":
@@ -234,20 +234,20 @@ class HiFTMethod(SliverMethod):
         return loaded.model
 
     def follow(self, facts: Mapping[str, Any]) -> None:
-        """The number of layers that was chosen for the first run."""
+        """Copy the number of layers per group that was chosen for the first run."""
         chosen = facts.get("hift", {}).get("layers_per_group")
         if self.options.num_layers is None and chosen is not None:
             self.options = replace(self.options, layers_per_group=str(chosen), gpu=None)
 
     def settle(self, request: Callable[[], PlanRequest], config: PreTrainedConfig, say: Callable[[str], None]) -> None:
-        """The number of layers a group, if it was left to be chosen."""
+        """Choose the number of layers per group, if it is `auto`."""
         options = self.options
         if options.num_layers is not None:
             return
         card = find_card(options.gpu)
         say(f"choosing layers_per_group for a {card.name}: plans the run with fewer and fewer layers")
         try:
-            # A plan builds models, whose initial weights must not move the run's random state.
+            # A plan builds models, whose initial weights must not advance the run's random state.
             with torch.random.fork_rng(devices=[]):
                 choice = choose_layers_per_group(
                     request(),
@@ -264,11 +264,11 @@ class HiFTMethod(SliverMethod):
 
     @property
     def steps_in_backward(self) -> bool:
-        """As it was asked for."""
+        """Whether updates are made inside the backward, by `--gradients stepped`."""
         return self.options.gradients == "stepped"
 
     def facts(self) -> dict[str, Any]:
-        """What decides whose turn it is."""
+        """Return the settings that decide which group each update trains."""
         options = self.options
         return {
             "hift": {
@@ -280,7 +280,7 @@ class HiFTMethod(SliverMethod):
         }
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
+        """Return the settings that decide memory; bf16 weights have fp32 master weights unless `--master none`."""
         settings = {name: getattr(self.options, name) for name in NAMED_ALIKE}
         settings["layers_per_group"] = self.options.num_layers or 1
         settings["layers"] = None if self.options.layers is None else tuple(self.options.layers)
@@ -291,23 +291,23 @@ class HiFTMethod(SliverMethod):
         return settings
 
     def cycle(self, state: TrainerState) -> tuple[int, str]:
-        """As many rounds of all groups as fill a line; called by the number of the last round."""
+        """Count the lines of the memory ledger: whole cycles of all groups, labelled by the number of the last."""
         num_updates = self._whole_cycles()
         num_done = self.optimizer.rotation.steps // num_updates
         return num_done, f"cycle {num_done * num_updates // self.optimizer.cycle_length:>4}"
 
     def logging_steps(self) -> int:
-        """A line for every cycle, and one turn more, so that each line shows the group behind that of the last."""
+        """Return the updates of a line's cycles plus those of one group, so that each line ends on the next group."""
         turn = self.optimizer.config.steps_per_group
         return self._whole_cycles() + (turn if self.optimizer.num_groups > 1 else 0)
 
     def _whole_cycles(self) -> int:
-        """Updates of as many cycles as fill a line."""
+        """Return the updates in the whole cycles of a line."""
         cycle_length = int(self.optimizer.cycle_length)
         return math.ceil(FEWEST_UPDATES_A_LINE / cycle_length) * cycle_length
 
     def lines(self) -> list[str]:
-        """The groups and their order."""
+        """Describe the groups and their order."""
         hift = self.optimizer
         num_layers = sum(len(group.layers) for group in hift.groups)
         turns = f"every group has had its turn after {hift.cycle_length} updates"
@@ -317,20 +317,20 @@ class HiFTMethod(SliverMethod):
         return lines
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
-        """Warn of a rate that is meant for dense fine-tuning."""
+        """Warn of a default learning rate that is meant for dense fine-tuning."""
         if learning_rate is None or self.optimizer.num_groups == 1:
             return []
         return [RATE_HINT.format(cycle=self.optimizer.cycle_length, rate=learning_rate)]
 
     def settings(self) -> dict[str, Any]:
-        """All of HiFT's settings, and the number of groups that they made; a run's `weights` is a dtype."""
+        """Return HiFT's settings and the number of groups; `weights`, a dtype in results, becomes `weights_place`."""
         given = asdict(self.options)
         given["weights_place"] = given.pop("weights")
         return {**given, "layers_per_group": self.options.num_layers, "num_groups": self.optimizer.num_groups}
 
 
 def _usable_bytes(card: Card, asked: str | None) -> int:
-    """What the card has; of the one that is here, what others leave of it."""
+    """Return the memory of a named card in bytes; for the card here, the memory that other processes leave free."""
     if asked is not None:
         return card.memory_bytes
     return usable_bytes()

@@ -1,4 +1,4 @@
-"""`--method lora`: small adapters beside frozen weights, by PEFT (Hu et al., 2021; with 4-bit weights QLoRA)."""
+"""`--method lora`: trains small adapters beside frozen weights, by PEFT (Hu et al., 2021; QLoRA with 4-bit weights)."""
 
 import warnings
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from slivertune.training.models import LoadedModel
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import Task
 
-# PEFT has no kind of its own for masked language models and other packages' models, which its general one serves.
+# PEFT has no task type for masked language models and other packages' models; None selects its general one.
 _TASK_OF_KIND: dict[Any, str] = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}
 _HEADS = frozenset(("classifier", "score"))
-"""Names under which PEFT itself looks for a classifier's head and trains it."""
+"""Module names by which PEFT itself finds a classifier's head and trains it."""
 
 _ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraArguments:
-    """LoRA's settings, for PEFT; made for `transformers.HfArgumentParser`.
+    """Settings of LoRA for PEFT; a dataclass for `transformers.HfArgumentParser`.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -62,16 +62,16 @@ class LoraArguments:
 
     @property
     def target_modules(self) -> list[str] | str:
-        """As PEFT takes them: names in a list, or its shorthand, which it knows as a string alone."""
+        """Module names as PEFT takes them: a list, or its shorthand `all-linear`, which must be a string."""
         names = self.lora_target_modules
         return _ALL_LINEAR if names is None or names == [_ALL_LINEAR] else names
 
 
 class LoraMethod(TrainingMethod):
-    """PEFT's LoRA; a checkpoint and the final model are its adapter.
+    """LoRA by PEFT; checkpoints and the final model hold the adapter alone.
 
-    Adapters, and new modules such as a classifier's head, are held in fp32 whatever the frozen weights are held in.
-    Under autocast their inputs are not cast to fp32 first, which would change nothing and keep a copy for each adapter.
+    Adapters, and new modules such as a classifier's head, are held in fp32, whatever the dtype of the frozen weights.
+    Under autocast, their inputs are not cast to fp32 first: that would change nothing and keep a copy per adapter.
     """
 
     name = "lora"
@@ -86,11 +86,11 @@ class LoraMethod(TrainingMethod):
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The best rate of 1e-3, 2e-3 and 4e-3."""
+        """Return the best learning rate of 1e-3, 2e-3 and 4e-3."""
         return {"learning_rate": 4e-3}
 
     def facts(self) -> dict[str, Any]:
-        """What decides the adapters."""
+        """Return the settings that define the adapters."""
         options = self.options
         return {
             "lora": {
@@ -102,7 +102,7 @@ class LoraMethod(TrainingMethod):
         }
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """What has adapters, their rank, and whether they drop some of their inputs."""
+        """Return the adapted modules, and the adapters' rank and dropout."""
         names = self.options.lora_target_modules
         return {
             "lora_rank": self.options.lora_rank,
@@ -111,7 +111,7 @@ class LoraMethod(TrainingMethod):
         }
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
-        """Freeze the model and put the adapters in."""
+        """Freeze the model and insert the adapters."""
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
@@ -124,13 +124,13 @@ class LoraMethod(TrainingMethod):
             lora_alpha=options.alpha,
             lora_dropout=options.lora_dropout,
             target_modules=options.target_modules,
-            # Nothing is known to new modules, so they are trained whole: those that PEFT does not find by itself.
+            # New modules have random weights, so they are trained whole. PEFT finds some of them by itself.
             modules_to_save=[path for path in sorted(loaded.new_modules) if not found.intersection(path.split("."))]
             or None,
         )
         try:
             with warnings.catch_warnings():
-                # PEFT 0.21 asks by the name that transformers 5.23 retires.
+                # PEFT 0.21 reads the attribute that transformers 5.23 deprecates.
                 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
                 adapted: Any = get_peft_model(loaded.model, config)
         except ValueError as error:
@@ -145,7 +145,7 @@ class LoraMethod(TrainingMethod):
         return adapted
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
-        """Write the adapter, and the model's configuration with it, which alone knows classes and quantisation."""
+        """Save the adapter and the model's configuration, which alone records classes and quantisation."""
         saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)
         model: Any = trainer.model
         if coordinator.is_first and saved.model_folder is not None:
@@ -154,12 +154,12 @@ class LoraMethod(TrainingMethod):
         return saved
 
     def lines(self) -> list[str]:
-        """Rank, scale and how many modules have an adapter."""
+        """Describe the rank, the scale and the number of modules with an adapter."""
         options = self.options
         return [f"  lora    rank {options.lora_rank}, alpha {options.alpha}, on {self._num_adapted} modules"]
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
-        """Say which adapters stand at one place of a weight that other places share, as a tied head's do."""
+        """Warn of adapters on a tied weight, such as a head's, which do not change the other modules that share it."""
         return [
             f"the adapter of {adapted} does not change {', '.join(others)}, which has the same weight (tied). "
             "`slivertune merge` will write them apart; leave it out of --lora_target_modules to keep them tied"
@@ -167,17 +167,17 @@ class LoraMethod(TrainingMethod):
         ]
 
     def settings(self) -> dict[str, Any]:
-        """All of LoRA's settings, and the number of modules with an adapter."""
+        """Return LoRA's settings and the number of modules with an adapter."""
         return {**asdict(self.options), "lora_alpha": self.options.alpha, "num_adapted": self._num_adapted}
 
     def close(self) -> None:
-        """Let the adapters cast their inputs as PEFT does."""
+        """Restore PEFT's casts of the adapters' inputs."""
         if self._casts is not None:
             self._casts.remove()
 
 
 def _adapted_alone(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Paths of adapted modules whose weight other modules share, and the paths of these."""
+    """Map the path of each adapted module with a tied weight to the paths of the modules that share the weight."""
     from peft.tuners.lora import LoraLayer
 
     places: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What a method of `slivertune train` has to say and do."""
+"""The interface of a method of `slivertune train`."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,19 +20,19 @@ from slivertune.training.ranks.processes import save_whole_model
 from slivertune.training.tasks.task import Task
 
 FEWEST_UPDATES_A_LINE = 8
-"""A cycle shorter than this shares its line with the next ones."""
+"""Minimum number of updates per line of the log and of the memory ledger; shorter cycles share a line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What a run leaves behind, beside its checkpoints."""
+    """The results that a run saves, besides its checkpoints."""
 
     model_folder: Path | None
-    """`model` in the run's folder: the trained model without optimizer state; None where deltas are all there is."""
+    """Folder `model` of the run: the trained model without optimizer state; None if only deltas are saved."""
     delta_folder: Path | None = None
-    """`delta` in the run's folder: SFT's deltas."""
+    """Folder `delta` of the run: SFT's deltas."""
     merge_command: tuple[str, ...] | None = None
-    """Makes a model of the deltas, where there is none."""
+    """Command that makes a model from the deltas; None if the model is saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,56 +41,56 @@ class NoOptions:
 
 
 class TrainingMethod:
-    """How a run trains; a subclass overrides what its method does otherwise than the stock Trainer.
+    """A training method; a subclass overrides the parts that differ from the stock Trainer.
 
-    What stands on the class is asked before there is a method: the command line and its help are made of it. Then the
-    method is made of its options, and the calls come in this order: `check`, `adapt` with the model, `attach` with the
-    Trainer that was made for it, then the rest.
+    Class attributes define the command line and its help, so they are read before an instance exists. An instance is
+    made from its options. Its methods are then called in this order: `check`, `follow` if the run is resumed, `facts`,
+    `adapt` with the model, `settle`, `attach` with the Trainer that was made for the model, then the rest.
 
     Args:
-        options: What was given for it; an instance of `options_class`.
+        options: Instance of `options_class`, with the given options.
     """
 
     name: ClassVar[str]
-    """As typed after `--method`; also the folder of its runs."""
+    """Name after `--method`; also the default folder of its runs."""
     help: ClassVar[str]
-    """What it does, in a clause, for `--help`."""
+    """Description in one clause, for `--help`."""
     options_class: ClassVar[type] = NoOptions
-    """A dataclass made for `transformers.HfArgumentParser`: options that this method alone reads."""
+    """Dataclass for `transformers.HfArgumentParser`, with the options that this method alone reads."""
     requires: ClassVar[str | None] = None
-    """A library that it needs, by its name for import and pip."""
+    """Library that the method needs, by its name for import and pip; None if it needs no further one."""
     bf16_use: ClassVar[Bf16Use] = "autocast"
-    """What `--bf16` means."""
+    """Meaning of `--bf16`."""
     takes_4bit: ClassVar[bool] = False
-    """Whether it trains beside weights in 4 bits, which can't be changed themselves."""
+    """Whether the method trains beside weights in 4 bits, which can't be changed themselves."""
     is_optimizer: ClassVar[bool] = False
-    """Whether it takes the place of the optimizer that `--optim` names."""
+    """Whether the method replaces the optimizer that `--optim` names."""
     is_planned_on_ranks: ClassVar[bool] = False
-    """Whether a run on several GPUs has a planned peak."""
+    """Whether a run on several GPUs has a planned peak memory."""
     not_planned: ClassVar[tuple[str, ...]] = ()
-    """Its options that decide memory, and that a plan has no word for."""
+    """Options of the method that affect memory and that a plan does not support."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that are its own on the embedded model: of its options, and of `TrainingArguments`.
+        """Return the method's defaults on the embedded model, for its options and for `TrainingArguments`.
 
         Args:
-            given: What the user typed, by name.
+            given: Values that the user typed, by name.
         """
         return {}
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
-        """Refuse what does not go with it, before anything is loaded.
+        """Refuse settings that do not fit the method, before anything is loaded.
 
         Args:
             given: Names of the arguments that the user set.
-            training: The Trainer's arguments.
+            training: Arguments of the Trainer.
 
         Raises:
-            ValueError: Naming the argument and what to do.
+            ValueError: If a setting does not fit; names the argument and the way out.
         """
 
     @property
@@ -99,34 +99,34 @@ class TrainingMethod:
         return False
 
     def facts(self) -> dict[str, Any]:
-        """What a resumed run must share with the first, beside the method's name; plain JSON."""
+        """Return the settings that a resumed run must share with the first, besides the method's name; plain JSON."""
         return {}
 
     def follow(self, facts: Mapping[str, Any]) -> None:
-        """Take over from a checkpoint what was left to be chosen; nothing by default.
+        """Copy automatic choices from the checkpoint of a resumed run; does nothing by default.
 
         Args:
-            facts: What it carries.
+            facts: Facts that the checkpoint carries.
         """
 
     def settle(self, request: Callable[[], PlanRequest], config: PreTrainedConfig, say: Callable[[str], None]) -> None:
-        """Choose what was left to be chosen, before `attach`; nothing by default.
+        """Choose the values of automatic settings, before `attach`; does nothing by default.
 
         Args:
-            request: Makes what `slivertune plan` would be asked for the run.
-            config: The model's configuration.
-            say: Told of what is tried and what was chosen.
+            request: Function that returns the plan request of the run.
+            config: Configuration of the model.
+            say: Function that shows a line about each attempt and about the choice.
 
         Raises:
-            ValueError: If it can't be chosen.
+            ValueError: If no value fits.
         """
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
-        """Change what the Trainer gets.
+        """Change the model before the Trainer gets it.
 
         Args:
-            loaded: The model as it was loaded, every weight trainable unless it is quantised.
-            task: What is learned.
+            loaded: Model as it was loaded, with all weights trainable unless they are quantised.
+            task: Task of the run.
 
         Returns:
             The model to train.
@@ -137,85 +137,85 @@ class TrainingMethod:
         return loaded.model
 
     def attach(self, trainer: Trainer) -> None:
-        """Take part in a Trainer that has not trained yet.
+        """Attach the method to a Trainer that has not trained yet.
 
         Args:
-            trainer: Without an optimizer.
+            trainer: Trainer without an optimizer.
 
         Raises:
             ValueError: If the options don't fit the model.
         """
 
     def num_trained(self, num_trainable: int) -> int:
-        """How many weights are trained.
+        """Return the number of trained weights.
 
         Args:
-            num_trainable: Weights that required gradients before `attach`.
+            num_trainable: Number of weights that required gradients before `attach`.
         """
         return num_trainable
 
     def optimizer_name(self, training: TrainingArguments) -> str:
-        """What to call the optimizer.
+        """Return the optimizer's name for the results.
 
         Args:
-            training: The Trainer's arguments.
+            training: Arguments of the Trainer.
         """
         return enum_value(training.optim)
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """What a plan must know of it: fields of `planning.request.PlanRequest`.
+        """Return the method's fields of `planning.request.PlanRequest`.
 
         Args:
-            precision: As the plan calls it; `bf16` is without fp32 masters, so a method that keeps them says
-                `precision="mixed_hi"`.
+            precision: Precision as the plan names it. `bf16` has no fp32 master weights, so a method that keeps them
+                returns `precision="mixed_hi"`.
         """
         return {}
 
     def claim_state(self) -> None:
-        """Tell a memory ledger that was just entered what is state, where the optimizer does not show it."""
+        """Claim the optimizer state in a memory ledger that was just entered, if the optimizer does not show it."""
 
     def cycle(self, state: TrainerState) -> tuple[int, str]:
-        """What makes a line of the memory ledger: as many updates as there are between two log lines.
+        """Count the lines of the memory ledger, by default one per `logging_steps` updates.
 
         Args:
-            state: The Trainer's.
+            state: State of the Trainer.
 
         Returns:
-            The lines that are due so far, and what to call the last of them.
+            Number of lines that are due so far, and the label of the last one.
         """
         num_steps = max(1, int(state.logging_steps))
         num_done = state.global_step // num_steps
         return num_done, f"step {num_done * num_steps:>4}"
 
     def logging_steps(self) -> int:
-        """Updates between two lines, where the user says nothing."""
+        """Return the default number of updates between two log lines."""
         return FEWEST_UPDATES_A_LINE
 
     def lines(self) -> list[str]:
-        """What to say of the method before training."""
+        """Return lines about the method, shown before training."""
         return []
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
-        """What the user may have overlooked.
+        """Return notes about settings that the user may have overlooked.
 
         Args:
-            model: The model that is trained.
-            learning_rate: The library's own, where neither the user nor the embedded default gave another.
+            model: Model that is trained.
+            learning_rate: Default rate of the library; None if the user or the embedded default gave another.
         """
         return []
 
     def settings(self) -> dict[str, Any]:
-        """What decides the figures; plain JSON."""
+        """Return the settings that affect the results; plain JSON."""
         return {}
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
-        """Write what was trained, when it is. All processes call it, and the first writes.
+        """Save the trained model. All processes call this after training, and the first writes.
 
         Args:
-            trainer: Holds the trained model.
-            output_folder: The run's folder.
+            trainer: Trainer with the trained model.
+            output_folder: Folder of the run.
             base_name: Folder or hub id of the model that was fine-tuned.
-            coordinator: The processes of the run.
+            coordinator: Coordinator of the run's processes.
         """
         folder = output_folder / "model"
         with ExitStack() as stack:
@@ -226,38 +226,38 @@ class TrainingMethod:
         return Saved(model_folder=folder)
 
     def close(self) -> None:
-        """Take everything off the model, also after a failure."""
+        """Detach everything from the model, also after a failure."""
 
 
 class SliverMethod(TrainingMethod):
-    """A method whose optimizer `slivertune.attach` makes the Trainer's.
+    """A method whose optimizer `slivertune.attach` attaches to the Trainer.
 
-    Its options have `config(seed)`, which makes settings that `attach` takes.
+    Its options have a method `config(seed)`, which returns the settings for `slivertune.attach`.
     """
 
     trainer_method: ClassVar[tuple[type, TrainerMethod] | None] = None
-    """Of another package's optimizer: class of its settings, and how it trains under a Trainer, which `attach` knows
-    once the method is registered."""
+    """Settings class and Trainer integration of another package's optimizer; `slivertune.attach` knows them once the
+    method is registered."""
     momentum: float = 0.0
-    """SM3's."""
+    """Momentum of SM3, in [0, 1)."""
     _attached: Any = None
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer.
+        """The attached optimizer.
 
         Raises:
-            RuntimeError: If it is not attached.
+            RuntimeError: If none is attached.
         """
         if self._attached is None:
             raise RuntimeError(f"{self.name} is attached to no Trainer; call attach first")
         return self._attached
 
     def attach(self, trainer: Trainer) -> None:
-        """Make it the Trainer's optimizer."""
+        """Attach the method's optimizer to the Trainer."""
         self._attached = attach(trainer, self.options.config(trainer.args.seed), momentum=self.momentum).optimizer
 
     def close(self) -> None:
-        """Take it off the model."""
+        """Detach the optimizer from the model."""
         if self._attached is not None:
             self._attached.detach()

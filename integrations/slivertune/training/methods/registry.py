@@ -1,4 +1,4 @@
-"""The methods that `slivertune train --method` takes, those of other packages among them."""
+"""Registry of the methods that `slivertune train --method` takes, including those of other packages."""
 
 import dataclasses
 import importlib.util
@@ -16,29 +16,29 @@ DEFAULT_METHOD = HiFTMethod
 TRAIN_METHODS: dict[str, type[TrainingMethod]] = {
     each.name: each for each in (DenseMethod, HiFTMethod, SFTMethod, LoraMethod)
 }
-"""By the name that is typed."""
+"""Methods by the name that is typed."""
 
 
 def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
-    """Let `slivertune train` train by a method of another package; call it before `slivertune.cli.main`.
+    """Register a method of another package for `slivertune train`. Call this before `slivertune.cli.main`.
 
-    From then on `--method` takes its name, the command line and its help have its options, and everything that a run
-    asks of a method it asks of this class.
+    From then on, `--method` takes the method's name, the command line and its help include its options, and a run uses
+    the class like a built-in method.
 
     Args:
-        method: What `train` asks of it.
+        method: Class of the method.
 
     Returns:
-        The same, so that it decorates a class.
+        The same class, so that this function works as a decorator.
 
     Raises:
-        ValueError: If another method has its name, or reads an option of one of its options' names.
+        ValueError: If another method has the same name, or an option of the same name.
 
     Example:
         >>> @register_train_method
         ... class RandomLayerMethod(TrainingMethod):
         ...     name = "random_layer"
-        ...     help = "a random layer an update"
+        ...     help = "a random layer per update"
     """
     if TRAIN_METHODS.get(method.name, method) is not method:
         raise ValueError(f"another method is registered as {method.name!r}; choose another name for {method!r}")
@@ -53,15 +53,15 @@ def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
 
 
 def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
-    """Refuse settings that only another method reads, and a method whose library is not there.
+    """Refuse settings that only another method reads, and a method whose library is missing.
 
     Args:
-        method: The method.
+        method: Class of the method.
         given: Names of the arguments that the user set.
 
     Raises:
         ValueError: If a setting would be ignored.
-        ImportError: If it needs a library that is not installed.
+        ImportError: If the method needs a library that is not installed.
     """
     own = {name: _options_of(other) for name, other in TRAIN_METHODS.items()}
     check_options_are_read({method.name}, given, own)
@@ -73,10 +73,10 @@ def check_method_takes_4bit(method: type[TrainingMethod]) -> None:
     """Refuse 4-bit weights for methods that change every weight.
 
     Args:
-        method: The method.
+        method: Class of the method.
 
     Raises:
-        ValueError: If the method can't train so.
+        ValueError: If the method does not train beside 4-bit weights.
         ImportError: If bitsandbytes is not installed.
     """
     if not method.takes_4bit:
@@ -94,6 +94,6 @@ def _options_of(method: type[TrainingMethod]) -> list[str]:
 
 
 def _require(module: str, setting: str) -> None:
-    """Say how to install a library that is not there, before anything is loaded."""
+    """Raise an error that says how to install a missing library, before anything is loaded."""
     if importlib.util.find_spec(module) is None:
         raise ImportError(missing_library(setting, module))

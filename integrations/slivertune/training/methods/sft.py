@@ -1,4 +1,4 @@
-"""`--method sft`: a sparse choice of weights, dropped and grown again while it trains (arXiv 2401.16405)."""
+"""`--method sft`: trains a sparse choice of weights, dropped and regrown during training (arXiv 2401.16405)."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import Task
 
 EMBEDDED_DENSITY = 0.05
-"""Share of the embedded model's blocks: so narrow that a LoRA of rank 64 has as many weights as two thirds of them."""
+"""Share of the embedded model's block weights, which are few: LoRA of rank 64 has two thirds as many weights."""
 RATE_HINT = (
     "the paper trains a model of 7B with 1e-4 by AdamW and 1e-3 by SM3 (--selection momentum); --learning_rate was not "
     "given, so {rate:g} is used"
@@ -33,7 +33,7 @@ _DEFAULTS = SFTConfig()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTArguments:
-    """SFT's settings, named as in `SFTConfig` where the name stands for itself; for `transformers.HfArgumentParser`.
+    """Settings of SFT, named as in `SFTConfig` if that name is clear by itself; for `transformers.HfArgumentParser`.
 
     Raises:
         ValueError: If a number is out of its range or settings contradict each other.
@@ -111,14 +111,14 @@ class SFTArguments:
             raise ValueError(
                 f"reselection_interval={self.reselection_interval} must be at least 1, or 0 to keep the first choice"
             )
-        # Contradictions should show before a model is loaded.
+        # Contradictions must raise before a model is loaded.
         self.config(seed=0)
 
     def config(self, seed: int) -> SFTConfig:
-        """The same settings as SFT takes them.
+        """Return the settings as an `SFTConfig`.
 
         Args:
-            seed: The run's seed.
+            seed: Seed of the run.
 
         Raises:
             ValueError: If the settings are out of range or contradict each other.
@@ -140,10 +140,10 @@ class SFTArguments:
 
 
 class SFTMethod(SliverMethod):
-    """SFT as the Trainer's optimizer; dense weights hold the sums, 4-bit and sharded ones get the deltas beside them.
+    """SFT as the Trainer's optimizer. Whole weights hold the sums; 4-bit and sharded weights have separate deltas.
 
-    A checkpoint's weights are the sums, or what they were; its optimizer state has the deltas, the pretrained values
-    and an open estimation phase.
+    A checkpoint's weights are the sums, or the unchanged weights. Its optimizer state has the deltas, the pretrained
+    values and an open estimation phase.
     """
 
     name = "sft"
@@ -164,25 +164,25 @@ class SFTMethod(SliverMethod):
 
     @property
     def _is_merged(self) -> bool:
-        """Whether the weights hold the sums; codes don't, nor do weights of which a rank holds a share."""
+        """Whether the weights hold the sums; 4-bit and sharded weights don't."""
         return not self._has_4bit and not self._is_sharded
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A density, and the best rate: by AdamW, at that density, of 1e-3, 4e-3 and 8e-3; by SM3 of 1e-2 to 1e-1."""
+        """Return a density and its best rate: for AdamW, of 1e-3, 4e-3 and 8e-3; for SM3, of 1e-2 to 1e-1."""
         defaults = {"learning_rate": 1e-1 if given.get("selection") == "momentum" else 8e-3}
         if given.keys().isdisjoint(("density", "num_weights", "equivalent_lora_rank")):
             defaults["density"] = EMBEDDED_DENSITY
         return defaults
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
-        """Refuse to bring back the best weights where their deltas are not saved, and what would be ignored."""
+        """Refuse to load the best model if its deltas are not saved, and settings that would be ignored."""
         check_best_model(training)
         is_by_momentum = self.options.selection == "momentum"
         for is_unread, names, reason in (
             (
                 True,
-                # The Trainer's, about optimizers that SFT takes the place of.
+                # Options of the Trainer about the optimizer that SFT replaces.
                 ("optim", "optim_args", "optim_target_modules"),
                 "--method sft is an optimizer itself, AdamW or SM3 on the trained weights by --selection; leave it out",
             ),
@@ -213,17 +213,17 @@ class SFTMethod(SliverMethod):
                 raise ValueError(f"{unread}: {reason}")
 
     def facts(self) -> dict[str, Any]:
-        """What decides which weights are trained, and how: all settings."""
+        """Return all settings, since all decide which weights are trained, and how."""
         return {"sft": asdict(self.options)}
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """All settings: a plan has each under the same name."""
+        """Return all settings; a plan has each under the same name."""
         values = asdict(self.options)
         names = self.options.sft_target_modules
         return {**values, "sft_target_modules": None if names is None else tuple(names)}
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
-        """Refuse a model with weights that were never trained; deltas of a share of them would not make them useful."""
+        """Refuse a model with untrained weights, which sparse deltas can't make useful."""
         model: Any = loaded.model
         if loaded.new_modules:
             raise ValueError(
@@ -234,18 +234,18 @@ class SFTMethod(SliverMethod):
             )
         self._has_4bit = any(map(is_4bit, model.parameters()))
         if self._has_4bit:
-            # The Trainer refuses quantised models without PEFT, and looks for this mark once, when it is made.
+            # The Trainer refuses quantised models without PEFT. It reads this flag once, in its constructor.
             model.is_quantized = False
         return model
 
     def attach(self, trainer: Trainer) -> None:
-        """Make SFT the Trainer's optimizer.
+        """Attach SFT to the Trainer as its optimizer.
 
         Raises:
-            ValueError: If the settings don't fit the model, or the run is to continue from weights without deltas.
+            ValueError: If the settings don't fit the model, or the run would continue from weights without deltas.
         """
         checkpoint = trainer.args.resume_from_checkpoint
-        # Its weights hold sums, whose pretrained part its optimizer state alone knows.
+        # A checkpoint's weights are sums, and only its optimizer state holds their pretrained part.
         if checkpoint is not None and not holds_state(Path(checkpoint)) and not (Path(checkpoint) / "sft").exists():
             raise ValueError(
                 f"{checkpoint} has no optimizer.pt, so its deltas can't be told from pretrained weights; resume from a "
@@ -265,24 +265,24 @@ class SFTMethod(SliverMethod):
             raise ValueError(f"--sft_target_modules {' '.join(names)}: {error}") from error
 
     def num_trained(self, num_trainable: int) -> int:
-        """The weights that are active at any time."""
+        """Return the number of weights that are trained at any time."""
         return int(self.optimizer.num_weights)
 
     def optimizer_name(self, training: TrainingArguments) -> str:
-        """That of the update rule."""
+        """Return the name of the update rule."""
         return "sft_sm3" if self.options.selection == "momentum" else "sft_adamw"
 
     def claim_state(self) -> None:
-        """Claim positions, deltas, pretrained values and moments; the deltas are among the model's parameters."""
+        """Claim positions, deltas, pretrained values and moments; the deltas are also model parameters."""
         self.optimizer.claim_state()
 
     def logging_steps(self) -> int:
-        """A line for every reselection, or for several where one comes too soon."""
+        """Return the updates between two reselections, or between several if these are frequent."""
         interval = self.options.reselection_interval or FEWEST_UPDATES_A_LINE
         return interval * math.ceil(FEWEST_UPDATES_A_LINE / interval)
 
     def lines(self) -> list[str]:
-        """How many weights of how many tensors, and how they are chosen."""
+        """Describe the number of trained weights and tensors, and the choice of the weights."""
         sizes = self.optimizer.num_elements.values()
         count = self.optimizer.num_weights
         place = "in the weights" if self._is_merged else f"beside {'4-bit' if self._has_4bit else 'sharded'} weights"
@@ -292,15 +292,15 @@ class SFTMethod(SliverMethod):
         ]
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
-        """Warn of a rate that is meant for dense fine-tuning."""
+        """Warn of a default learning rate that is meant for dense fine-tuning."""
         return [] if learning_rate is None else [RATE_HINT.format(rate=learning_rate)]
 
     def settings(self) -> dict[str, Any]:
-        """All of SFT's settings, and the number of tensors with trained weights."""
+        """Return SFT's settings and the number of tensors with trained weights."""
         return {**asdict(self.options), "num_tensors": len(self.optimizer.num_elements)}
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
-        """Write the deltas, and beside them the model with the deltas merged, if its weights hold them."""
+        """Save the deltas, and also the merged model if the weights hold the sums."""
         folder = output_folder / "delta"
         self.optimizer.save_pretrained(folder, base_model_name=base_name)
         if self._is_merged:
@@ -315,7 +315,7 @@ class SFTMethod(SliverMethod):
         )
 
     def close(self) -> None:
-        """Take SFT off the model; dense weights keep the deltas."""
+        """Detach SFT from the model; weights that hold the sums keep the deltas."""
         _TRAINER_LOG.removeFilter(is_not_about_codes)
         if self._attached is not None:
             self._attached.detach(merge=self._is_merged)

@@ -1,4 +1,4 @@
-"""Token selection in a run: attached to the model, kept in every checkpoint, restored from it."""
+"""Token selection in a run: attached to the model, saved in every checkpoint, restored from it."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ _NAMES: dict[Pattern, str] = {"random": "drawn one by one", "chunks": "chunks of
 
 
 def tokens_line(tokens: TokenTuneHandle) -> str:
-    """What to say of a selection before training.
+    """Describe a token selection in a line, shown before training.
 
     Args:
-        tokens: Attached to the run's model.
+        tokens: Handle of TokenTune on the run's model.
     """
     settings = tokens.settings
     name = _NAMES[tokens.pattern].format(chunk_size=settings.chunk_size)
@@ -25,18 +25,18 @@ def tokens_line(tokens: TokenTuneHandle) -> str:
 
 
 def attach_tokens(trainer: Trainer, arguments: TokenArguments, *, checkpoint: Path | None) -> TokenTuneHandle | None:
-    """Let only a share of each sequence carry gradient, from here on until the handle is removed.
+    """Restrict the gradient to a share of each sequence until the handle is removed.
 
     Args:
-        trainer: Holds the model as it will be trained, adapters included.
-        arguments: The share and its pattern.
-        checkpoint: Where the run continues from.
+        trainer: Trainer with the model as it will be trained, adapters included.
+        arguments: Share of the tokens, and its pattern.
+        checkpoint: Checkpoint that the run continues from; None for a new run.
 
     Returns:
-        The selection, which `remove` takes off again, or None where all tokens are trained on.
+        The handle, whose `remove` detaches the selection; None if all tokens carry gradient.
 
     Raises:
-        ValueError: If the model can't be trained so, or the checkpoint is of another seed.
+        ValueError: If the model does not support token selection, or the checkpoint has another seed.
     """
     if arguments.token_ratio is None:
         return None
@@ -44,7 +44,7 @@ def attach_tokens(trainer: Trainer, arguments: TokenArguments, *, checkpoint: Pa
     attachment = attach(trainer, tune)
     assert attachment.tokens is not None
     if checkpoint is not None:
-        # The Trainer's callback would do it too, but only after the first evaluation.
+        # The Trainer's callback would load it, too, but only after the first evaluation.
         try:
             load_tokens(attachment.tokens, checkpoint / TOKENS_NAME)
         except BaseException:

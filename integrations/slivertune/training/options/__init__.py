@@ -1,1 +1,1 @@
-"""What `slivertune train` is asked: one file for each part of the command line, and what does not go together."""
+"""The options of `slivertune train`: their tables, parsing, rules and help."""

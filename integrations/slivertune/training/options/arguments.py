@@ -1,4 +1,4 @@
-"""What `slivertune train` is asked beside the method's options: the run, the model, the tokens, the data."""
+"""Options of `slivertune train` other than the method's: the run, the model, the tokens, the data."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -16,16 +16,16 @@ LedgerUse = Literal["every_cycle", "first_cycles", "off"]
 WeightsDtype = Literal["auto", "fp32", "bf16"]
 SampleBy = Literal["line", "paragraph", "document"]
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "question_answer"]
-"""What a row of chat or instruction data is made of; see `slivertune.training.data.formats`."""
+"""Format of the rows of chat or instruction data; see `slivertune.training.data.formats`."""
 
 
 def enum_value(value: Any) -> str:
-    """A `TrainingArguments` field that is an enumeration or its value, as it is typed on the command line."""
+    """Return a `TrainingArguments` field, an enumeration or its value, as it is typed on the command line."""
     return str(getattr(value, "value", value))
 
 
 def is_date(text: object) -> bool:
-    """Whether something is a date as `datetime.date` writes it."""
+    """Return whether a value is a date as `datetime.date` writes it."""
     try:
         return isinstance(text, str) and date.fromisoformat(text).isoformat() == text
     except ValueError:
@@ -34,7 +34,7 @@ def is_date(text: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunArguments:
-    """What a run watches, shows and computes its loss from; made for `transformers.HfArgumentParser`.
+    """Options for a run's loss, activations, limits and reports; a dataclass for `transformers.HfArgumentParser`.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -120,13 +120,13 @@ class RunArguments:
 
     @property
     def num_kept(self) -> NumKept | None:
-        """`keep_activations` as `slivertune.keep_activations` takes it; None where it was not asked for."""
+        """`keep_activations` as `slivertune.keep_activations` takes it; None if it was not given."""
         return None if self.keep_activations is None else integer_or_auto("keep_activations", self.keep_activations)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelArguments:
-    """The model that is fine-tuned; made for `transformers.HfArgumentParser`."""
+    """Options for the model that is fine-tuned; a dataclass for `transformers.HfArgumentParser`."""
 
     model_name_or_path: str | None = field(
         default=None,
@@ -163,10 +163,10 @@ class ModelArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenArguments:
-    """What share of each sequence carries gradient (TokenTune); made for `transformers.HfArgumentParser`.
+    """Options for the tokens that carry gradient (TokenTune); a dataclass for `transformers.HfArgumentParser`.
 
     Raises:
-        ValueError: If the share is out of its range, or a pattern is given without a share.
+        ValueError: If the share of tokens is out of its range, or a pattern is given without a share.
     """
 
     token_ratio: float | None = field(
@@ -195,7 +195,7 @@ class TokenArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataArguments:
-    """The dataset, its columns, and how its rows become tensors; made for `transformers.HfArgumentParser`.
+    """Options for the dataset, its columns and its preparation; a dataclass for `transformers.HfArgumentParser`.
 
     Raises:
         ValueError: If a field is out of range, contradicts another, or is not read by the chosen task.
@@ -330,7 +330,7 @@ class DataArguments:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; leave it out for no limit")
         for option in fields(self):
-            # Setting one for another task would be ignored in silence.
+            # An option that another task reads would be silently ignored.
             value, tasks = getattr(self, option.name), tasks_reading(option.name)
             if value != option.default and tasks and self.task not in tasks:
                 raise ValueError(
@@ -343,7 +343,7 @@ class DataArguments:
                 raise ValueError(rule)
 
     def _rules(self) -> tuple[tuple[bool, str], ...]:
-        """Whether each rule is broken, and what to say then."""
+        """Return whether each rule is broken, with its error message."""
         return (
             (
                 self.eval_split is not None and self.eval_file is not None,
@@ -394,7 +394,7 @@ class DataArguments:
         )
 
     def _rules_of_several(self) -> tuple[tuple[bool, str], ...]:
-        """What holds for several datasets and their weights."""
+        """Return the rules for several datasets and their weights."""
         names, weights = self.dataset or [], self.dataset_weights or []
         return (
             (

@@ -1,7 +1,7 @@
-"""A file of options for `slivertune train`: YAML or JSON, one key an option.
+"""Reads a file of options for `slivertune train`: YAML or JSON, one key per option.
 
-Values are taken as they are written, as if they had been typed: in YAML 1.1 `off` and `no` would be false, which
-`save_strategy: no` does not mean, and `1e-4` would be a string.
+Values are read as text, as if they had been typed. YAML 1.1 would read `off` and `no` as false, although
+`save_strategy: no` means the word, and `1e-4` as a string.
 """
 
 import json
@@ -25,17 +25,17 @@ Value = str | list[str] | dict[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key of a file and its value, as it is written."""
+    """A key of a file, with its value as written."""
 
     key: str
     value: Value
-    """None where `null` is written."""
+    """Value as written; None for `null`."""
     place: str
-    """The file, and the line where that is known; for errors."""
+    """File name, and the line if it is known, for errors."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml ships no types
-    """YAML's safe types, with numbers such as 1e-4 inside of mappings, as YAML 1.2 and JSON have them."""
+    """A loader of YAML's safe types that reads 1e-4 inside of mappings as a number, as YAML 1.2 and JSON do."""
 
 
 _LOWERCASE_EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
@@ -43,7 +43,7 @@ _Loader.add_implicit_resolver(f"{_TAG}float", _LOWERCASE_EXPONENT, list("-+.0123
 
 
 def _integer(text: str) -> int | str:
-    """An integer; of more digits than Python reads, its text, which the option's check refuses by its name."""
+    """Parse an integer; return the text of one with too many digits, which the option's check then refuses."""
     try:
         return int(text)
     except ValueError:
@@ -64,14 +64,14 @@ def read_settings(path: Path) -> list[Setting]:
     """Read a file of options.
 
     Args:
-        path: Ends in .yaml, .yml or .json.
+        path: Path that ends in .yaml, .yml or .json.
 
     Returns:
-        Its settings, in order.
+        The settings, in the order of the file.
 
     Raises:
-        ValueError: If it is not there, can't be read, holds no mapping, or has a key twice or a value that no option
-            takes.
+        ValueError: If the file is missing, can't be read, holds no mapping, has a key twice, or has a value that no
+            option takes.
     """
     if path.suffix.lower() not in SUFFIXES and not path.expanduser().is_dir():
         raise ValueError(
@@ -127,7 +127,7 @@ def _place(path: Path, node: Any) -> str:
 
 
 def _check_keys(root: Any, path: Path) -> None:
-    """Refuse keys that are no names, and those that come twice, in mappings inside of it, too."""
+    """Refuse keys that are no names, and keys that appear twice in a mapping, including nested ones."""
     for node in _mappings(root, set()):
         seen: dict[str, int] = {}
         for key, _ in node.value:
@@ -143,7 +143,7 @@ def _said_twice(place: str, key: str, first: str = "") -> ValueError:
 
 
 def _mappings(node: Any, visited: set[int]) -> Iterator[Any]:
-    """The mappings under a node, itself among them; an alias may lead back to where it is."""
+    """Yield the mappings under a node, including itself. An alias may lead back to a visited node."""
     if id(node) in visited or isinstance(node, yaml.ScalarNode):
         return
     visited.add(id(node))
@@ -160,7 +160,7 @@ def _value(key: str, node: Any, place: str, loader: Any) -> Value:
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return _checked_list(key, [_scalar(key, item, place) for item in node.value], place)
-    # A key without a value is rather one that was forgotten.
+    # An empty value was probably forgotten, so only a written null counts as None.
     return None if node.tag == f"{_TAG}null" and node.value else _scalar(key, node, place)
 
 

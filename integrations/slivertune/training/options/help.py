@@ -1,4 +1,4 @@
-"""`slivertune train --help`: our options and the Trainer's that people set; with `all`, every one."""
+"""`slivertune train --help`: our options and the Trainer's common ones; with `all`, every option."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -61,9 +61,9 @@ _TRAINERS: dict[str, str] = {
     "save_total_limit": "checkpoints to keep, by default all",
     "report_to": "where the log is sent: tensorboard, wandb, ..., all",
 }
-"""The Trainer's options that people set, in words that hold here."""
+"""Help texts of the Trainer's common options, in words that hold here."""
 _MOST_CHOICES = 12
-"""That the short help lists."""
+"""Maximum number of choices that the short help lists for an option."""
 _OF_TRAINING = (
     "learning_rate",
     "num_train_epochs",
@@ -98,22 +98,22 @@ class PrintHelp(argparse.Action):
     """Prints the help and ends the program."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Print all options if `all` was asked for."""
+        """Print the help, with all options if `all` was given, and exit."""
         print(help_text(has_all=values == "all"), end="")
         parser.exit()
 
 
 def common_options() -> list[Option]:
-    """The options that `--help` shows, in its order."""
+    """Return the options that `--help` shows, in its order."""
     return [option for _, options in _groups(train_options()) for option in options]
 
 
 def help_text(*, has_all: bool, width: int | None = None) -> str:
-    """The text of `slivertune train --help`.
+    """Return the text of `slivertune train --help`.
 
     Args:
-        has_all: Whether the rarely used options of the Trainer belong to it.
-        width: Of a line; by default the terminal's.
+        has_all: Whether to include the rarely used options of the Trainer.
+        width: Characters per line; by default the terminal's.
     """
     options = train_options()
     groups = [
@@ -164,14 +164,14 @@ def _entry(option: Option, *, has_all: bool) -> HelpEntry:
 
 
 def _spelled(default: Any) -> Any:
-    """A default as it would be typed."""
+    """Return a default as a user would type it."""
     if isinstance(default, str):
         return default.replace("\n", "\\n")
     return getattr(default, "value", default)
 
 
 def _text_of(option: Option) -> str:
-    """Its text, without the name of its method, under whose title it stands."""
+    """Return an option's help text, without the name of its method, which is in the group's title."""
     name = next((name for name, each in TRAIN_METHODS.items() if each.options_class is option.owner), None)
     return option.text if name is None else option.text.removeprefix(f"{name}: ")
 

@@ -1,4 +1,4 @@
-"""Which values the options of `slivertune train` take; checked where they are read, before anything is loaded."""
+"""Rules for the values of `slivertune train`'s options, checked during parsing, before anything is loaded."""
 
 import json
 import math
@@ -13,25 +13,25 @@ from slivertune.training.options.table import Option
 _LARGEST = 2**63 - 1
 _LARGEST_OF_TRAINER = 2**31 - 1
 _MANY_DIGITS = re.compile(r"\d{400,}")
-"""More than any float has."""
+"""Pattern of a number with more digits than any float has."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberRule:
-    """A range of numbers."""
+    """A range of allowed numbers."""
 
     least: float = -_LARGEST
     most: float = _LARGEST
     excludes_least: bool = False
     excludes_most: bool = False
     instead: float | None = None
-    """A number outside the range that means that the option is off."""
+    """Number outside the range that switches the option off; None if there is none."""
 
     def allows(self, value: float) -> bool:
-        """Tell whether a number keeps the rule; NaN keeps none.
+        """Return whether the rule allows a number; NaN is never allowed.
 
         Args:
-            value: The number.
+            value: Number to check.
         """
         if value == self.instead:
             return True
@@ -40,7 +40,7 @@ class NumberRule:
         return math.isfinite(value) and not is_low and not is_high
 
     def describe(self) -> str:
-        """Say the rule, after `must be`."""
+        """Describe the rule, to follow `must be`."""
         low = f"{'more than' if self.excludes_least else 'at least'} {self.least:.10g}"
         high = f"{'less than' if self.excludes_most else 'at most'} {self.most:.10g}"
         parts = [low] * (self.least > -_LARGEST) + [high] * (self.most < _LARGEST)
@@ -66,26 +66,26 @@ _RULES = {
     "max_steps": NumberRule(1, _LARGEST_OF_TRAINER, instead=-1),
     "local_rank": NumberRule(0, _LARGEST_OF_TRAINER, instead=-1),
     "max_length": _COUNT,
-    # A rate of SGD may be above 1; no optimizer stands one of hundreds.
+    # SGD may have a learning rate above 1, but no optimizer works with one of hundreds.
     "learning_rate": NumberRule(0, 100),
     "weight_decay": NumberRule(0, 100),
     "adam_epsilon": NumberRule(0, 1),
 }
-"""Of the Trainer's arguments, and of those of ours that are otherwise checked when the data are there."""
+"""Rules of the Trainer's arguments, and of our arguments that would otherwise be checked only with the data."""
 
 
 _MAY_BE_EMPTY = frozenset(("sample_prompt", "response_separator", "template", "optim_args", "debug", "fsdp"))
-"""Texts that mean something, or that something else refuses; an empty path would be the working directory."""
+"""Options whose empty text has a meaning or is refused elsewhere. An empty path would be the working directory."""
 
 
 def number_rule(option: Option) -> NumberRule | None:
     """Find the rule of an option.
 
     Args:
-        option: Of `slivertune train`.
+        option: Option of `slivertune train`.
 
     Returns:
-        The rule; None where its values are no numbers. Of a number or a word, its owner checks the rest.
+        The rule; None if the option takes no numbers. If it takes a number or a word, its owner checks the rest.
     """
     if option.takes_number_or_word:
         return _ANY
@@ -99,11 +99,11 @@ def check_number(option: Option, value: Any) -> None:
     """Refuse a number that an option does not take.
 
     Args:
-        option: Of `slivertune train`.
-        value: As it was read: a number, a list of numbers, or anything else where the option takes that.
+        option: Option of `slivertune train`.
+        value: Parsed value: a number, a list of numbers, or anything else that the option takes.
 
     Raises:
-        ValueError: Naming the option, the value and the rule.
+        ValueError: If the rule does not allow a number; names the option, the value and the rule.
     """
     rule = number_rule(option)
     for each in value if isinstance(value, list) else [value]:
@@ -113,14 +113,14 @@ def check_number(option: Option, value: Any) -> None:
 
 
 def check_text(option: Option, value: Any) -> None:
-    """Refuse an empty text where something is to be named.
+    """Refuse an empty text if an option needs a name.
 
     Args:
-        option: Of `slivertune train`.
-        value: As it was read: a text, or a list of texts.
+        option: Option of `slivertune train`.
+        value: Parsed value: a text, or a list of texts.
 
     Raises:
-        ValueError: Naming the option and the way out.
+        ValueError: If a text is empty; names the option and the way out.
     """
     is_empty = "" in value if isinstance(value, list) else value == ""
     if is_empty and not option.takes_number_or_word and option.name not in _MAY_BE_EMPTY:
@@ -135,14 +135,14 @@ def _number_in(text: str) -> float | None:
 
 
 def check_mapping(option: Option, value: Any) -> None:
-    """Refuse a text that is no mapping, where an option takes one, and numbers in it that nothing reads.
+    """Refuse a text that is not the mapping which an option takes, and mappings with overlong numbers.
 
     Args:
-        option: Of `slivertune train`.
-        value: As it was read: JSON, or a mapping of a run file; the path of a file where the option takes one.
+        option: Option of `slivertune train`.
+        value: Parsed value: JSON, a mapping of a config file, or the path of a file if the option takes one.
 
     Raises:
-        ValueError: Naming the option, the value and the rule.
+        ValueError: If the value is refused; names the option, the value and the rule.
     """
     if not option.takes_mapping:
         return

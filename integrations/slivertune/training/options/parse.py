@@ -1,4 +1,4 @@
-"""From the command line of `slivertune train` to the settings of a run."""
+"""Parses the command line of `slivertune train` into the settings of a run."""
 
 import copy
 import dataclasses
@@ -37,12 +37,12 @@ _Dataclass = TypeVar("_Dataclass")
 
 _TRAINERS = frozenset(item.name for item in dataclasses.fields(TrainingArguments))
 _DERIVED = frozenset(("sample_prompt", "dataloader_pin_memory"))
-"""Defaults that follow from all else and from the machine."""
+"""Options whose defaults follow from the other settings and from the machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainArguments:
-    """Everything `slivertune train` was asked for, checked."""
+    """The checked settings of `slivertune train`."""
 
     method: TrainingMethod
     run: RunArguments
@@ -55,27 +55,27 @@ class TrainArguments:
     given: frozenset[str]
     """Names of the arguments that the user set."""
     values: dict[str, Any]
-    """What the user set and what the method and the embedded model bring, by name: what makes the same run again, but
-    for its folder."""
+    """Values by name, set by the user or defaults of the method and the embedded model. They repeat the run in another
+    folder."""
     command: tuple[str, ...]
-    """The command line, for the hint how to resume."""
+    """Command line, for the hint on how to resume."""
 
 
 def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | None = None) -> TrainArguments:
     """Read and check the arguments of `slivertune train`; `--help` prints them and exits.
 
     Args:
-        argv: What follows `slivertune train`: maybe a config file, which the first process reads, then options.
-        coordinator: The processes of this run, where there are several; the first chooses the folder.
+        argv: Words after `slivertune train`: an optional config file, which the first process reads, then options.
+        coordinator: Coordinator of this run's processes; None for a single one. The first process chooses the folder.
 
     Returns:
-        The settings, with the defaults of the method and of the embedded model filled in.
+        The settings, including the defaults of the method and of the embedded model.
 
     Raises:
         ValueError: If an argument is unknown, out of range, or contradicts another.
-        FileExistsError: If `--output_dir` names a folder that holds something already.
+        FileExistsError: If `--output_dir` names a folder that is not empty.
         ImportError: If an argument needs a library that is not installed.
-        SilentError: If the first process found no folder.
+        SilentError: If the first process failed to read the config file or to choose a folder.
     """
     coordinator = coordinator or LaunchCoordinator()
     learn(argv)
@@ -114,7 +114,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         "output_dir": str(folder.path),
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
-    # Not kept with the settings, which may make the run again where a GPU is.
+    # These values are not saved with the settings, which may repeat the run on a machine with a GPU.
     values |= precision_values(values, (mixed, precision.autocast))
     training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
     _check_engine_secrets(training)
@@ -146,16 +146,16 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
 
 
 def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that differ from those of the arguments themselves.
+    """Return the defaults that differ from those of the option classes.
 
-    The embedded model has a rate of its own for each method: the best on the language reference, in runs of 160
-    updates (HiFT: as long as they are here). A model that was trained for a minute or two is far from done, so that all
-    want nearly the largest rate they stand. For the language reference, the length of the run is set, and there is a
-    telling prompt; its texts are long, so they are packed.
+    The embedded model has a learning rate for each method: the best on the language reference, in runs of 160 updates
+    (HiFT: in runs of its default length here). The model was trained for only a minute or two, so all methods want
+    nearly the largest stable rate. For the language reference, the length of the run and a telling prompt are set. Its
+    texts are long, so they are packed.
 
     Args:
-        method: How the model is trained.
-        given: What the user typed, by name.
+        method: Method that trains the model.
+        given: Values that the user typed, by name.
 
     Returns:
         Names of arguments and their values.
@@ -178,12 +178,12 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
 
 
 def _settings_again(values: Mapping[str, Any], given: frozenset[str], mixed: str) -> dict[str, Any]:
-    """What makes the same run again, in another folder; with the precision that a launcher may have asked for."""
+    """Return the values that repeat the run in another folder, including the precision of a launcher."""
     precision = {} if mixed == "no" else {mixed: True}
-    # A token is not kept; the one that `hf auth login` stores is found without it.
+    # A token is not saved; the one that `hf auth login` stores is found without it.
     left_out = {"output_dir", "resume_from_checkpoint", *filter(is_secret, values), *(_DERIVED - given)}
     kept = {name: value for name, value in {**values, **precision}.items() if name not in left_out}
-    # What the Trainer fills into a mapping is not what was asked for.
+    # The Trainer fills mappings with values that the user did not set, so they are copied before.
     return copy.deepcopy(kept)
 
 
@@ -203,7 +203,7 @@ def _check_secrets(given: Mapping[str, Any]) -> None:
 
 
 def _check_engine_secrets(training: TrainingArguments) -> None:
-    """Refuse secrets in the files of engines, whose contents the Trainer pickles with its arguments."""
+    """Refuse secrets in the config files of DeepSpeed and FSDP, which the Trainer pickles with its arguments."""
     of_deepspeed: Any = getattr(training, "hf_deepspeed_config", None)
     for name, config in (("deepspeed", getattr(of_deepspeed, "config", None)), ("fsdp_config", training.fsdp_config)):
         if config and masked(config) != config:
@@ -214,7 +214,7 @@ def _check_engine_secrets(training: TrainingArguments) -> None:
 
 
 def _mixed_precision(values: dict[str, Any]) -> str:
-    """--bf16, --fp16, or else what the launcher was configured for."""
+    """Return the mixed precision of --bf16 or --fp16, else that of the launcher."""
     bf16, fp16 = values.get("bf16", False), values.get("fp16", False)
     if bf16 and fp16:
         raise ValueError("--bf16 and --fp16 exclude each other; keep --bf16 where the hardware has it")
@@ -222,16 +222,16 @@ def _mixed_precision(values: dict[str, Any]) -> str:
         return "bf16" if bf16 else "fp16"
     if {"bf16", "fp16"}.intersection(values):
         return "no"
-    # `accelerate launch` hands its mixed_precision on in the environment, where only autocast would follow it.
+    # `accelerate launch` passes its mixed_precision in the environment, which only autocast would follow.
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingArguments) -> None:
     """Refuse arguments of the Trainer that don't fit the task, and losses that token selection can't shrink.
 
-    The latter are computed outside of the model.
+    Such losses are computed outside of the model.
     """
-    # These tasks bring a loss and a metric of their own, beside which the Trainer would ignore these in silence.
+    # These tasks have their own loss and metric, so the Trainer would silently ignore these arguments.
     for name in ("label_smoothing_factor", "batch_eval_metrics"):
         if data.task != "causal_lm" and getattr(training, name):
             raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}; leave it out")
@@ -250,7 +250,7 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
 
 
 def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
-    """Refuse activations that are kept where none are given up, or where nothing tells how many there is room for."""
+    """Refuse kept activations without checkpointing, and `auto` if free memory can't be measured."""
     if run.num_kept is not None and not training.gradient_checkpointing:
         raise ValueError(without_checkpointing(run.num_kept))
     if run.num_kept == "auto":
@@ -258,7 +258,7 @@ def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
 
 
 def _check_long(run: RunArguments, training: TrainingArguments) -> None:
-    """Refuse offloading where nothing is checkpointed, and what offloading and tiles can't go with."""
+    """Refuse offloading without checkpointing, and settings that exclude offloading or token tiles."""
     if run.offload_activations and not training.gradient_checkpointing:
         raise ValueError(offloading_without_checkpointing())
     refuse_together(

@@ -1,4 +1,4 @@
-"""What the user set: typed after `slivertune train`, or written in a config file."""
+"""Reads the values that the user typed after `slivertune train` or wrote in a config file."""
 
 import argparse
 import json
@@ -45,18 +45,18 @@ _OTHER_WORDS = {
     "target_modules": "lora_target_modules",
     "precision": "bf16",
 }
-"""What these options are called elsewhere: in `slivertune plan`, in TRL, in axolotl and LlamaFactory."""
+"""Names of these options elsewhere: in `slivertune plan`, TRL, axolotl and LlamaFactory."""
 UNSET = "--unset"
-"""Takes options of a run file back."""
+"""Option that resets options of a config file to their defaults."""
 
 
 class _TrainParser(OptionParser, HfArgumentParser):
     other_words = _OTHER_WORDS
 
     def add_argument(self, *names: Any, **options: Any) -> Any:
-        """Let several trackers be named, commas part the words of lists, and each switch stand alone.
+        """Add an option; allow several trackers, commas in lists, and switches without a value.
 
-        Of a field that is a text or a list, HfArgumentParser takes one word; a switch whose default is None needs one.
+        For a field that is a text or a list, HfArgumentParser takes one word. A switch with default None needs a value.
         """
         if "--report_to" in names:
             options["nargs"] = "+"
@@ -69,21 +69,21 @@ class _TrainParser(OptionParser, HfArgumentParser):
         return super().add_argument(*names, **options)
 
     def explain(self, message: str) -> str:
-        """Add what may have been meant; also that a config file comes first."""
+        """Add to an error message the option that may be meant, or that a config file comes first."""
         words = message.partition("unrecognized arguments: ")[2].split()
         if any(word == "--config" or word.endswith(SUFFIXES) for word in words):
             return f"{message}; a config file comes before all options: slivertune train run.yaml --seed 3"
         return super().explain(message)
 
     def describe_number(self, option: str, kind: str) -> str:
-        """Add the range of an option."""
+        """Add an option's range to its kind of number."""
         known = option_named(option, train_options())
         rule = None if known is None else number_rule(known)
         return kind if rule is None else f"{kind}, {rule.describe()}"
 
 
 def make_parser() -> HfArgumentParser:
-    """The parser of `slivertune train`, with every option."""
+    """Make the parser of `slivertune train`, with every option."""
     classes: list[Any] = list(option_classes())
     parser = _TrainParser(classes, prog="slivertune train", add_help=False)
     parser.add_argument("-h", "--help", nargs="?", choices=("all",), action=PrintHelp)
@@ -93,19 +93,19 @@ def make_parser() -> HfArgumentParser:
 
 
 def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = read_settings) -> dict[str, Any]:
-    """What the user set, by field name, without any default; what was typed wins over the config file.
+    """Return the user's values by field name, without defaults. Typed values win over those of the config file.
 
-    `--unset` takes options of the file back, which are then as if the file did not have them.
+    An option of the file that `--unset` names is treated as if the file did not have it.
 
     Args:
-        argv: What follows `slivertune train`: maybe a config file, then options.
-        read: Reads the config file.
+        argv: Words after `slivertune train`: an optional config file, then options.
+        read: Function that reads the config file.
 
     Raises:
-        ValueError: If an option is not known, or its value can't be read; names the line of a file.
+        ValueError: If an option is unknown, or its value can't be read; names the line of a file.
     """
     parser, options = make_parser(), train_options()
-    # argparse fills in a default only where the namespace has nothing yet.
+    # argparse fills in a default only if the namespace does not have the name.
     absent = object()
     nothing = dict.fromkeys(vars(parser.parse_args([])), absent)
 
@@ -139,7 +139,7 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
 
 
 def _name_to_unset(word: str, parser: Any) -> str:
-    """Return the name under which the value of an option stands that is to be unset."""
+    """Return the field name of an option that `--unset` names."""
     options = train_options()
     option = option_named(word.strip("-").replace("-", "_"), options)
     if option is None:
@@ -149,11 +149,11 @@ def _name_to_unset(word: str, parser: Any) -> str:
 
 
 def without_unset(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """Drop options from the `--unset` of a command line that goes on to set them.
+    """Drop options that will be added to a command line from its `--unset`.
 
     Args:
-        words: A command line of `slivertune train`, whose `--unset` names options that exist.
-        names: The options that are added to it, with underscores.
+        words: Command line of `slivertune train`, whose `--unset` names options that exist.
+        names: Options that will be added, with underscores.
     """
     kept, taken_back, is_name = list[str](), list[str](), False
     for word in words:
@@ -178,7 +178,7 @@ def without_unset(words: Sequence[str], names: Collection[str]) -> list[str]:
 def _written_values(
     settings: Sequence[Setting], parser: Any, parse: Callable[[Sequence[str]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The values of a config file, each checked as if it had been typed."""
+    """Return the values of a config file, each checked as if it had been typed."""
     options = train_options()
     values: dict[str, Any] = {}
     for setting in settings:
@@ -199,7 +199,7 @@ def _written_values(
                     f"{setting.place}: {setting.key} can't be null, which is not its default. Leave the key out for "
                     "the default, or give a value"
                 )
-            # As if the key were not there.
+            # null for an option whose default is None has no effect.
             continue
         try:
             value = _read_value(option, setting.value, parse)
@@ -226,6 +226,6 @@ def _read_value(option: Option, value: Any, parse: Callable[[Sequence[str]], dic
     if option.is_switch:
         value = {"on": "true", "off": "false"}.get(value.lower(), value)
     if option.may_stand_alone and not option.is_switch and value.lower() in ("true", "false"):
-        # What `--fsdp` alone means; the same word behind it would be a text.
+        # `--fsdp` alone means true. A word true after it would be a text.
         return {name: value.lower() == "true"}
     return parse([f"--{name}={value}"])

@@ -1,4 +1,4 @@
-"""The settings of a run as a config file, from which `slivertune train` makes the same run again."""
+"""Writes a run's settings as a config file, from which `slivertune train` repeats the run."""
 
 import dataclasses
 import math
@@ -26,18 +26,18 @@ _LEFT_OUT = """
 
 
 _LONGEST_NUMBER = 20
-"""Digits of a number that a word may be; Python reads thousands of them by no means."""
+"""Length in digits from which a text is not written as a number; Python can't parse thousands of digits."""
 
 
 def write_settings(arguments: TrainArguments, path: Path) -> None:
-    """Write the settings of a run; the file appears whole or not at all.
+    """Write the settings of a run to a file, which appears whole or not at all.
 
     Args:
-        arguments: The settings; what was left to be chosen, as `layers_per_group`, has been.
-        path: The file; its folder must exist. An older file is replaced.
+        arguments: Settings, in which automatic values such as `layers_per_group` have been chosen.
+        path: Path of the file; its folder must exist. An older file is replaced.
 
     Raises:
-        OSError: If it can't be written.
+        OSError: If the file can't be written.
     """
     text = settings_text(arguments)
     with atomic_file(path, needs_bytes=len(text)) as temporary:
@@ -45,10 +45,10 @@ def write_settings(arguments: TrainArguments, path: Path) -> None:
 
 
 def settings_text(arguments: TrainArguments) -> str:
-    """The settings as YAML: what was set, what the method and the embedded model bring, and as comments the rest.
+    """Return the settings as YAML: values of the user, the method and the embedded model, and the rest as comments.
 
     Args:
-        arguments: As for `write_settings`.
+        arguments: Settings as for `write_settings`.
     """
     values = _settled(arguments)
     owners = (arguments.run, arguments.model, arguments.data, arguments.tokens, arguments.method.options)
@@ -57,14 +57,14 @@ def settings_text(arguments: TrainArguments) -> str:
     for option in common_options():
         name = RENAMED.get(option.name, option.name)
         default = getattr(by_class.get(option.owner), name, None)
-        # The folder is where the run lies, and None is what most options are by default.
+        # Skip the folder, which is the run's own, and None, which is the default of most options.
         if name not in values and name not in ("output_dir", "resume_from_checkpoint") and default is not None:
             lines.append(f"# {_dump({name: enum_value(default) if isinstance(default, Enum) else default})}")
     return f"{_HEAD}{_dump(values)}{_LEFT_OUT}{''.join(lines)}"
 
 
 def _settled(arguments: TrainArguments) -> dict[str, Any]:
-    """The values, with those that were chosen for the run in place of `auto`."""
+    """Return the values, with the chosen ones in place of `auto`."""
     values = dict(arguments.values)
     for item in dataclasses.fields(arguments.method.options):
         if item.name in values:
@@ -73,7 +73,7 @@ def _settled(arguments: TrainArguments) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number that was read as a word, or as 8.0, as people write it: 8."""
+    """Return a whole number as people write it: 8 for a text 8 or for 8.0. Return other values unchanged."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     is_short = isinstance(value, str) and len(value) < _LONGEST_NUMBER
@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml ships no types
-    """Writes line breaks inside of texts as they are typed, so that every text is one line."""
+    """A YAML dumper that writes line breaks in texts as escapes, so that every text is one line."""
 
 
 def _represent_text(dumper: Any, text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Every option of `slivertune train`: what it takes, its default, and the class that has it as a field."""
+"""Table of every option of `slivertune train`: its values, its default, and the class that has it as a field."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,65 +21,65 @@ RENAMED = {
     )
     if new in _FIELDS
 }
-"""transformers 5.23 renamed these and warns of the old names, which every older command line uses."""
+"""New names by old ones. transformers 5.23 renamed these options and warns of the names in older command lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """An option, whether it is typed or stands in a config file."""
+    """An option of the command line or of a config file."""
 
     name: str
-    """With underscores, as a config file has it."""
+    """Name with underscores, as in a config file."""
     kinds: tuple[Any, ...]
-    """The types of its values, None left out."""
+    """Types of the values, without None."""
     default: Any
     text: str
-    """What it means."""
+    """Help text."""
     owner: type
-    """The class with a field of its name."""
+    """Class that has the option as a field."""
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
-    """All that it may be; empty where that is open."""
+    """Allowed values; empty if the values are not listed."""
     value_name: str | None = None
-    """What its value is called in the help; by its type where it has no name."""
+    """Name of the value in the help; None names it by its type."""
     may_stand_alone: bool = False
-    """Whether it means true without a value."""
+    """Whether the option without a value means true."""
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is true or false; of two types HfArgumentParser takes the one that is no text."""
+        """Whether the option is true or false; of two types, HfArgumentParser takes the one that is no text."""
         return bool in self.kinds
 
     @property
     def item_kind(self) -> Any:
-        """The type of the items, where it may be a list; None otherwise."""
+        """Type of the items if the option may be a list; None otherwise."""
         return next((get_args(kind)[0] for kind in self.kinds if get_origin(kind) is list), None)
 
     @property
     def takes_number_or_word(self) -> bool:
-        """Whether it is a number or a word such as auto, and so read as a text."""
+        """Whether the option takes a number or a word such as auto, so that it is read as a text."""
         return self.value_name is not None and self.value_name.startswith("N|")
 
     @property
     def takes_words(self) -> bool:
-        """Whether several words may follow it on the command line."""
-        # Of trackers, a text or a list, the parser takes several as well.
+        """Whether several words may follow the option on the command line."""
+        # The parser also takes several trackers, though this option may be a text.
         return self.item_kind is not None and (str not in self.kinds or self.name == "report_to")
 
     @property
     def takes_mapping(self) -> bool:
-        """Whether it may be a mapping, which on the command line is JSON."""
+        """Whether the option may be a mapping, typed as JSON on the command line."""
         return any(dict in (kind, get_origin(kind)) for kind in self.kinds)
 
 
 def option_classes() -> list[type]:
-    """The dataclasses whose fields are options; those of all registered methods among them."""
+    """Return the dataclasses whose fields are options, including those of all registered methods."""
     methods = [method.options_class for method in TRAIN_METHODS.values()]
     return [RunArguments, *methods, TokenArguments, ModelArguments, DataArguments, TrainingArguments]
 
 
 def train_options() -> dict[str, Option]:
-    """Every option by name, `--method` first."""
+    """Return every option by name, `--method` first."""
     method = Option(
         name="method",
         kinds=(str,),
@@ -95,8 +95,8 @@ def option_named(name: str, options: dict[str, Option]) -> Option | None:
     """Find an option by its name or an alias.
 
     Args:
-        name: With underscores.
-        options: From `train_options`.
+        name: Name with underscores.
+        options: Options from `train_options`.
     """
     return options.get(name) or next((each for each in options.values() if name in each.aliases), None)
 

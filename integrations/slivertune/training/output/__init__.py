@@ -1,1 +1,1 @@
-"""What a run shows, and what it leaves behind."""
+"""Output of a run: lines on the screen, and files in its folder."""

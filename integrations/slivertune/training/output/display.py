@@ -1,6 +1,6 @@
-"""What a run shows while it goes on: lines above, a progress bar below; lines alone where there is no terminal.
+"""Display of a run: lines above a progress bar, or only lines if there is no terminal.
 
-One voice: the run's own lines, and nothing that libraries print for their own sake.
+The run's own lines and all warnings are shown, but not the progress bars of libraries.
 """
 
 import logging
@@ -24,21 +24,21 @@ from slivertune.core.masking import masked
 from slivertune.interop.training_metrics import TOKENS_PER_SECOND
 
 _SUMMARIES = ("train_loss", "eval_runtime")
-"""What tells the Trainer's summary of a run, and an evaluation, from an ordinary log."""
+"""Keys that tell the Trainer's summary of a run, and an evaluation, from an ordinary log."""
 _WIDTH_WITHOUT_TERMINAL = 120
 _SHOWN_AS = {"grad_norm": "gradient norm", "learning_rate": "rate"}
 _NOT_SHOWN = ("epoch", "skipped_updates")
 _HEADING = re.compile(r" {2}\S+ +")
-"""What begins a line of the table that opens a run: `  model   `."""
+"""Beginning of a line in the table that opens a run: `  model   `."""
 _INDENT = 4
 
 
 class Display(TrainerCallback):
-    """Takes the place of the Trainer's own progress bar and printed dictionaries.
+    """Replaces the Trainer's own progress bar and printed dictionaries.
 
     Args:
-        console: Where to write.
-        bar: Whether to draw the bar; the lines stay.
+        console: Console to write to.
+        bar: Whether to draw the bar. The lines are printed in any case.
     """
 
     def __init__(self, console: Console, *, bar: bool = True) -> None:
@@ -47,35 +47,35 @@ class Display(TrainerCallback):
         self._task: Any = None
         self._evaluation: Any = None
         self.before_training: Callable[[], None] | None = None
-        """Called before the first update, when the model is as its layout has it, and before the bar is there."""
+        """Callback before the first update, when the model has its layout and the bar is not drawn yet."""
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         _print(self._console, line)
 
     def close(self) -> None:
-        """Take the bar away; harmless when there is none."""
+        """Remove the bar, if there is one."""
         self._progress.stop()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Draw the bar, after what comes before training."""
+        """Draw the bar, after the callback before training."""
         if self.before_training is not None:
             self.before_training()
         self._task = self._progress.add_task("training", total=state.max_steps, completed=state.global_step, status="")
         self._progress.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         self._progress.update(self._task, completed=state.global_step)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Print what the Trainer logs."""
+        """Print the values that the Trainer logs."""
         logs: dict[str, Any] = kwargs["logs"]
         if not state.is_local_process_zero or state.max_steps == 0 or any(name in logs for name in _SUMMARIES):
             return
-        # What has a slash is for trackers.
+        # Names with a slash are for trackers.
         parts = [
             _describe(name, value)
             for name, value in logs.items()
@@ -87,7 +87,7 @@ class Display(TrainerCallback):
             self._progress.update(self._task, status="  ".join(known))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take the evaluation's bar away, and print its figures if it is one of those in mid-run."""
+        """Remove the evaluation's bar, and print the metrics of an evaluation during training."""
         if self._evaluation is not None:
             self._progress.remove_task(self._evaluation)
             self._evaluation = None
@@ -99,7 +99,7 @@ class Display(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Move the evaluation's bar."""
+        """Advance the evaluation's bar."""
         if self._evaluation is None:
             loader: Any = kwargs.get("eval_dataloader")
             total = len(loader) if hasattr(loader, "__len__") else None
@@ -109,12 +109,12 @@ class Display(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.close()
 
 
 def make_progress(console: Console, *, enabled: bool = True) -> Progress:
-    """A progress bar with counts and times, and what a task's field `status` says; as wide as the console."""
+    """Make a progress bar with counts, times and a task's field `status`, as wide as the console."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None, table_column=Column(ratio=1)),
@@ -131,14 +131,14 @@ def make_progress(console: Console, *, enabled: bool = True) -> Progress:
 
 
 def _describe(name: str, value: Any) -> str:
-    """A number of the log as people read it."""
+    """Format a number of the log for people."""
     if name == TOKENS_PER_SECOND:
         return f"{value:,.0f} tokens/s"
     return f"{_SHOWN_AS.get(name, name)} {f'{value:.4g}' if isinstance(value, float) else value}"
 
 
 def describe_metrics(metrics: dict[str, float]) -> str:
-    """An evaluation's loss and accuracy as people read them."""
+    """Format an evaluation's loss and accuracy for people."""
     parts = [f"loss {metrics['eval_loss']:.4f}"] if "eval_loss" in metrics else []
     if "eval_accuracy" in metrics:
         parts.append(f"accuracy {metrics['eval_accuracy']:.2%}")
@@ -146,10 +146,10 @@ def describe_metrics(metrics: dict[str, float]) -> str:
 
 
 def make_console(*, quiet: bool = False) -> Console:
-    """The console of a run, on standard output.
+    """Make the console of a run, on standard output.
 
     Args:
-        quiet: Whether another process of the run speaks.
+        quiet: Whether to print nothing, since another process of the run prints.
     """
     console = Console(highlight=False, quiet=quiet)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL, quiet=quiet)
@@ -157,13 +157,13 @@ def make_console(*, quiet: bool = False) -> Console:
 
 @contextmanager
 def one_voice(console: Console) -> Iterator[None]:
-    """While the block runs, let this package's log and all warnings speak in the console, and libraries' bars be still.
+    """Show this package's log and all warnings in the console, and silence libraries' bars, while the block runs.
 
     Args:
-        console: Where lines go.
+        console: Console to write to.
     """
     if not torch.cuda.is_available():
-        # What DeepSpeed would find out by itself, and announce, as soon as a model is saved.
+        # DeepSpeed would detect this by itself, and announce it, as soon as a model is saved.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with ExitStack() as stack, warnings.catch_warnings():
         library: Any = transformers.utils.logging
@@ -200,7 +200,7 @@ class _ConsoleHandler(logging.Handler):
 def _print(console: Console, line: str) -> None:
     """Print a line without its secrets.
 
-    A terminal would cut a long line wherever its edge is, a file keeps it whole.
+    A terminal would break a long line at its edge, so the line is wrapped there; a file keeps it whole.
     """
     line = masked(line)
     if console.is_terminal:
@@ -209,10 +209,10 @@ def _print(console: Console, line: str) -> None:
 
 
 def wrapped(line: str, width: int) -> str:
-    """A line broken between words, later parts set under the first words; what is longer than a line stays whole.
+    """Wrap a line between words, with later parts indented to the first words. Words longer than a line stay whole.
 
     Args:
-        line: Without line breaks.
+        line: Text without line breaks.
         width: Columns of the terminal.
     """
     heading = _HEADING.match(line)

@@ -1,6 +1,6 @@
-"""Where a run writes and what it continues: never over an earlier run, never from half a checkpoint.
+"""Choice of a run's folder and checkpoint. No earlier run is overwritten, and only whole checkpoints are resumed.
 
-Which of its checkpoints are whole, which is the newest of them, and which may go.
+The module finds a run's whole checkpoints and the newest of them, and deletes old ones.
 """
 
 import itertools
@@ -20,43 +20,43 @@ from slivertune.core.manifest import find_damage, read_entries, remove_manifest
 from slivertune.core.output_place import check_place
 
 RESULTS_NAME = "results.json"
-"""The file that a run writes into its folder when it ends."""
+"""Name of the file that a run writes into its folder when it ends."""
 START_NAME = "slivertune_run.json"
-"""The file that it writes there when it starts, so that one which is killed early can start again in that folder."""
+"""Name of the file that a run writes when it starts, so that a run killed early can start again in the same folder."""
 SETTINGS_NAME = "slivertune_run.yaml"
-"""The file with its settings that it writes beside that one."""
+"""Name of the settings file that a run writes beside `START_NAME`."""
 
 _RUNS = Path("runs")
 _ROUNDING = 1e-6
-"""Of an update, by which a number of epochs times the updates of one may be off."""
+"""Tolerance, in updates, for rounding errors in epochs * updates per epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """The folder of a run, and the checkpoint it continues from."""
+    """Folder of a run, and the checkpoint from which it resumes."""
 
     path: Path
     checkpoint: Path | None = None
     notes: tuple[str, ...] = ()
-    """What the user should know about checkpoints that were passed over."""
+    """Notes for the user about checkpoints that were skipped."""
     is_finished: bool = False
-    """Whether the run in it has come to its end, and nothing is left to do."""
+    """Whether the run in the folder has finished and nothing is left to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """How long a run is to train."""
+    """Length of a run."""
 
     max_steps: int = -1
-    """Updates; 0 or less where epochs decide."""
+    """Number of updates. 0 or less if epochs decide."""
     num_train_epochs: float = 3.0
 
     def exceeds(self, folder: Path, num_steps: int) -> bool:
-        """Tell whether it asks for more updates than a finished run was asked for.
+        """Check whether this goal needs more updates than a finished run was asked for.
 
         Args:
-            folder: The run's, whose log knows how many updates were planned and how many an epoch has.
-            num_steps: Updates that it made; fewer than planned where it stopped early.
+            folder: Folder of the run, whose log has the number of planned updates and of updates per epoch.
+            num_steps: Number of updates that the run made; fewer than planned if it stopped early.
         """
         log = _read_log(folder)
         planned = max(num_steps, int(log.get("max_steps") or 0))
@@ -69,23 +69,23 @@ class Goal:
 
 
 def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: Goal | None = None) -> RunFolder:
-    """Choose where a run writes and what it continues from.
+    """Choose the folder of a run and the checkpoint from which it resumes.
 
     Args:
-        method: Names the default folder: `runs/METHOD`, or the first free one of `runs/METHOD-2`, `runs/METHOD-3`, ...
-        asked: `--output_dir`.
-        resume: `--resume_from_checkpoint`: "true" for the newest whole checkpoint; "auto" for the same, or the start
-            where there is none; or the path of one.
-        goal: How long the run is to train; a finished run goes on where it exceeds the run's own.
+        method: Name for the default folder: `runs/METHOD`, or the first free of `runs/METHOD-2`, `runs/METHOD-3`, ...
+        asked: Value of `--output_dir`.
+        resume: Value of `--resume_from_checkpoint`: "true" for the newest whole checkpoint; "auto" for the same, or a
+            fresh start if there is none; or the path of a checkpoint.
+        goal: Length of the run. A finished run continues if the goal exceeds its own length.
 
     Returns:
         The folder, which need not exist yet, and the checkpoint if the run is resumed.
 
     Raises:
-        FileExistsError: If the folder asked for holds something already and the run is not resumed from there, or a
-            file stands in its place.
-        ValueError: If it can't be written, there is nothing to resume, that is not whole, or newer checkpoints would be
-            written over.
+        FileExistsError: If the folder is not empty and the run is not resumed from there, or if a file stands in its
+            place.
+        ValueError: If the folder can't be written, if there is no checkpoint to resume or it is not whole, or if newer
+            checkpoints would be overwritten.
     """
     folder = None if asked is None else Path(asked).expanduser()
     if folder is not None:
@@ -124,8 +124,8 @@ def _continue_newest(method: str, asked: Path | None) -> RunFolder:
 
 
 def _start_or_continue(method: str, asked: Path | None, goal: Goal) -> RunFolder:
-    """The newest whole checkpoint of a run, or its start; a run that has reached the goal is left alone."""
-    # By default the folder that the first of these commands has made, be it empty; not another for each.
+    """Choose the newest whole checkpoint of a run, or a fresh start. A run that has reached the goal is left alone."""
+    # By default, use the folder that the first such command made, even if it is empty, not a new one each time.
     ours = [
         path
         for path in itertools.takewhile(Path.exists, _default_folders(method))
@@ -135,7 +135,7 @@ def _start_or_continue(method: str, asked: Path | None, goal: Goal) -> RunFolder
     checkpoint, passed_over = newest_whole(folder)
     notes = tuple(f"passed over: {line}" for line in passed_over)
     results = read_results(folder)
-    # Resumed with more steps, it has checkpoints beyond its first results.
+    # A run resumed with more steps has checkpoints beyond its first results.
     if results is not None and (checkpoint is None or checkpoint_step(checkpoint) <= results["num_steps"]):
         if not goal.exceeds(folder, results["num_steps"]):
             return RunFolder(path=folder, checkpoint=checkpoint, is_finished=True)
@@ -155,7 +155,7 @@ def _start_or_continue(method: str, asked: Path | None, goal: Goal) -> RunFolder
 
 
 def _is_of_a_run(folder: Path) -> bool:
-    """Whether a folder holds what a run of this command has made of it."""
+    """Check whether a folder has the files of a run of this command."""
     return folder.is_dir() and ((folder / START_NAME).is_file() or bool(checkpoint_folders(folder)))
 
 
@@ -163,14 +163,14 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     """Read the results of a finished run.
 
     Args:
-        folder: The run's.
+        folder: Folder of the run.
 
     Returns:
-        What stands in its `results.json`, of which `num_steps` is a number of updates and `command` a list of words;
-        None where there are none.
+        Contents of its `results.json`, with `num_steps` as a number of updates and `command` as a list of words. None
+        if there is no such file.
 
     Raises:
-        ValueError: If the file is damaged or of another making.
+        ValueError: If the file is damaged or has another format.
     """
     path = folder / RESULTS_NAME
     try:
@@ -191,7 +191,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_log(folder: Path) -> dict[str, Any]:
-    """Read what the Trainer's log of a finished run says of its length; nothing where it can't be read."""
+    """Read the length of a finished run from the Trainer's log. Return an empty dict if the log can't be read."""
     try:
         state: Any = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -230,24 +230,24 @@ def _default_folders(method: str) -> itertools.chain[Path]:
 def _is_occupied(folder: Path) -> bool:
     if not folder.is_dir():
         return folder.exists()
-    # Nor is what a kill has left of a write.
+    # The remains of a write that was killed don't count, either.
     return any(path.name not in (START_NAME, SETTINGS_NAME) and not is_partial(path) for path in folder.iterdir())
 
 
 def checkpoint_folders(output_folder: Path) -> list[Path]:
-    """The Trainer's checkpoints in a run's folder, whole or not, oldest first."""
+    """List the Trainer's checkpoints in a run's folder, whole or not, oldest first."""
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
     found = (path for path in output_folder.glob("*") if pattern.fullmatch(path.name) and path.is_dir())
     return sorted(found, key=checkpoint_step)
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The update after which a checkpoint was taken, from its name."""
+    """Return the update after which a checkpoint was taken, from its name."""
     return int(folder.name.rpartition("-")[2])
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """The facts that stand in a checkpoint's manifest; it must be whole."""
+    """Return the facts in a checkpoint's manifest. The checkpoint must be whole."""
     return dict(read_entries(folder).get("facts", {}))
 
 
@@ -255,11 +255,11 @@ def newest_whole(output_folder: Path, *, read_files: bool = True) -> tuple[Path 
     """Find the newest whole checkpoint of a run.
 
     Args:
-        output_folder: The run's folder.
-        read_files: As for `find_damage`.
+        output_folder: Folder of the run.
+        read_files: Whether to read the files, as for `find_damage`.
 
     Returns:
-        The checkpoint, or None, and a line about each newer one that was passed over.
+        The checkpoint or None, and a line about each newer one that was skipped.
     """
     passed_over: list[str] = []
     for folder in reversed(checkpoint_folders(output_folder)):
@@ -271,15 +271,15 @@ def newest_whole(output_folder: Path, *, read_files: bool = True) -> tuple[Path 
 
 
 def remove_old(output_folder: Path, limit: int, best: Path | None) -> list[Path]:
-    """Delete the oldest checkpoints; the newest whole one and the best one stay, whatever the limit.
+    """Delete the oldest checkpoints, but never the newest whole one or the best one.
 
     Args:
-        output_folder: The run's folder.
-        limit: Checkpoints to keep, at least 1.
-        best: The checkpoint with the best metric, if there is one.
+        output_folder: Folder of the run.
+        limit: Number of checkpoints to keep, at least 1.
+        best: Checkpoint with the best metric, if there is one.
 
     Returns:
-        What was deleted.
+        Folders of the deleted checkpoints.
     """
     folders = checkpoint_folders(output_folder)
     whole, _ = newest_whole(output_folder, read_files=False)
@@ -289,7 +289,7 @@ def remove_old(output_folder: Path, limit: int, best: Path | None) -> list[Path]
     candidates = [folder for folder in folders if folder.resolve() not in protected]
     old = candidates[: max(0, len(folders) - max(limit, len(protected)))]
     for folder in old:
-        # Without its marker first: a deletion that is cut short must not leave what looks whole.
+        # Remove the manifest first: an interrupted deletion must not leave a checkpoint that looks whole.
         remove_manifest(folder)
         shutil.rmtree(folder)
     return old

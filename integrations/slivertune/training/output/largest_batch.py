@@ -1,4 +1,4 @@
-"""The largest of the batches that a run has really trained on."""
+"""Largest of the batches that a run has trained on."""
 
 from dataclasses import dataclass
 from functools import wraps
@@ -10,12 +10,12 @@ from transformers import Trainer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSize:
-    """The extents of a batch, padding included."""
+    """Size of a batch, padding included."""
 
     num_rows: int
-    """Sequences in one forward, on one process."""
+    """Sequences per forward and process."""
     num_tokens: int
-    """Tokens in each of them: those of the longest, to which the others are padded."""
+    """Tokens per sequence: those of the longest one, to which the others are padded."""
 
     @property
     def total(self) -> int:
@@ -24,17 +24,17 @@ class BatchSize:
 
 
 class LargestBatch:
-    """Notes the batch with the most tokens among those that a Trainer trains on, not those it evaluates on."""
+    """Records the batch with the most tokens that a Trainer trains on. Evaluation batches are ignored."""
 
     def __init__(self) -> None:
         self.size: BatchSize | None = None
-        """None before the first batch."""
+        """Size of the largest batch. None before the first batch."""
 
     def watch(self, trainer: Trainer) -> None:
-        """See every batch before its forward, on this instance of a Trainer alone.
+        """Record every training batch of this Trainer instance before its forward.
 
         Args:
-            trainer: Has not trained yet.
+            trainer: Trainer that has not trained yet.
         """
         training_step = trainer.training_step
 
@@ -46,10 +46,10 @@ class LargestBatch:
         trainer.training_step = watched  # type: ignore[method-assign]
 
     def note(self, inputs: dict[str, Any]) -> None:
-        """Keep the larger of this batch and those before.
+        """Keep the larger of this batch and the largest one so far.
 
         Args:
-            inputs: What the model is called with; one without `input_ids` is passed over.
+            inputs: Arguments of the model's forward. A batch without `input_ids` is ignored.
         """
         ids = inputs.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:

@@ -1,4 +1,4 @@
-"""What the memory ledger says of each cycle that differs from the last, from a census taken during updates alone."""
+"""Lines of the memory ledger, one for each cycle that differs from the last. Only updates are counted."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,22 +11,22 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from slivertune.core.ledger import Census, Ledger, claim
 
 Cycle = Callable[[TrainerState], tuple[int, str]]
-"""The cycles that are over, and what to call the last of them."""
+"""Function that returns the number of finished cycles and the name of the last one."""
 
 
 class LedgerLines(TrainerCallback):
-    """Counts the bytes alive during updates and says, at a cycle's end, where they were at its peak.
+    """Counts the bytes allocated during updates and prints, at the end of a cycle, their peak by kind.
 
     Evaluation, generation and saving are not counted: the ledger is entered when an update begins and left when it
-    ends. A line shows each kind's own highest value; these need not have occurred at one moment. A cycle that would
-    have the line of the last one has none.
+    ends. A line shows each kind's own highest value; these need not occur at the same moment. A cycle with the same
+    line as the last one prints nothing.
 
     Args:
-        model: The model that is trained.
-        cycle: What makes a cycle.
-        say: Shows a line to the user.
-        num_cycles: Stop counting after this many cycles; None never stops.
-        claim_state: Called whenever counting begins: claims the state of an optimizer that had some before, which
+        model: Model that is trained.
+        cycle: Function that counts and names cycles.
+        say: Function that prints a line for the user.
+        num_cycles: Number of cycles to count; None for all.
+        claim_state: Callback whenever counting begins. It claims the state of an optimizer that had some before, which
             `Optimizer.state` does not show.
     """
 
@@ -48,20 +48,20 @@ class LedgerLines(TrainerCallback):
         self._num_claimed = 0
         self._said = ""
         self.peak: Census | None = None
-        """The census at the moment of the largest total on the device, over all updates counted."""
+        """Census at the moment of the largest total on the device, over all updates counted."""
         self.highest: Census | None = None
-        """Each kind's own highest value, over all updates counted."""
+        """Highest value of each kind, over all updates counted."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Learn in which cycle the run starts; a resumed one is in the midst of some."""
+        """Record the cycle in which the run starts. A resumed run starts in the middle of one."""
         self._num_done, _ = self._cycle_of(state)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to count."""
+        """Begin counting."""
         if self._remaining != 0 and not self._is_counting:
             self._ledger.__enter__()
             self._is_counting = True
@@ -81,7 +81,7 @@ class LedgerLines(TrainerCallback):
                         claim(value, "state")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop counting; say the cycle's line if the cycle is over."""
+        """Stop counting, and print the cycle's line if the cycle is over."""
         if not self._is_counting:
             return
         self.close()
@@ -102,7 +102,7 @@ class LedgerLines(TrainerCallback):
             self._remaining -= 1
 
     def close(self) -> None:
-        """Stop counting, also in the midst of an update that failed; harmless when nothing is counted."""
+        """Stop counting, also in the middle of an update that failed. Do nothing if nothing is counted."""
         if self._is_counting:
             self._is_counting = False
             self._ledger.__exit__(None, None, None)

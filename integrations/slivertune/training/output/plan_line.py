@@ -1,4 +1,4 @@
-"""The planned peak of a run, said before it starts, and the measured one to hold against it when it is over."""
+"""Planned peak memory of a run, printed before it starts, and measured peak memory for comparison when it ends."""
 
 from typing import Any
 
@@ -16,36 +16,36 @@ from slivertune.training.planned_request import plan_request
 
 
 class DevicePeak(TrainerCallback):
-    """Measures the peak of updates on a CUDA device by `torch.cuda.max_memory_allocated`; nothing on others.
+    """Measures the peak memory of updates on a CUDA device by `torch.cuda.max_memory_allocated`.
 
-    What is allocated while the model is evaluated or saved is not counted.
+    Memory allocated while the model is evaluated or saved is not counted, and other devices are not measured.
     """
 
     def __init__(self) -> None:
         self.num_bytes: int | None = None
-        """The largest so far; None before the first update, and without CUDA."""
+        """Largest peak so far, in bytes. None before the first update, and without CUDA."""
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to measure."""
+        """Begin measuring."""
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the larger of this update's peak and those before."""
+        """Keep the larger of this update's peak and the largest one so far."""
         if args.device.type == "cuda":
             self.num_bytes = max(self.num_bytes or 0, torch.cuda.max_memory_allocated(args.device))
 
 
 def plan_run(run: Run) -> Plan | None:
-    """Plan a run that is ready to start, and say so. No failure of a plan breaks a run.
+    """Plan a run that is ready to start, and print the plan. A plan that fails never breaks a run.
 
     Args:
-        run: Not yet training.
+        run: Run that is not training yet.
 
     Returns:
-        The plan; None where there can be none.
+        The plan, or None if it failed.
     """
     say = run.display.say
     try:
@@ -53,10 +53,10 @@ def plan_run(run: Run) -> Plan | None:
         if dist.is_available() and dist.is_initialized():
             plan = plan_in_process(request, run.source.config)
         else:
-            # A plan builds a model, whose initial weights must not move the run's random state.
+            # A plan builds a model, whose initialization must not change the run's random state.
             with torch.random.fork_rng(devices=[]):
                 plan = make_plan(request, run.source.config)
-    # Whatever a plan stumbles over, the run may do.
+    # An error in a plan must not stop the run.
     except Exception as error:
         say(f"  memory  not planned: {' '.join(str(error).split()) or type(error).__name__}")
         return None
@@ -76,21 +76,21 @@ def plan_run(run: Run) -> Plan | None:
 
 
 def batch_of(request: PlanRequest) -> BatchSize:
-    """The batch that a plan is made for; all its rows are full.
+    """Return the batch for which a plan is made. All its rows are full.
 
     Args:
-        request: The run.
+        request: Request for the plan.
     """
     return BatchSize(num_rows=request.batch_size, num_tokens=request.seq_length)
 
 
 def request_of(run: Run) -> PlanRequest:
-    """What to plan for a run.
+    """Make the plan request of a run.
 
     Args:
-        run: Ready to start.
+        run: Run that is ready to start.
 
     Raises:
-        ValueError: If the run has settings that a plan has no word for.
+        ValueError: If the run has settings that a plan can't express.
     """
     return plan_request(run.arguments, run.trainer, run.task, run.layout, is_chunked=run.loss is not None)

@@ -1,4 +1,4 @@
-"""A plan in a process of its own: in a rank, torch and DeepSpeed would share its model and optimizer out as well."""
+"""A plan in its own process. In a rank, torch and DeepSpeed would shard the plan's model and optimizer as well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_in_process(request: PlanRequest, config: PreTrainedConfig) -> Plan:
-    """As `slivertune.planning.make.make_plan`.
+    """Run `slivertune.planning.make.make_plan` in its own process.
 
     Raises:
         concurrent.futures.process.BrokenProcessPool: If the process died.
@@ -35,7 +35,7 @@ def _be_quiet() -> None:
 
 
 def _plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
-    # Not before the process is quiet: some of what this imports logs.
+    # Only when the process is quiet, since some of the imported modules log.
     from slivertune.planning.make import make_plan
 
     return make_plan(request, config)

@@ -1,4 +1,4 @@
-"""How long an update is planned to take on a run's GPU: by the plan of its peak, and by what the card should reach."""
+"""Planned time of an update on a run's GPU, from the plan of its peak memory and the expected speed of the card."""
 
 from dataclasses import dataclass
 
@@ -12,30 +12,30 @@ from slivertune.planning.time_report import format_seconds
 from slivertune.training.assemble import Run
 
 OPERATOR_SECONDS = 20e-6
-"""What Python and torch take to issue an operator; an assumption, of which a plan by rates holds nothing."""
+"""Seconds that Python and torch take to issue an operator. This is an assumption, and no part of a plan by rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
-    """What was planned, and what to say of it."""
+    """Planned time of an update, and a note about it."""
 
     time: PlannedTime | None = None
-    """None where there is no plan of it."""
+    """Planned time. None if it is not planned."""
     note: str | None = None
-    """What the time leaves out, or why there is none."""
+    """Parts that the time leaves out, or the reason why there is no time."""
 
 
 def plan_update(run: Run, plan: Plan | None) -> PlannedUpdate:
-    """Plan the time of a run's updates, and say it. No failure of a plan breaks a run.
+    """Plan the time of a run's updates, and print it. A plan that fails never breaks a run.
 
     Args:
-        run: About to train.
-        plan: Of its peak; None where there is none.
+        run: Run that is about to train.
+        plan: Plan of its peak memory; None if there is none.
     """
     say = run.display.say
     try:
         time = None if plan is None else time_on(run.arguments.training.device, plan)
-    # Whatever a plan stumbles over, the run may do.
+    # An error in a plan must not stop the run.
     except Exception as error:
         note = f"not planned: {' '.join(str(error).split()) or type(error).__name__}"
         say(f"  time    {note}")
@@ -50,14 +50,14 @@ def time_on(device: torch.device, plan: Plan) -> PlannedTime | None:
     """Plan the time of updates on a device.
 
     Args:
-        device: Trains.
-        plan: Of the run's peak.
+        device: Device that trains.
+        plan: Plan of the run's peak memory.
 
     Returns:
-        The time; None on a CPU, of whose speed no plan holds anything.
+        The time, or None on a CPU, since plans know nothing about its speed.
 
     Raises:
-        ValueError: If it is another device, or a card whose rates are not known.
+        ValueError: If it is another device, or a card whose rates are unknown.
     """
     if device.type == "cpu":
         return None
@@ -71,10 +71,10 @@ def time_on(device: torch.device, plan: Plan) -> PlannedTime | None:
 
 
 def describe_update(planned: PlannedTime) -> str:
-    """What is planned, and what that assumes, in one line.
+    """Describe the planned time and its assumptions in one line.
 
     Args:
-        planned: The time.
+        planned: Planned time.
     """
     (low, high), (slow, fast) = EFFICIENCIES, planned.tokens_per_second_range
     said = (
@@ -88,10 +88,10 @@ def describe_update(planned: PlannedTime) -> str:
 
 
 def note_of(planned: PlannedTime) -> str | None:
-    """What a planned time leaves out, where that counts: Python may issue operators slower than the GPU computes them.
+    """Describe the part that a planned time leaves out, if Python may issue operators slower than the GPU runs them.
 
     Args:
-        planned: The time.
+        planned: Planned time.
     """
     issuing = OPERATOR_SECONDS * planned.num_operators
     if issuing < planned.seconds:

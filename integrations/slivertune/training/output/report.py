@@ -1,4 +1,4 @@
-"""What a run says of itself before it starts, and ends with: a table, and `results.json` with the same figures."""
+"""Report of a run: lines before it starts, a table at its end, and `results.json` with the same figures."""
 
 import platform
 import shlex
@@ -37,7 +37,7 @@ _PEAK_ROWS = {
 
 
 def platform_versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
+    """Return the versions of the software on which the figures depend."""
     return {
         "slivertune": __version__,
         "python": platform.python_version(),
@@ -48,71 +48,71 @@ def platform_versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One evaluation row as the model answered it before and after."""
+    """One evaluation row with the model's answers before and after training."""
 
     prompt: str
     before: str | None
-    """None where a resumed run doesn't know it."""
+    """Answer before training. None if a resumed run doesn't know it."""
     after: str
     expected: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results(Saved):
-    """The figures of a run. Measured, each; what was not measured is None."""
+    """Measured figures of a run. A figure that was not measured is None."""
 
     method: str
     model: str
     dataset: str
     num_parameters: int
     num_trained: int
-    """How many of them the method trains."""
+    """Number of parameters that the method trains."""
     device: str
-    """The first process's."""
+    """Device of the first process."""
     world_size: int
-    """Processes that trained together."""
+    """Number of processes that trained together."""
     layout: str
-    """How they shared the work: single, ddp, fsdp2, zero1, zero2 or zero3."""
+    """Layout of the processes: single, ddp, fsdp2, zero1, zero2 or zero3."""
     settings: dict[str, Any]
     before: dict[str, float]
-    """`eval_loss`, and `eval_accuracy` where the task has one."""
+    """Metrics before training: `eval_loss`, and `eval_accuracy` if the task has one."""
     after: dict[str, float]
     num_steps: int
     steps_per_second: float | None
-    """Updates alone, without evaluation and saving; of this process, where the run was resumed."""
+    """Updates per second, without evaluation and saving. In a resumed run, only updates since the resume count."""
     num_skipped: int
-    """Updates skipped because a loss or gradient was not finite."""
+    """Number of updates skipped because a loss or gradient was not finite."""
     peak: Census | None
-    """Bytes alive at the moment of the largest total on the device, during updates."""
+    """Bytes by kind at the moment of the largest total on the device, during updates."""
     highest: Census | None
-    """Each kind's own highest value during updates; the moments differ."""
+    """Highest number of bytes of each kind during updates. The moments differ."""
     planned_peak_bytes: int | None
-    """The planned peak on the device."""
+    """Planned peak memory on the device, in bytes."""
     measured_peak_bytes: int | None
-    """The measured one to hold against it."""
+    """Measured peak memory on the device, in bytes, to compare with the planned one."""
     planned_host_bytes: int | None = None
-    """What was planned to wait in host memory."""
+    """Planned host memory for offloaded data, in bytes."""
     planned_disk_bytes: int | None = None
-    """What was planned to wait in files."""
+    """Planned disk space for offloaded data, in bytes."""
     planned_batch: BatchSize | None = None
-    """What the planned peak is for."""
+    """Batch to which the planned peak applies."""
     largest_batch: BatchSize | None = None
-    """The batch with the most tokens that was trained on, which decides the measured one."""
+    """Trained batch with the most tokens, which determines the measured peak."""
     planned_update: PlannedTime | None = None
-    """How long an update was planned to take; None where that was not planned, as on a CPU."""
+    """Planned time of an update. None if it was not planned, as on a CPU."""
     planned_update_note: str | None = None
-    """What the planned time leaves out, or why there is none."""
+    """Parts that the planned time leaves out, or the reason why there is no time."""
     tokens_per_second: float | None = None
-    """Trained on in updates, padding included, by all processes; None where they were not counted."""
+    """Tokens per second of training updates, padding included, over all processes. None if they were not counted."""
     best_checkpoint: Path | None = None
-    """Whose model the run ended with, under `--load_best_model_at_end`; None where it is the last one."""
+    """Checkpoint with the run's final model, under `--load_best_model_at_end`. None if the final model is the last."""
     checkpoint: Path | None
     sample: Sample | None
     command: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=platform_versions)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain containers; the peak in bytes by kind."""
+        """Return plain containers, with the peak in bytes by kind."""
         values = asdict(self)
         values["peak_bytes"] = None if self.peak is None else {**values["peak"], "device": self.peak.device}
         values["highest_bytes"] = values.pop("highest")
@@ -128,11 +128,11 @@ def write_results(results: Results, output_folder: Path) -> Path:
     """Write `results.json`.
 
     Args:
-        results: The figures.
-        output_folder: The run's folder.
+        results: Figures of the run.
+        output_folder: Folder of the run.
 
     Returns:
-        The file.
+        Path of the file.
     """
     path = output_folder / RESULTS_NAME
     atomic.write_json(path, masked(results.as_json()))
@@ -143,10 +143,10 @@ def print_results(results: Results, console: Console, results_path: Path, pictur
     """Print the table and the sample.
 
     Args:
-        results: The figures.
-        console: Where to.
-        results_path: Where the same figures lie.
-        picture: Of the run's log, if it was drawn.
+        results: Figures of the run.
+        console: Console to write to.
+        results_path: File with the same figures.
+        picture: Picture of the run's log, if it was drawn.
     """
     table = Table("", Column("before", justify="right"), Column("after", justify="right"))
     table.add_row("evaluation loss", f"{results.before['eval_loss']:.4f}", f"{results.after['eval_loss']:.4f}")
@@ -236,10 +236,10 @@ def _print_sample(sample: Sample, console: Console) -> None:
 
 
 def describe(run: Run) -> None:
-    """Say what is about to be done.
+    """Describe a run before it starts.
 
     Args:
-        run: What `assemble` made.
+        run: Run from `assemble`.
     """
     say, training, arguments = run.display.say, run.arguments.training, run.arguments
     model: Any = run.trainer.model
@@ -275,7 +275,7 @@ def describe(run: Run) -> None:
 
 
 def _batch(run: Run) -> str:
-    """How many rows an update sees, and what that is the product of."""
+    """Describe the number of rows per update and its factors."""
     training = run.arguments.training
     rows, accumulated, ranks = (
         training.per_device_train_batch_size,
@@ -289,7 +289,7 @@ def _batch(run: Run) -> str:
 
 
 def _kinds_of_weights(model: torch.nn.Module) -> str:
-    """What the weights are held in, as "float32" or "bfloat16/nf4"; SFT's deltas are none."""
+    """Return the data types of the weights, such as "float32" or "bfloat16/nf4", without SFT's deltas."""
     return "/".join(
         sorted(
             {

@@ -1,1 +1,1 @@
-"""The processes of a run: how they find each other, and who decides and reports for all."""
+"""The processes of a run: rendezvous, decisions by the first process, and error reports."""

@@ -1,7 +1,7 @@
-"""The processes of one run: what the first decides for all, who waits for whom, and which of them reports an error.
+"""Coordinates the processes of a run: decisions by the first process, waiting for each other, and error reports.
 
-They talk through the store that their launcher's addresses lead to, and so before torch.distributed has begun, without
-a timeout that a long preparation could run into.
+They communicate through the store at their launcher's address. The store works before torch.distributed is
+initialised, and has no timeout that a long preparation could exceed.
 """
 
 import os
@@ -23,26 +23,26 @@ _Value = TypeVar("_Value")
 
 _POLL_S = 0.05
 _JOIN_TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for the others to start."""
+"""Time in which all processes must start."""
 _PATIENCE_S = 5.0
-"""How long a failing process waits for the first to say the same."""
+"""Seconds that a failing process waits for the first process to report the same error."""
 _START_PATIENCE_S = 120.0
-"""The same before training, where all processes meet the same errors, but one may be far behind."""
+"""Seconds of this wait before training, when all processes meet the same errors but one may be far behind."""
 _NUM_SHOWN = 4
 
 
 class SilentError(Exception):
-    """Another process has failed, and says why."""
+    """An error of another process, which reports it, so that this process prints nothing."""
 
 
 class LaunchCoordinator:
-    """This process among those of a run.
+    """One of a run's processes, which can communicate with the others.
 
     Args:
-        rank: Its number.
-        world_size: How many there are.
-        local_rank: Its number on its machine.
-        store: Seen by all of them; None where it is alone.
+        rank: Number of this process.
+        world_size: Number of processes.
+        local_rank: Number of this process on its machine.
+        store: Key-value store that all processes share; None for a single process.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, local_rank: int = 0, store: Any = None) -> None:
@@ -51,24 +51,24 @@ class LaunchCoordinator:
         self.is_first = rank == 0
         """Whether this process prints, decides and writes."""
         self.name = "" if world_size == 1 else f" on rank {rank}"
-        """What to call it in an error: nothing where it is alone."""
+        """Suffix of error messages, such as " on rank 1"; empty for a single process."""
         self._local_rank = local_rank
         self._store = store
         self._stage = 0
 
     def agree_on(self, name: str, value: Any) -> None:
-        """Compare what all processes must share.
+        """Check that a value is the same on all processes.
 
         Args:
-            name: What it is.
-            value: Compared by `==`.
+            name: Name of the value.
+            value: Value of this process, compared by `==`.
 
         Raises:
-            ValueError: On every process, with the values that differ from the first one's, without secrets.
+            ValueError: If values differ from the first process's; raised on every process, with secrets masked.
         """
         if self._store is None:
             return
-        # Each process masks its own: the others do not know its secrets.
+        # Each process masks its own value: the others do not know its secrets.
         self._put(f"{name}/{self.rank}", (value, masked(value)))
         values, shown = zip(*(self._wait_for(f"{name}/{rank}") for rank in range(self.world_size)), strict=True)
         others = [f"rank {rank} {shown[rank]!r}" for rank, each in enumerate(values) if each != values[0]]
@@ -77,53 +77,53 @@ class LaunchCoordinator:
             raise ValueError(f"the processes were given different {name}: rank 0 {shown[0]!r}, {listed}")
 
     def decide(self, name: str, choose: Callable[[], _Value]) -> _Value:
-        """Let the first process choose for all.
+        """Let the first process choose a value for all.
 
         Args:
-            name: What is chosen; used once in a run.
-            choose: Called by the first process alone; its result can be pickled.
+            name: Name of the choice, unique in a run.
+            choose: Function that the first process alone calls; its result must be picklable.
 
         Raises:
-            SilentError: On the others, if it failed there.
+            SilentError: On the other processes, if the first one failed.
         """
         return self._led(name, choose, leads=self.is_first, is_shared=True)
 
     def first_here(self, name: str, do: Callable[[], _Value]) -> _Value:
-        """Let one process of each machine do something that leaves files behind, and then all others.
+        """Call a function that leaves files behind: first on one process per machine, then on the others.
 
         Args:
-            name: What is done; used once in a run.
-            do: Called by all.
+            name: Name of the work, unique in a run.
+            do: Function that all processes call.
 
         Raises:
-            SilentError: On those that wait, if it failed.
+            SilentError: On the other processes, if the first one of their machine failed.
         """
         is_led = self._local_rank > 0
         done: _Value = self._led(f"{name} on {socket.gethostname()}", do, leads=not is_led, is_shared=False)
         return do() if is_led else done
 
     def reach(self, stage: int) -> None:
-        """Note that this process has come so far: 1, its arguments hold together; 2, it is ready to train.
+        """Record that this process has reached a stage: 1, its arguments are valid; 2, it is ready to train.
 
         Args:
-            stage: The number.
+            stage: Number of the stage.
         """
         self._stage = stage
         if self.is_first:
             self._put(f"stage/{stage}", True)
 
     def owns_error(self, text: str) -> bool:
-        """Whether this process is the one to report how it failed; call it once, and then `publish_error`.
+        """Return whether this process reports its error. Call it once, and then `publish_error`.
 
-        The first one always is. Another waits to see whether the first reports the same.
+        The first process always does. Another one waits to see whether the first reports the same error.
 
         Args:
-            text: What went wrong.
+            text: Error message.
         """
         if self._store is None or self.is_first:
             return True
         deadline = time.monotonic() + (_START_PATIENCE_S if self._stage < 2 else _PATIENCE_S)
-        # The store may end with its process.
+        # The store may end with the process that serves it.
         with suppress(RuntimeError):
             while time.monotonic() < deadline:
                 if self._store.check(["error"]):
@@ -134,17 +134,17 @@ class LaunchCoordinator:
         return True
 
     def await_error_report(self) -> None:
-        """Wait until the first process has reported what went wrong: launchers end all others when one has ended."""
+        """Wait until the first process has reported its error: a launcher ends all processes once one has ended."""
         self.owns_error("")
 
     def publish_error(self, text: str) -> None:
-        """Tell the others what was reported, and give them a moment to read it before this process ends."""
+        """Publish the first process's error, and give the others 1 s to read it before this process ends."""
         if self._store is not None and self.is_first:
             self._put("error", text)
             time.sleep(1.0)
 
     def _led(self, name: str, do: Callable[[], _Value], *, leads: bool, is_shared: bool) -> _Value:
-        """Let one process do something, and all others wait for it; what it made they get only where it is shared."""
+        """Call a function on one process while the others wait; if `is_shared`, return its result on all."""
         if not leads:
             has_succeeded, shared = self._wait_for(name)
             if not has_succeeded:
@@ -169,10 +169,10 @@ class LaunchCoordinator:
 
 
 def join_launch() -> LaunchCoordinator:
-    """Find the other processes of this run, where a launcher has started several.
+    """Find the other processes of this run, if a launcher has started several.
 
     Returns:
-        This process among them.
+        The coordinator of this process.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():

@@ -1,6 +1,6 @@
-"""How the processes of a run find each other's devices and train together: what each layout needs, and refuses.
+"""Settings and checks that let the processes of a run train together, for each layout and device.
 
-All beside what `slivertune.attach` does.
+They complement `slivertune.attach`.
 """
 
 import logging
@@ -26,28 +26,28 @@ _LOG = logging.getLogger(__name__)
 
 
 def asks_for(engine: Literal["deepspeed", "fsdp"], values: dict[str, Any]) -> bool:
-    """Whether the command line or the launcher asks for DeepSpeed, or for FSDP.
+    """Return whether the command line or the launcher requests an engine.
 
     Args:
-        engine: Which of the two.
-        values: What the user typed, by name.
+        engine: Name of the engine.
+        values: Values that the user typed, by name.
     """
     asked = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false")
     return bool(values.get(engine)) or asked.lower() in ("1", "true", "yes")
 
 
 def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """What several processes without GPUs need, so that each does not train by itself.
+    """Return the settings that several processes, with or without GPUs, need to train together.
 
     Args:
-        values: What the user typed, by name.
-        world_size: Processes that were started.
+        values: Values that the user typed, by name.
+        world_size: Number of processes that were started.
 
     Returns:
         Fields of `TrainingArguments` and their values.
 
     Raises:
-        ValueError: If the layout that is asked for does not run here.
+        ValueError: If the requested layout does not run here.
         RuntimeError: If DeepSpeed would wait without end for a build that was killed.
     """
     has_gpu = torch.cuda.is_available() and not values.get("use_cpu", False)
@@ -58,7 +58,7 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
                     f"{name} is asked for, and one process without a GPU has nothing to share; leave it out"
                 )
         return {}
-    # The Trainer's own default looks for unused parameters, in every update, where there are next to never any.
+    # The Trainer's default searches for unused parameters in every update, though there are hardly ever any.
     settled: dict[str, Any] = {"ddp_find_unused_parameters": values.get("ddp_find_unused_parameters", False)}
     if has_gpu:
         return settled
@@ -68,7 +68,7 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
         check_build(_say_once)
         settled |= {"use_cpu": False, "ddp_backend": "gloo"}
         if values.get("deepspeed"):
-            # With --deepspeed, `TrainingArguments` takes the backend for GPUs, whatever `ddp_backend` says.
+            # With --deepspeed, `TrainingArguments` ignores `ddp_backend` and takes the backend for GPUs.
             from accelerate.state import PartialState
 
             forget_state()
@@ -80,14 +80,14 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
-    """Refuse bf16 that the Trainer would refuse with advice that does not go with DeepSpeed.
+    """Refuse bf16 under DeepSpeed without a GPU for it; the Trainer's own error gives advice that does not fit.
 
     Args:
-        values: What the user typed, by name.
-        autocast: The Trainer's mixed precision.
+        values: Values that the user typed, by name.
+        autocast: Mixed precision of the Trainer.
 
     Raises:
-        ValueError: If DeepSpeed is to train in bf16 where no GPU does.
+        ValueError: If DeepSpeed is to train in bf16 and no GPU here supports it.
     """
     if autocast == "bf16" and asks_for("deepspeed", values) and not is_torch_bf16_gpu_available():
         raise ValueError(
@@ -97,17 +97,17 @@ def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
 
 
 def precision_values(values: dict[str, Any], mixed: Sequence[str]) -> dict[str, Any]:
-    """Say alike for all methods where a precision is computed that was asked for by an option or a launcher.
+    """Choose the device of a precision that an option or a launcher requests, alike for all methods.
 
     Args:
-        values: What the user typed, by name.
-        mixed: What is asked of the Trainer by `--bf16` or a launcher, and what follows for its autocast.
+        values: Values that the user typed, by name.
+        mixed: Mixed precision requested by `--bf16` or a launcher, and the resulting autocast of the Trainer.
 
     Returns:
         Fields of `TrainingArguments` and their values: without a GPU, bf16 is computed on the CPU.
 
     Raises:
-        ValueError: If there is a GPU that has no bf16, or none for TF32.
+        ValueError: If the GPU here does not support bf16, or no GPU supports TF32.
     """
     if values.get("tf32") and not is_torch_tf32_available():
         raise ValueError("--tf32 needs an NVIDIA GPU of compute capability 8 or later, and none is here; leave it out")
@@ -124,10 +124,10 @@ def precision_values(values: dict[str, Any], mixed: Sequence[str]) -> dict[str, 
 
 
 def check_fp16(values: dict[str, Any]) -> None:
-    """Refuse fp16 autocast on a CPU, where accelerate would refuse it once the model is loaded.
+    """Refuse fp16 autocast on a CPU, which accelerate would refuse only after the model is loaded.
 
     Args:
-        values: What the user typed, by name, `fp16` as the launcher may have it.
+        values: Values that the user typed, by name; `fp16` may also be the launcher's.
 
     Raises:
         ValueError: If there is no GPU, or it is not used.
@@ -138,15 +138,15 @@ def check_fp16(values: dict[str, Any]) -> None:
 
 
 def check_processes(training: TrainingArguments, world_size: int, *, four_bit: bool = False) -> None:
-    """Refuse to let each process train by itself, and to share out 4-bit weights.
+    """Refuse processes that would each train alone, and sharded 4-bit weights.
 
     Args:
-        training: Knows how many processes torch.distributed has joined, and DeepSpeed's stage.
-        world_size: Processes that were started.
-        four_bit: Whether there are such weights.
+        training: Arguments of the Trainer, with the number of joined processes and DeepSpeed's stage.
+        world_size: Number of processes that were started.
+        four_bit: Whether the model has 4-bit weights.
 
     Raises:
-        ValueError: If these differ, or 4-bit weights meet ZeRO-3.
+        ValueError: If the two numbers differ, or 4-bit weights meet ZeRO-3.
     """
     if training.world_size != world_size:
         raise ValueError(
@@ -159,18 +159,18 @@ def check_processes(training: TrainingArguments, world_size: int, *, four_bit: b
 
 
 def is_on_any_rank(is_here: bool, device: torch.device, doing: str) -> bool:
-    """Ask all ranks whether something is so on one of them. A collective.
+    """Return whether a condition holds on any rank. A collective.
 
     Args:
-        is_here: Whether it is so on this one.
-        device: Where the ranks' numbers are reduced.
-        doing: What the ranks are doing, for the error of one that does not come.
+        is_here: Whether the condition holds on this rank.
+        device: Device on which the flags are reduced.
+        doing: Name of the work, for the error about a rank that does not arrive.
     """
     return are_on_any_rank([is_here], device, doing)[0]
 
 
 def are_on_any_rank(are_here: Sequence[bool], device: torch.device, doing: str) -> list[bool]:
-    """As `is_on_any_rank`, of several things at once."""
+    """Return the same as `is_on_any_rank` for several conditions at once."""
     if world_size() == 1:
         return list(are_here)
     found = torch.tensor(are_here, dtype=torch.float32, device=device)
@@ -180,24 +180,24 @@ def are_on_any_rank(are_here: Sequence[bool], device: torch.device, doing: str) 
 
 
 def settle_layout(trainer: Trainer) -> Layout:
-    """Name a Trainer's layout; see that ZeRO takes buckets by the model's width, and ZeRO-3 gathers what is saved.
+    """Name a Trainer's layout, and complete DeepSpeed's config: buckets by the model's width, gathering on save.
 
     Args:
-        trainer: Has not trained yet.
+        trainer: Trainer that has not trained yet.
 
     Returns:
         The layout.
 
     Raises:
-        ValueError: If nothing can be trained under it.
+        ValueError: If slivertune does not support the layout.
     """
     layout = layout_of(trainer.accelerator)
     if layout.startswith("zero"):
         plugin: Any = trainer.accelerator.state.deepspeed_plugin
         model: Any = trainer.model
-        # Whatever the method: a preset can't name them, and a plan takes them so.
+        # For every method: a preset can't know the model's width, and a plan assumes these buckets.
         fill_buckets(plugin.deepspeed_config, model)
-        # What accelerate does when it prepares the engine, with a warning that one of the two is wrong.
+        # accelerate also does this when it prepares the engine, but warns that one of the two numbers is wrong.
         trainer.accelerator.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
         if layout == "zero3":
             plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
@@ -205,20 +205,20 @@ def settle_layout(trainer: Trainer) -> Layout:
 
 
 def save_whole_model(trainer: Trainer, folder: Path) -> None:
-    """Save the model as a plain checkpoint, whatever it is sharded into. All processes call it, and the first writes.
+    """Save the model as a plain checkpoint, however it is sharded. All processes call it, and the first writes.
 
     Args:
-        trainer: Has trained.
-        folder: Where to; the same on all processes.
+        trainer: Trainer that has trained.
+        folder: Folder to write to, the same on all processes.
     """
     if layout_of(trainer.accelerator) != "fsdp2":
         trainer.save_model(str(folder))
         return
-    # The Trainer would write what each rank holds, unless it was told otherwise before it began.
+    # The Trainer would write each rank's shard, unless it was configured otherwise before training.
     model: Any = trainer.model
     gathered = trainer.accelerator.get_state_dict(model)
     if trainer.args.should_save:
-        # On CPUs gathered tensors may still be on their way, which a copy waits for.
+        # On CPUs, gathered tensors may still be in flight; a copy waits for them.
         whole = {name: value.clone() for name, value in gathered.items()}
         trainer.accelerator.unwrap_model(model).save_pretrained(folder, state_dict=whole)
         if trainer.processing_class is not None:

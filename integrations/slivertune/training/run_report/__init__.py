@@ -1,1 +1,1 @@
-"""A run as a picture, drawn from its log."""
+"""Picture of a run, drawn from its log."""

@@ -1,4 +1,4 @@
-"""`slivertune report`: draws a run's log, at its end or again later."""
+"""`slivertune report`: draws a run's log, at its end or later."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,23 +9,23 @@ from slivertune.training.run_report.figure import run_figure
 from slivertune.training.run_report.run_log import read_run_log
 
 REPORT_NAME = "report.png"
-"""The picture in a run's folder."""
+"""Name of the picture in a run's folder."""
 
 
 def run_report(folder: Path, output: Path | None = None) -> Path:
     """Draw a run.
 
     Args:
-        folder: The run's.
-        output: The PNG to write; `report.png` in the folder by default. An older one is replaced.
+        folder: Folder of the run.
+        output: PNG file to write. The default is `report.png` in the folder. An older file is replaced.
 
     Returns:
-        The file.
+        Path of the picture.
 
     Raises:
         ImportError: If matplotlib is not installed.
-        FileNotFoundError: If there is no such folder.
-        ValueError: If it has no log, or a damaged one; if no file can be where the PNG is to be.
+        FileNotFoundError: If the folder does not exist.
+        ValueError: If the run has no log, a damaged one or one without a loss, or if `output` can't be a file.
         OSError: If the file can't be written.
     """
     require_matplotlib("a picture of the run")
@@ -40,14 +40,14 @@ def run_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def draw_at_the_end(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Draw a run that has just ended. No failure of a picture breaks a run.
+    """Draw a run that has just ended. A picture that fails never breaks a run.
 
     Args:
-        folder: The run's.
-        say: Told why there is none.
+        folder: Folder of the run.
+        say: Function that prints the reason why there is no picture.
 
     Returns:
-        The file; None where there is none.
+        Path of the picture, or None if there is none.
     """
     try:
         return run_report(folder)

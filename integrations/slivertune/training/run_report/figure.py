@@ -1,4 +1,4 @@
-"""A run's log drawn: a panel for each thing that it tells."""
+"""Picture of a run's log, with a panel for each quantity."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Panel = Callable[["Axes", RunLog], None]
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#999999"
 PLACES = {"device": BLUE, "host": ORANGE, "disk": GREEN}
-"""Where memory lies, and its colour."""
+"""Place of memory -> its colour."""
 _FEWEST_BARS = 2
-"""Fewer are drawn as slim as so many would be."""
+"""Minimum number of bars for which room is left, so that fewer bars are not wider."""
 _MARKED_UP_TO = 60
-"""Points of a line that are marked, if there are no more."""
+"""Maximum number of points of a line for which each point is marked."""
 
 
 def run_figure(log: RunLog) -> Figure:
-    """Draw what a run's log has, and nothing for what it lacks.
+    """Draw the quantities in a run's log.
 
     Args:
-        log: The run's.
+        log: Log of the run.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -176,10 +176,10 @@ def _draw_peaks(axes: Axes, log: RunLog) -> None:
 
 
 def measured_bytes(results: dict[str, Any]) -> dict[str, int]:
-    """The most that a run had in each place, of those where it had some.
+    """Return the highest number of bytes of a run in each place, without places that it did not use.
 
     Args:
-        results: What is in its `results.json`.
+        results: Contents of its `results.json`.
     """
     highest = results.get("highest_bytes") or {}
     found = {"device": results.get("measured_peak_bytes"), "host": highest.get("host"), "disk": highest.get("disk")}
@@ -187,10 +187,10 @@ def measured_bytes(results: dict[str, Any]) -> dict[str, int]:
 
 
 def planned_bytes(results: dict[str, Any]) -> dict[str, int]:
-    """What was planned for each place; empty where nothing was.
+    """Return the planned number of bytes in each place, or an empty dict if nothing was planned.
 
     Args:
-        results: What is in a run's `results.json`.
+        results: Contents of a run's `results.json`.
     """
     found = {place: results.get(f"planned_{name}_bytes") for place, name in _PLANNED_AS.items()}
     return {place: num_bytes for place, num_bytes in found.items() if num_bytes}
@@ -200,12 +200,12 @@ _PLANNED_AS = {"device": "peak", "host": "host", "disk": "disk"}
 
 
 def decimal_unit(largest: float) -> tuple[str, float]:
-    """The unit in which to write sizes, as the results of a run do.
+    """Choose the unit of sizes, as in the results of a run.
 
     Args:
-        largest: The largest of them, in bytes.
+        largest: The largest size, in bytes.
 
     Returns:
-        Its name, and its bytes.
+        Name of the unit, and its size in bytes.
     """
     return ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6) if largest >= 1e5 else ("kB", 1e3)

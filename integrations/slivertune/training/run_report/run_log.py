@@ -1,4 +1,4 @@
-"""What a run's folder tells of the run: the Trainer's log, and the figures at its end."""
+"""Log of a run, read from its folder: the Trainer's log, and the figures at its end."""
 
 import json
 import math
@@ -14,30 +14,30 @@ from slivertune.core import atomic
 from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, read_results
 
 Points = tuple[list[float], list[float]]
-"""Steps, and values."""
+"""Steps and values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLog:
-    """The log of one run, from its beginning to where it is now, also where it was interrupted and resumed."""
+    """Log of one run from its beginning to its current state, including interruptions and resumes."""
 
     folder: Path
-    """The run's."""
+    """Folder of the run."""
     source: Path
-    """The file that the log was read from."""
+    """File from which the log was read."""
     entries: list[dict[str, Any]]
-    """The Trainer's `log_history`; each has a `step`."""
+    """Trainer's `log_history`, whose entries each have a `step`."""
     results: dict[str, Any]
-    """What is in `results.json`; empty where the run has not ended."""
+    """Contents of `results.json`. Empty if the run has not ended, or was resumed since."""
 
     def series(self, name: str) -> Points:
-        """All values that were logged under a name.
+        """Return all values that were logged under a name.
 
         Args:
-            name: As in the log.
+            name: Name in the log.
 
         Returns:
-            Steps, and values; those that are not finite are left out.
+            Steps and values, without values that are not finite.
         """
         points = [
             (float(entry["step"]), float(entry[name]))
@@ -47,10 +47,10 @@ class RunLog:
         return [step for step, _ in points], [value for _, value in points]
 
     def evaluations(self, name: str) -> Points:
-        """An evaluation's metric: before the training, in its course, and at the end.
+        """Return an evaluation's metric before, during and at the end of training.
 
         Args:
-            name: As `eval_loss`.
+            name: Name of the metric, such as `eval_loss`.
         """
         steps, values = self.series(name)
         known = dict(zip(steps, values, strict=True))
@@ -65,14 +65,14 @@ class RunLog:
 
 
 def read_run_log(folder: Path) -> RunLog:
-    """Read a run's log: the one that it ended with, or that of its newest checkpoint where that is newer.
+    """Read a run's log: its final one, or that of its newest checkpoint if that is newer.
 
     Args:
-        folder: The run's: `--output_dir` of `slivertune train`, or of any Trainer.
+        folder: Folder of the run, the `--output_dir` of `slivertune train` or of any Trainer.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If it has no log, or one that is damaged.
+        FileNotFoundError: If the folder does not exist.
+        ValueError: If the run has no log, or a damaged one.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; name that of a run, such as runs/hift")
@@ -92,14 +92,14 @@ def read_run_log(folder: Path) -> RunLog:
 
 
 def write_run_log(state: TrainerState, folder: Path) -> Path:
-    """Write a run's log where `read_run_log` finds it; an older one is whole until then.
+    """Write a run's log atomically to the place from which `read_run_log` reads it.
 
     Args:
-        state: The Trainer's.
-        folder: The run's.
+        state: State of the Trainer.
+        folder: Folder of the run.
 
     Returns:
-        The file.
+        Path of the file.
     """
     path = folder / TRAINER_STATE_NAME
     with atomic.atomic_file(path) as temporary:

@@ -1,1 +1,1 @@
-"""From rows to what the HF Trainer takes, task by task."""
+"""Preparation of datasets for the HF Trainer, task by task."""

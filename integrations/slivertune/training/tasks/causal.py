@@ -1,4 +1,4 @@
-"""Language modelling: texts, prompts and responses, or chats, with the loss where it belongs; padded or packed."""
+"""Language modelling on texts, on prompts and responses, or on chats, with padded or packed rows."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -47,25 +47,25 @@ from slivertune.training.tasks.tokenization import (
 logger = logging.getLogger(__name__)
 
 _ROWS_PACKED_TOGETHER = 10_000
-"""Packing concatenates this many rows at a time, and drops what is left over of each such stretch."""
+"""Number of rows that packing concatenates at a time. The remainder of each such stretch is dropped."""
 
 
 def encode_documents(
     batch: Columns, *, tokenizer: PreTrainedTokenizerBase, column: str, max_length: int, whole: bool
 ) -> Columns:
-    """Texts to token ids with an EOS token; long ones are cut into rows of `max_length`.
+    """Tokenise texts with an EOS token each, and cut long ones into rows of `max_length`.
 
-    Special tokens that a text begins or ends by, and that it gets here, are there once.
+    Special tokens at the ends of a text that the row gets anyway are kept once.
 
     Successive rows of one text share one token, so that every token but the text's first is predicted exactly once (the
-    first token of a row never is). There may be more rows than texts, or fewer where a text has no tokens.
+    first token of a row never is). There may be more rows than texts, or fewer if a text has no tokens.
 
     Args:
         batch: The texts.
         tokenizer: The tokenizer.
-        column: The column of texts.
-        max_length: Longest row in tokens.
-        whole: Leave texts whole, for packing.
+        column: Name of the text column.
+        max_length: Maximum length of a row in tokens.
+        whole: Whether to leave texts whole, for packing.
     """
     leading, ends = leading_special_tokens(tokenizer), special_ends(tokenizer)
     texts = [ends.text_once(text) for text in batch[column]]
@@ -81,17 +81,17 @@ def prepare_causal(
     """Tokenise one dataset for language modelling.
 
     Args:
-        args: Columns, format, length, packing.
-        tokenizer: Must have an EOS token, which ends every text and response; has the chat template afterwards.
-        model_config: Must be a decoder's.
-        splits: Numbered `train` and `eval`.
+        args: Settings for columns, format, length and packing.
+        tokenizer: Tokenizer with an EOS token, which ends every text and response. It gets the chat template in `args`.
+        model_config: Configuration of a decoder.
+        splits: Numbered `train` and `eval` splits.
 
     Returns:
-        Rows of `input_ids` (and `labels`, where not all tokens are learned), judged by `eval_loss`.
+        Rows of `input_ids` (and `labels`, if not all tokens are trained on), evaluated by `eval_loss`.
 
     Raises:
-        ValueError: If the model is an encoder-decoder, the tokenizer has no EOS token, columns are of no known format,
-            a chat has no template, or rows don't fit.
+        ValueError: If the model is an encoder-decoder, the tokenizer has no EOS token, the format of the columns is
+            unknown, a chat has no template, or rows don't fit.
     """
     return prepare_mixture(args, tokenizer, model_config, {"": splits}, seed=0)
 
@@ -107,14 +107,14 @@ def prepare_mixture(
     """Tokenise several datasets for language modelling, each in its own format, and mix them.
 
     Args:
-        args: Columns, format, length, packing, and the datasets' weights.
-        tokenizer: As for `prepare_causal`.
-        model_config: Must be a decoder's.
-        sources: By name, numbered `train` and `eval`, or one of them.
-        seed: Decides in which order rows are drawn, where there are weights.
+        args: Settings for columns, format, length and packing, and the weights of the datasets.
+        tokenizer: Tokenizer, as for `prepare_causal`.
+        model_config: Configuration of a decoder.
+        sources: Numbered `train` and `eval` splits, or one of them, by dataset name.
+        seed: Seed for the order in which rows of weighted datasets are drawn.
 
     Returns:
-        The training rows of all, mixed; the evaluation rows of all, one after another.
+        A task with the mixed training rows of all datasets, and their evaluation rows one after another.
 
     Raises:
         ValueError: As `prepare_causal`.
@@ -162,7 +162,7 @@ def _encode_sources(
     max_length: int,
     day: date | None,
 ) -> tuple[dict[str, list[Any]], list[str]]:
-    """By split, the tokenised rows of every dataset that has it; and what is to be said of them."""
+    """Tokenise every dataset. Return the rows of each split, dataset by dataset, and notes about them."""
     parts: dict[str, list[Any]] = {"train": [], "eval": []}
     notes: list[str] = []
     for place, (name, splits) in enumerate(sources.items()):
@@ -195,7 +195,7 @@ def _encode_sources(
 
 @contextmanager
 def _about(name: str) -> Iterator[None]:
-    """Name the dataset of several that an error is about."""
+    """Prefix an error with the name of its dataset, if there are several datasets."""
     try:
         yield
     except ValueError as error:
@@ -205,22 +205,22 @@ def _about(name: str) -> Iterator[None]:
 
 
 def pack(rows: Any, max_length: int, *, split: str) -> Any:
-    """Concatenate rows and cut blocks of exactly `max_length` tokens.
+    """Concatenate rows and cut them into blocks of exactly `max_length` tokens.
 
-    Attention and positions run on across the texts of a block, which EOS tokens separate: nothing is reset, so that
-    any model and attention kernel takes the batch, and a text sees the end of the one before it. What is left over at
-    the end of every 10,000 rows, less than one block, is dropped.
+    Attention and positions continue across the texts of a block, which EOS tokens separate. Nothing is reset, so any
+    model and attention kernel takes the batch, and a text sees the end of the previous one. The remainder of every
+    10,000 rows, less than one block, is dropped.
 
     Args:
-        rows: A `datasets.Dataset` with `input_ids` and maybe `labels`, whose -100 stay.
-        max_length: Tokens in a block.
+        rows: A `datasets.Dataset` with `input_ids` and optionally `labels`, whose -100 stay.
+        max_length: Tokens per block.
         split: Name of the split, for messages.
 
     Returns:
         The blocks.
 
     Raises:
-        ValueError: If there are fewer tokens than one block has.
+        ValueError: If the rows make no block with a loss.
     """
     num_tokens = sum(len(ids) for batch in rows.iter(batch_size=1000) for ids in batch["input_ids"])
     packed = encode_rows(
@@ -251,7 +251,7 @@ def _encode_split(
     max_length: int,
     day: date | None,
 ) -> tuple[Any, list[str]]:
-    """The tokenised rows of a split, and what is to be said of them."""
+    """Tokenise a split. Return its rows, and notes about them."""
     found = reading.format
     is_lenient = found.is_chat or found.is_instruction
     choose = first_rows if is_lenient else usable_rows
@@ -295,7 +295,7 @@ def _encode_split(
 
 
 def _cut_blocks(batch: Columns, *, max_length: int) -> Columns:
-    """Concatenate the rows of a batch and cut; blocks without a label are dropped, since they have no loss."""
+    """Concatenate the rows of a batch and cut them into blocks. Blocks without labels have no loss and are dropped."""
     streams = {name: [token for row in rows for token in row] for name, rows in batch.items()}
     num_blocks = len(streams["input_ids"]) // max_length
     cuts = [slice(index * max_length, (index + 1) * max_length) for index in range(num_blocks)]

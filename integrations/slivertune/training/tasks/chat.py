@@ -1,4 +1,4 @@
-"""Conversations through a chat template, with labels on the assistant's turns alone."""
+"""Tokenisation of conversations by a chat template, with labels on the assistant's turns only."""
 
 import re
 from collections.abc import Iterable
@@ -26,21 +26,21 @@ from slivertune.training.tasks.turn_spans import find_turn, find_turns, turn_beg
 from slivertune.training.tasks.written_words import WrittenWords, check_all_is_written, find_words
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
-"""Token ids and labels of one row, of one length."""
+"""Token ids and labels of one row, of the same length."""
 
 UNMARKED_REMARK = "the template's generation blocks leave out words of the assistant"
 _ELSEWHERE = "the chat template writes words of an assistant's turn outside of what is learned"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
-    """Put a chat template on a tokenizer.
+    """Set the chat template of a tokenizer.
 
     Args:
-        tokenizer: Has the template afterwards, and saves it with itself.
-        given: `--chat_template`: the path of a Jinja file, or the template itself, which has a `{{` or `{%`.
+        tokenizer: Tokenizer that gets the template, and saves it with itself.
+        given: Value of `--chat_template`: the path of a Jinja file, or the template itself, which has a `{{` or `{%`.
 
     Raises:
-        ValueError: If it is neither, no Jinja, or a file that is not UTF-8.
+        ValueError: If the value is neither a file nor a template, is not valid Jinja, or is a file that is not UTF-8.
     """
     is_template = "{{" in given or "{%" in given
     if not is_template and not Path(given).expanduser().is_file():
@@ -54,7 +54,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
     try:
         render(tokenizer, Conversation(messages=[{"role": "user", "content": ""}]))
     except UnusableRowError:
-        # Which conversations a template takes, the rows will show.
+        # The rows will show which conversations the template accepts.
         return
     except TemplateSyntaxError as error:
         raise ValueError(f"chat_template={given!r} is no Jinja: line {error.lineno}: {error.message}") from error
@@ -67,32 +67,32 @@ def encode_conversation(
     day: date | None = None,
     remarks: list[str] | None = None,
 ) -> list[Encoded]:
-    """Tokenise a conversation as its chat template writes it, with labels on the assistant's turns.
+    """Tokenise a conversation as its chat template renders it, with labels on the assistant's turns.
 
-    Where the template has `{% generation %}` blocks, these alone are learned, though words of the assistant stand
-    outside. Otherwise it is what follows the generation prompt: what the template writes for the messages before a
-    turn, with the generation prompt, begins what it writes with the turn, and the tokens after that are learned, with
-    all that ends the turn. A turn that opens a conversation answers nothing, and is not learned so. Where the end of
-    the generation prompt is not in the data (DeepSeek-R1's `<think>`), the rest of it is what begins a turn.
+    If the template has `{% generation %}` blocks, only these are trained on, even if words of the assistant stand
+    outside. Otherwise, the tokens between the generation prompt and the end of the turn are trained on: the messages
+    before a turn, rendered with the generation prompt, are a prefix of the messages up to the turn. A turn that opens a
+    conversation answers nothing, and is then not trained on. If the end of the generation prompt is not in the data
+    (DeepSeek-R1's `<think>`), a turn begins after the rest of the prompt.
 
-    Some templates write a turn otherwise once others follow (Qwen3 leaves out earlier thoughts). Such a conversation
-    becomes a row for each turn, which ends with it and has labels on it alone: as it is at generation.
+    Some templates render a turn differently once others follow (Qwen3 leaves out earlier thoughts). Such a conversation
+    becomes one row per turn, which ends with the turn and has labels on it only, as at generation.
 
-    Characters are tokenised once, and messages written a number of times that does not grow with the conversation,
-    unless it becomes several rows, or the template writes letters into the words of a message.
+    Characters are tokenised once, and the number of renderings per message does not grow with the conversation, unless
+    it becomes several rows or the template writes letters into the words of a message.
 
     Args:
-        tokenizer: Has a chat template.
-        conversation: Messages, at least one the assistant's.
-        day: The date that the template writes; None for today.
-        remarks: Gets lines on what was written otherwise than it is in the data.
+        tokenizer: Tokenizer with a chat template.
+        conversation: Messages, at least one of them the assistant's.
+        day: Date that the template writes; None for today.
+        remarks: List that gets lines about text that differs from the data.
 
     Returns:
-        One row; or one for each turn.
+        One row, or one per turn.
 
     Raises:
-        UnusableRowError: If a turn is a special token alone, or the template refuses the messages, leaves out a
-            message, tools or calls of them, does not know a role, or begins the assistant's turn otherwise than by its
+        UnusableRowError: If a turn consists only of special tokens, or if the template rejects the messages, leaves out
+            a message, tools or tool calls, does not know a role, or begins the assistant's turn differently from its
             generation prompt.
     """
     template = tokenizer.get_chat_template(tools=conversation.tools)
@@ -109,7 +109,7 @@ def encode_conversation(
 
 
 def _check_is_written(template: str, conversation: Conversation) -> None:
-    """Refuse what a template would leave out, or write as somebody's of whom the model never heard."""
+    """Reject tools and tool calls that a template would leave out, and roles that it does not name."""
     if conversation.tools and not re.search(r"\btools\b", template):
         raise UnusableRowError("the chat template does not write tools")
     for message in conversation.messages:
@@ -122,11 +122,11 @@ def _check_is_written(template: str, conversation: Conversation) -> None:
 
 
 def describe_turn_end(tokenizer: PreTrainedTokenizerBase, labels: list[int]) -> list[str]:
-    """Say where generation would run on past a turn: it does not end by the tokenizer's EOS token.
+    """Report turns that don't end with the tokenizer's EOS token, so that generation would run past them.
 
     Args:
-        tokenizer: Has a chat template.
-        labels: Of one row, which was not cut.
+        tokenizer: Tokenizer with a chat template.
+        labels: Labels of one row that was not cut.
 
     Returns:
         One line, or none.
@@ -151,13 +151,13 @@ def describe_turn_end(tokenizer: PreTrainedTokenizerBase, labels: list[int]) -> 
 
 
 def describe_turn_begin(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Say what a generation prompt has at its end that answers in the data are not begun by.
+    """Report text at the end of a generation prompt that does not begin the answers in the data.
 
     Args:
-        tokenizer: Has a chat template.
+        tokenizer: Tokenizer with a chat template.
 
     Returns:
-        One line, or none; also none where the template refuses a single question.
+        One line, or none. There is none either if the template rejects a single question.
     """
     asked = Conversation(messages=[{"role": "user", "content": "?"}])
     try:
@@ -175,7 +175,7 @@ def describe_turn_begin(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _by_prompts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, remarks: list[str]) -> list[Encoded]:
-    """Learn what follows the generation prompt."""
+    """Label the text after the generation prompt in each turn to train on."""
     turns = [place for place in conversation.turns if place > 0]
     if not turns:
         raise UnusableRowError("no assistant turn after another message")
@@ -203,7 +203,7 @@ def _by_prompts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, 
 
 
 def _check_are_inside(written: WrittenWords, turns: Iterable[tuple[int, Span]]) -> None:
-    """Refuse a turn with words outside of its span."""
+    """Reject a turn with words outside its span."""
     if any(written.leave_out(place, [span]) for place, span in turns):
         raise UnusableRowError(_ELSEWHERE)
 
@@ -211,7 +211,7 @@ def _check_are_inside(written: WrittenWords, turns: Iterable[tuple[int, Span]]) 
 def _by_generation_blocks(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, remarks: list[str]
 ) -> Encoded:
-    """Learn the blocks that the template marks, of the turns that are to be learned."""
+    """Label the blocks that the template marks as generated, in the turns to train on."""
     marked = mark_words(conversation)
     text, blocks = render_blocks(tokenizer, conversation)
     marked_text, marked_blocks = render_blocks(tokenizer, marked.conversation)
@@ -236,10 +236,10 @@ def _by_generation_blocks(
 
 
 def _label(tokenizer: PreTrainedTokenizerBase, text: str, learned: Iterable[Span]) -> Encoded:
-    """Tokenise a text, with labels on the spans that are learned."""
+    """Tokenise a text, with labels on the spans to train on."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON may have half of a pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON may have half of a surrogate pair, which no tokenizer takes
         raise UnusableRowError("a character that is no Unicode (half of a surrogate pair)") from error
     spans = sorted(set(learned))
     ids, places = split_token_ids(tokenizer, text, [border for span in spans for border in span])

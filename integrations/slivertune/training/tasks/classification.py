@@ -1,4 +1,4 @@
-"""Classification, by a classifier's head, or by label words after a prompt and the language model's own head."""
+"""Classification by a classifier's head, or by label words after a prompt and the language model's own head."""
 
 import logging
 from functools import partial
@@ -44,16 +44,16 @@ def prepare_classification(
     """Tokenise one text or a pair for a classifier.
 
     Args:
-        args: Columns and length.
+        args: Settings for columns and length.
         tokenizer: The tokenizer.
-        model_config: Bounds the length.
-        splits: Numbered `train` and `eval`.
+        model_config: Configuration of the model, which limits the length.
+        splits: Numbered `train` and `eval` splits.
 
     Returns:
-        Rows with `labels` (a class), judged by `eval_accuracy`.
+        Rows with `labels` (one class each), evaluated by `eval_accuracy`.
 
     Raises:
-        ValueError: If labels are no classes or not known from training, or rows don't fit.
+        ValueError: If labels are not classes or are missing from the training split, or if rows don't fit.
     """
     columns = sentence_columns(args, splits["train"])
     column = label_column(args, splits["train"])
@@ -73,22 +73,22 @@ def prepare_classification(
 def prepare_prompt_classification(
     args: DataArguments, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, splits: dict[str, Any]
 ) -> Task:
-    """Fill the template and gather the hooks that score label words (paper, appendix B.4).
+    """Fill the template and set the hooks that score label words (paper, appendix B.4).
 
-    A masked language model is trained by cross entropy over the label words' logits at {mask}; a causal one by its
-    language-modelling loss on the right label word, and evaluated by the likeliest candidate (see `label_words`).
+    A masked language model is trained by cross entropy over the label words' logits at {mask}. A causal one is trained
+    by its language-modelling loss on the right label word, and evaluated by the likeliest candidate (`label_words`).
 
     Args:
-        args: Template, label words, columns, length.
+        args: Settings for template, label words, columns and length.
         tokenizer: The tokenizer.
-        model_config: Tells a masked from a causal language model.
-        splits: Numbered `train` and `eval`.
+        model_config: Configuration, which tells a masked from a causal language model.
+        splits: Numbered `train` and `eval` splits.
 
     Returns:
-        Rows and hooks, judged by `eval_accuracy`.
+        Rows and hooks, evaluated by `eval_accuracy`.
 
     Raises:
-        ValueError: If the template names no columns of the data or does not suit the model, or words, labels or rows
+        ValueError: If the template names no columns of the data or does not suit the model, or if words, labels or rows
             don't fit.
     """
     ends = added_ends(tokenizer)
@@ -152,14 +152,14 @@ def _causal(
 def encode_sentences(
     batch: Columns, *, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], max_length: int, truncate: bool
 ) -> Columns:
-    """Texts or pairs to what the tokenizer makes of them for a classifier.
+    """Tokenise texts or pairs for a classifier.
 
     Args:
         batch: The rows.
         tokenizer: The tokenizer.
-        columns: The column of texts, and maybe that of second texts.
-        max_length: Longest row in tokens.
-        truncate: Cut longer rows, of a pair the longer text first.
+        columns: Name of the text column, and optionally of the column of second texts.
+        max_length: Maximum length of a row in tokens.
+        truncate: Whether to cut longer rows, beginning with the longer text of a pair.
 
     Returns:
         The batch, row by row; `length` counts tokens before a cut.
@@ -185,7 +185,7 @@ def _labelled_task(
     with_indices: bool = False,
     **hooks: Any,
 ) -> Task:
-    """Encode the rows of both splits that say something, and refuse what does not fit."""
+    """Encode the non-blank rows of both splits, and reject rows that don't fit."""
     max_length = resolve_max_length(args.max_length, model_config, tokenizer)
     encoded, notes = {}, list[str]()
     for split, encode in encoders.items():
@@ -218,7 +218,7 @@ def _labelled_task(
 def _special_once(
     rows: Any, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, split: str
 ) -> tuple[Any, list[str]]:
-    """Take the special tokens that the tokenizer adds out of the texts, and say of how many rows."""
+    """Remove special tokens that the tokenizer adds anyway from the texts, and report the number of changed rows."""
     ends, is_changed = added_ends(tokenizer), np.zeros(len(rows), dtype=bool)
     for column in dict.fromkeys(columns):
         differs = np.asarray([ends.text_once(str(text)) != str(text) for text in iterate_values(rows, column)])
@@ -230,7 +230,7 @@ def _special_once(
 
 
 def _without_notes(rows: Any, split: str) -> Any:
-    """Drop the columns made for checks, after the last of them."""
+    """Drop the columns made for checks, after the last check."""
     if "num_masks" in rows.column_names:
         odd = np.flatnonzero(np.asarray(column_values(rows, "num_masks")) != 1)
         if len(odd):
@@ -242,15 +242,15 @@ def _without_notes(rows: Any, split: str) -> Any:
 def cross_entropy(
     outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """The mean over rows of the right class's negative log-probability; a `compute_loss_func` of the Trainer.
+    """Return the mean negative log-probability of the right class (a `compute_loss_func` of the Trainer).
 
-    The classifiers of transformers (5.23) take a mean over each batch for themselves, while the Trainer counts on the
-    mean over all accumulated batches and adds up what it gets: with 4 accumulated batches, 4 times the gradient.
+    The classifiers of transformers (5.23) take the mean of each batch. The Trainer expects the mean over all
+    accumulated batches and adds up the results: with 4 accumulated batches, the gradient would be 4 times as large.
 
     Args:
-        outputs: Of a classifier, with `logits` of shape (rows, classes).
+        outputs: Output of a classifier, with `logits` of shape (rows, classes).
         labels: int64 classes, shape (rows,).
-        num_items_in_batch: Rows over all accumulated batches, from the Trainer; those of this batch if None.
+        num_items_in_batch: Rows over all accumulated batches, from the Trainer; None for the rows of this batch.
 
     Returns:
         A scalar.
@@ -260,11 +260,11 @@ def cross_entropy(
 
 
 def predicted_classes(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The likeliest class of each row; a `preprocess_logits_for_metrics` of the Trainer.
+    """Return the likeliest class of each row (a `preprocess_logits_for_metrics` of the Trainer).
 
     Args:
-        logits: Shape (rows, classes), or a tuple that begins with it, from models that return more.
-        labels: Not read.
+        logits: Logits of shape (rows, classes), or a tuple that begins with them, from models that return more.
+        labels: Labels, not read.
 
     Returns:
         int64 classes, shape (rows,).
@@ -274,10 +274,10 @@ def predicted_classes(logits: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """The share of rows whose class was predicted; a `compute_metrics` of the Trainer.
+    """Return the share of rows with a correctly predicted class (a `compute_metrics` of the Trainer).
 
     Args:
-        prediction: Predictions and labels are classes, shape (rows,).
+        prediction: Predicted classes and labels, both of shape (rows,).
 
     Returns:
         `accuracy`, in [0, 1].

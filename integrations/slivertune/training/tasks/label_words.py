@@ -1,16 +1,16 @@
-"""Prompt-based classification by label words: what a masked or a causal language model is given, and how it is scored.
+"""Prompt-based classification by label words: inputs and scores for masked and causal language models.
 
 A masked language model scores the label words at the mask (paper, Tables 1 and 12).
 
 A causal language model has them after the prompt (paper, Tables 2 and 13). It is trained with the ordinary
 language-modelling loss on the right label word's tokens, as MeZO trains causal models on these prompts. It is evaluated
-by candidates (paper, appendix B.4): every label word is put in, and the one whose tokens have the largest sum of
-log-probabilities wins; for words of one token this is the largest logit.
+by candidates (paper, appendix B.4): every label word is tried, and the one whose tokens have the largest sum of
+log-probabilities wins. For words of one token this is the largest logit.
 
-An evaluation row of a causal model is therefore one (example, candidate) pair, and must tell the hooks which. A Trainer
-passes no column beside the labels to them, and may take rows in any order, so the labels carry it: above the token id,
-in the bits from `_TOKEN_BITS`, stands 0 in a training row, and 1 + (example * candidates + candidate) * candidates +
-right class in an evaluation row. The hooks take the two apart; no model sees these labels.
+An evaluation row of a causal model is therefore one (example, candidate) pair, and must identify the pair to the hooks.
+A Trainer passes them no column except the labels, and may take rows in any order, so the labels carry the pair: the
+bits from `_TOKEN_BITS` on, above the token id, are 0 in a training row. In an evaluation row, they are
+1 + (example * candidates + candidate) * candidates + right class. The hooks separate the two, and no model sees them.
 """
 
 from dataclasses import dataclass
@@ -46,15 +46,15 @@ def encode_masked_prompts(
     max_length: int,
     truncate: bool,
 ) -> Columns:
-    """Rows to filled templates whose label, at the mask token alone, is the right label word's token.
+    """Fill the template for each row, with the right label word's token as the only label, at the mask token.
 
     Args:
         batch: The rows.
-        tokenizer: Has a mask token.
-        template: With {mask}.
-        word_ids: The token of each class's label word.
-        max_length: Longest row in tokens.
-        truncate: Shorten the texts of longer rows, never the template.
+        tokenizer: Tokenizer with a mask token.
+        template: Template with {mask}.
+        word_ids: Token id of each class's label word.
+        max_length: Maximum length of a row in tokens.
+        truncate: Whether to shorten the texts of longer rows. The template is never cut.
 
     Returns:
         The batch, row by row; `length` counts tokens before a cut, `num_masks` the mask tokens in the row.
@@ -89,7 +89,7 @@ class MaskedPromptHooks:
     Labels have shape (rows, positions): the label word's token at the mask, -100 elsewhere.
 
     Args:
-        word_ids: The token of each class's label word.
+        word_ids: Token id of each class's label word.
     """
 
     word_ids: tuple[int, ...]
@@ -97,15 +97,15 @@ class MaskedPromptHooks:
     def loss(
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Cross entropy of the label words' logits at the mask; a `compute_loss_func`.
+        """Compute the cross entropy of the label words' logits at the mask (a `compute_loss_func`).
 
         Args:
-            outputs: Of a masked language model, with `logits` of shape (rows, positions, vocabulary).
-            labels: As above.
-            num_items_in_batch: Rows over all accumulated batches, from the Trainer; those of this batch if None.
+            outputs: Output of a masked language model, with `logits` of shape (rows, positions, vocabulary).
+            labels: Labels, as described in the class.
+            num_items_in_batch: Rows over all accumulated batches, from the Trainer; None for the rows of this batch.
 
         Returns:
-            The mean over rows, a scalar.
+            Mean over the rows, a scalar.
         """
         scores = self.scores(outputs["logits"], labels)
         words = torch.tensor(self.word_ids, device=labels.device)
@@ -114,11 +114,11 @@ class MaskedPromptHooks:
         return total / (len(classes) if num_items_in_batch is None else num_items_in_batch)
 
     def scores(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
-        """The label words' logits at the mask; a `preprocess_logits_for_metrics`.
+        """Return the label words' logits at the mask (a `preprocess_logits_for_metrics`).
 
         Args:
-            logits: Shape (rows, positions, vocabulary), or a tuple that begins with it.
-            labels: As above, one mask a row.
+            logits: Logits of shape (rows, positions, vocabulary), or a tuple that begins with them.
+            labels: Labels, as described in the class, with one mask per row.
 
         Returns:
             float32 of shape (rows, classes).
@@ -129,8 +129,8 @@ class MaskedPromptHooks:
         return scores.float()
 
     def accuracy(self, prediction: EvalPrediction) -> dict[str, float]:
-        """The share of rows whose label word scores highest; a `compute_metrics`."""
-        # Everything but the mask's label is -100, so the largest is the label word.
+        """Return the share of rows whose label word scores highest (a `compute_metrics`)."""
+        # All labels except the one at the mask are -100, so the largest is the label word.
         tokens = np.asarray(prediction.label_ids).max(axis=1)
         predicted = np.asarray(self.word_ids)[np.asarray(prediction.predictions).argmax(axis=1)]
         return {"accuracy": float(np.mean(predicted == tokens))}
@@ -147,20 +147,20 @@ def encode_causal_prompts(
     truncate: bool,
     candidates: bool,
 ) -> Columns:
-    """Rows to prompts that end in a label word, with labels on the label word's tokens alone.
+    """Make prompts that end in a label word, with labels on the label word's tokens only.
 
-    A label word stands after the white space that the template ends with, or after one space. Prompt and word are
-    tokenised in one piece, and the word begins where the candidates' tokens part from the prompt's.
+    A label word follows the white space at the end of the template, or one space. Prompt and word are tokenised in one
+    piece, and the word begins at the first token where a candidate differs from the prompt.
 
     Args:
         batch: The rows.
-        indices: Their places in the split.
+        indices: Positions of the rows in the split.
         tokenizer: The tokenizer.
-        template: Ends where the label word stands.
-        words: The label word of each class.
-        max_length: Longest row in tokens.
-        truncate: Shorten the texts of longer rows, never the template or the word.
-        candidates: Make one row per label word, for evaluation, in place of one row with the right word.
+        template: Template that ends where the label word stands.
+        words: Label word of each class.
+        max_length: Maximum length of a row in tokens.
+        truncate: Whether to shorten the texts of longer rows. The template and the word are never cut.
+        candidates: Whether to make one row per label word, for evaluation, instead of one row with the right word.
 
     Returns:
         The batch; `length` counts the tokens of the longest candidate before a cut.
@@ -194,7 +194,7 @@ def _spell(
     template: Template,
     words: tuple[str, ...],
 ) -> tuple[list[list[int]], int]:
-    """One row of tokens per label word, and how many of them belong to the prompt."""
+    """Return one row of tokens per label word, and the number of tokens that belong to the prompt."""
     prompt = template.fill(row)
     space = "" if prompt[-1:].isspace() else " "
     *ids, prompt_ids = token_ids(tokenizer, [*(prompt + space + word for word in words), prompt])
@@ -206,7 +206,7 @@ def _spell(
 class CausalPromptHooks:
     """Loss and accuracy of label words after a prompt, for the hooks of a stock Trainer.
 
-    Labels have shape (rows, positions): the label word's tokens with the row's code above them, -100 elsewhere.
+    Labels have shape (rows, positions): the label word's tokens with the row's code in the bits above, -100 elsewhere.
 
     Args:
         num_words: Number of label words.
@@ -217,41 +217,41 @@ class CausalPromptHooks:
     def loss(
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Negative log-likelihood of the right label word; a `compute_loss_func`.
+        """Compute the negative log-likelihood of the right label word (a `compute_loss_func`).
 
         Args:
-            outputs: Of a causal language model, with `logits` of shape (rows, positions, vocabulary).
-            labels: As above.
-            num_items_in_batch: Labelled tokens over all accumulated batches and processes, from the Trainer; those of
-                this batch if None.
+            outputs: Output of a causal language model, with `logits` of shape (rows, positions, vocabulary).
+            labels: Labels, as described in the class.
+            num_items_in_batch: Labelled tokens over all accumulated batches and processes, from the Trainer; None for
+                those of this batch.
 
         Returns:
-            A scalar. In training the mean over label-word tokens. In evaluation the mean over examples of their
-            word's sum, to which a row with a wrong candidate adds nothing, so that batches of any size agree.
+            A scalar. In training, the mean over label-word tokens. In evaluation, the mean over examples of the sum
+            over their word's tokens. A row with a wrong candidate adds nothing, so that batches of any size agree.
         """
         log_likelihood = self.scores(outputs["logits"], labels)
         num_tokens = (labels != IGNORED).sum()
         num_items = num_tokens if num_items_in_batch is None else num_items_in_batch
-        # Everything but a label is -100, so the largest of a row is a label.
+        # Positions without a label are -100, so the largest value of a row is a label.
         code = (labels.amax(dim=1) >> _TOKEN_BITS) - 1
         if bool((code < 0).all()):
             return torch.div(-log_likelihood.sum(), num_items)
         is_right = code // self.num_words % self.num_words == code % self.num_words
-        # Rows of several processes: the Trainer multiplies by their number where it counted the items of all.
+        # With rows from several processes, the Trainer multiplies by their number if it counted the items of all.
         return -(log_likelihood * is_right).mean() * self.num_words * (num_tokens / num_items)
 
     def scores(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Sum of the label word's log-probabilities; a `preprocess_logits_for_metrics`.
+        """Sum the log-probabilities of the label word's tokens (a `preprocess_logits_for_metrics`).
 
         Args:
-            logits: Shape (rows, positions, vocabulary), or a tuple that begins with it.
-            labels: As above.
+            logits: Logits of shape (rows, positions, vocabulary), or a tuple that begins with them.
+            labels: Labels, as described in the class.
 
         Returns:
             float32 of shape (rows,).
         """
         logits = logits[0] if isinstance(logits, tuple) else logits
-        # The logits at a position speak of the next one. Only labelled positions are turned into float32 probabilities.
+        # The logits at a position predict the next one. Only labelled positions become float32 probabilities.
         rows, positions = torch.nonzero(labels[:, 1:] != IGNORED, as_tuple=True)
         targets = labels[rows, positions + 1] & _TOKEN_MASK
         vocabulary: torch.Tensor = logits[rows, positions].float().log_softmax(dim=-1)
@@ -259,7 +259,7 @@ class CausalPromptHooks:
         return word_scores.new_zeros(len(labels)).index_add(0, rows, word_scores)
 
     def accuracy(self, prediction: EvalPrediction) -> dict[str, float]:
-        """The share of examples whose right label word is the likeliest; a `compute_metrics`.
+        """Return the share of examples whose right label word is the likeliest (a `compute_metrics`).
 
         Raises:
             RuntimeError: If a candidate of an example was not evaluated.
@@ -280,10 +280,10 @@ class CausalPromptHooks:
 
 
 def check_words(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> None:
-    """Refuse label words that the tokenizer does not know.
+    """Reject label words that the tokenizer does not know.
 
     Raises:
-        ValueError: If a word has unknown tokens, naming them, or two words have the same tokens.
+        ValueError: If a word has unknown tokens (the message names them), or if two words have the same tokens.
     """
     spelled = token_ids(tokenizer, [" " + word for word in words])
     for word, ids in zip(words, spelled, strict=True):

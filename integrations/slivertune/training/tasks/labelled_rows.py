@@ -1,4 +1,4 @@
-"""Rows with labels on the response or on the assistant's turns, and which of them are dropped."""
+"""Rows with labels on the response or on the assistant's turns, and the choice of rows to drop."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from slivertune.training.tasks.tokenization import (
 )
 
 _MOST_REASONS = 5
-"""How many reasons to drop rows are said, the most frequent first."""
+"""Maximum number of reasons for dropped rows to report, the most frequent first."""
 
 
 def encode_responses(
@@ -36,22 +36,22 @@ def encode_responses(
     max_length: int,
     truncate: bool,
 ) -> Columns:
-    """Prompt, separator, response and EOS token in one row, with labels on the response and the EOS token alone.
+    """Join prompt, separator, response and EOS token in one row, with labels on the response and the EOS token only.
 
-    The row is tokenised in one piece; the response begins where its tokens part from those of the prompt alone. Special
-    tokens that a prompt or a response has itself, and that the row gets here, are there once.
+    The row is tokenised in one piece. The response begins where its tokens differ from those of the prompt alone.
+    Special tokens of a prompt or a response that the row gets anyway are kept once.
 
     Args:
         batch: The texts.
         tokenizer: The tokenizer.
-        found: What the columns are.
-        separator: Text between the two.
-        max_length: Longest row in tokens.
-        truncate: Cut the end of longer rows.
+        found: Format of the columns.
+        separator: Text between prompt and response.
+        max_length: Maximum length of a row in tokens.
+        truncate: Whether to cut the end of longer rows.
 
     Returns:
-        The batch, row by row; `length` counts tokens before a cut, `num_targets` predicted labels after it, `fault`
-        says why a row can't be used, `unclear` why all can't, `remarks` what was changed, a line each.
+        The batch, row by row. `length` counts tokens before a cut, `num_targets` predicted labels after it. `fault` is
+        the reason to drop a row, `unclear` the reason to reject the split, and `remarks` has a line for each change.
     """
     leading, ends = leading_special_tokens(tokenizer), special_ends(tokenizer)
 
@@ -77,18 +77,18 @@ def encode_chats(
     truncate: bool,
     day: date | None = None,
 ) -> Columns:
-    """Conversations as the chat template writes them, with labels on the assistant's turns; see `encode_conversation`.
+    """Tokenise conversations by the chat template, with labels on the assistant's turns (see `encode_conversation`).
 
     Args:
-        batch: The columns of the format.
-        tokenizer: Has a chat template.
-        found: What the columns are.
-        max_length: Longest row in tokens.
-        truncate: Cut the end of longer rows.
-        day: The date that the template writes; None for today.
+        batch: Columns of the format.
+        tokenizer: Tokenizer with a chat template.
+        found: Format of the columns.
+        max_length: Maximum length of a row in tokens.
+        truncate: Whether to cut the end of longer rows.
+        day: Date that the template writes; None for today.
 
     Returns:
-        As `encode_responses`; a conversation may make several rows.
+        Columns as of `encode_responses`. A conversation may make several rows.
     """
 
     def encode(row: dict[str, Any], remarks: list[str]) -> list[Encoded]:
@@ -101,14 +101,14 @@ def encode_chats(
 
 
 def refuse_unclear(encoded: Any, *, split: str) -> None:
-    """Refuse rows that do not say clearly what is to be learned.
+    """Reject rows that do not say clearly which turns to train on.
 
     Args:
-        encoded: What `encode_chats` made, as a numbered `datasets.Dataset`.
+        encoded: Output of `encode_chats`, as a numbered `datasets.Dataset`.
         split: Name of the split, for messages.
 
     Raises:
-        ValueError: If there are such rows, naming them and the most frequent reason.
+        ValueError: If there are such rows. The message names them and the most frequent reason.
     """
     reasons = column_values(encoded, "unclear")
     if any(reasons):
@@ -121,18 +121,18 @@ def refuse_unclear(encoded: Any, *, split: str) -> None:
 
 
 def leave_out_faulty(encoded: Any, *, split: str, skip: bool) -> Any:
-    """Refuse or leave out rows of named columns that can't be written.
+    """Reject or skip rows of named columns that can't be rendered.
 
     Args:
-        encoded: What `encode_responses` or `encode_chats` made, as a numbered `datasets.Dataset`.
+        encoded: Output of `encode_responses` or `encode_chats`, as a numbered `datasets.Dataset`.
         split: Name of the split, for messages.
-        skip: Leave such rows out, and say how many, in place of an error.
+        skip: Whether to skip such rows and log their number instead of raising an error.
 
     Returns:
         The other rows.
 
     Raises:
-        ValueError: If there are such rows and `skip` is off, or nothing is left.
+        ValueError: If there are such rows and `skip` is off, or if no row is left.
     """
     faults = column_values(encoded, "fault")
     first = next(filter(None, faults), "")
@@ -142,43 +142,43 @@ def leave_out_faulty(encoded: Any, *, split: str, skip: bool) -> Any:
 
 
 def describe_remarks(encoded: Any, *, split: str) -> list[str]:
-    """Count what was written otherwise than it is in the data.
+    """Count the rows whose text differs from the data, by kind of change.
 
     Args:
-        encoded: What `encode_responses` or `encode_chats` made, as a numbered `datasets.Dataset`.
+        encoded: Output of `encode_responses` or `encode_chats`, as a numbered `datasets.Dataset`.
         split: Name of the split.
 
     Returns:
-        A line for each kind.
+        One line per kind.
     """
     numbers = column_values(encoded, ROW_COLUMN)
-    # A conversation may have become several rows, which all have its remarks.
+    # If a conversation became several rows, each of them has its remarks.
     remarks = dict(zip(numbers, column_values(encoded, "remarks"), strict=True))
     counts = Counter(line for lines in remarks.values() for line in lines.splitlines())
     return [count_line(count, len(remarks), split, line) for line, count in counts.most_common()]
 
 
 def drop_unusable(encoded: Any, target: str, *, max_length: int, split: str) -> tuple[Any, list[str]]:
-    """Leave out rows that can't be used, or have nothing to learn.
+    """Drop rows that can't be used or have no tokens to train on.
 
     Args:
-        encoded: What `encode_responses` or `encode_chats` made, as a numbered `datasets.Dataset`.
-        target: What is learned, in a word.
-        max_length: The longest row in tokens.
+        encoded: Output of `encode_responses` or `encode_chats`, as a numbered `datasets.Dataset`.
+        target: Name of the trained part, in one word.
+        max_length: Maximum length of a row in tokens.
         split: Name of the split, for messages.
 
     Returns:
-        The other rows; and lines that say how many were dropped, and why, and how many conversations became several.
+        The other rows, and lines with the number of dropped rows by reason and of conversations that became several.
 
     Raises:
-        ValueError: If nothing is left.
+        ValueError: If no row is left.
     """
     faults, counts = column_values(encoded, "fault"), column_values(encoded, "num_targets")
     numbers = column_values(encoded, ROW_COLUMN)
     nothing = f"no {target} token within max_length={max_length}"
     reasons = [fault or ("" if count else nothing) for fault, count in zip(faults, counts, strict=True)]
     total = len(set(numbers))
-    # One of the rows that a conversation became may be left.
+    # If a conversation became several rows, some of them may be left.
     left = {number for number, reason in zip(numbers, reasons, strict=True) if not reason}
     why = {number: reason for number, reason in zip(numbers, reasons, strict=True) if reason and number not in left}
     by_reason = Counter(why.values()).most_common()
@@ -203,7 +203,7 @@ def drop_unusable(encoded: Any, target: str, *, max_length: int, split: str) -> 
 def _encode_each(
     batch: Columns, encode: Callable[[dict[str, Any], list[str]], Sequence[Encoded]], end: int | None
 ) -> Columns:
-    """Encode row by row; one that can't be is a row of its own, which says why."""
+    """Encode row by row. A row that can't be encoded becomes a placeholder with the reason."""
     rows = []
     for place, number in enumerate(batch[ROW_COLUMN]):
         remarks: list[str] = []
@@ -212,12 +212,12 @@ def _encode_each(
             encoded = encode({name: values[place] for name, values in batch.items()}, remarks)
         except (UnusableRowError, UnknownWeightError) as error:
             about["unclear" if isinstance(error, UnknownWeightError) else "fault"] = str(error)
-            # Something in every list, by which the datasets library knows its type.
+            # Non-empty lists, from which the datasets library infers their type.
             encoded = [([0], [IGNORED])]
         about["remarks"] = "\n".join(dict.fromkeys(remarks))
         for ids, labels in encoded:
             labels = labels[:end]
-            # The first token of a row is predicted by nothing.
+            # Nothing predicts the first token of a row.
             num_targets = sum(label != IGNORED for label in labels[1:])
             rows.append(
                 {"input_ids": ids[:end], "labels": labels, "length": len(ids), "num_targets": num_targets, **about}

@@ -1,7 +1,7 @@
-"""Conversations with a mark in the place of each message's words.
+"""Conversations with marks in place of each message's words.
 
-Words can't be searched for in what a chat template wrote: "4" also stands in a date, and what is said twice may be
-written once. So a conversation is written a second time, with marks. A missing mark shows words that are left out.
+Words can't be searched for in the output of a chat template: "4" also stands in a date, and a repeated word may be
+written once. So a conversation is rendered a second time, with marks. A missing mark shows words that are left out.
 """
 
 import html
@@ -16,30 +16,30 @@ from typing import Any
 from slivertune.training.data.conversations import Conversation
 
 _MARK = re.compile(r"Zq(\d{7})qZ", re.IGNORECASE)
-"""Letters and digits, which no template trims or escapes, and all of one length."""
+"""Pattern of a mark: letters and digits, which no template trims or escapes, of constant length."""
 _ANY_MARK = "Zq-------qZ"
-"""A mark without its number, as long as one."""
+"""Mark without its number, of the same length."""
 _SWITCH = re.compile(r"(?<!<)/(?:no_)?think|/system_override")
-"""A control of reasoning that templates read in a message, and may take out of it, also from within a word."""
+"""Switch for reasoning that templates read in a message and may remove, even from within a word."""
 _TAG = re.compile(rf"(</?\w+>|<\|[^<>|]{{1,40}}\|>|\[/?[A-Z_]+\]|{_SWITCH.pattern})")
-"""Markup of a message, which templates look for, and which stays in its place."""
+"""Markup of a message that templates look for. It is not marked."""
 _THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|\[(/?)THINK\]", re.IGNORECASE)
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that transformers hands to templates as its reasoning."""
+"""Keys of a message that transformers passes to templates as its reasoning."""
 
 
 TOOLS = -1
-"""In the place of a message: the functions that the assistant may call."""
+"""Value of `Words.message` for the functions that the assistant may call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words:
-    """A stretch of a message's text without markup, a text in a call of a tool, or the name of a tool.
+    """Words of a message between markup, text in a tool call, or the name of a tool.
 
     Args:
-        message: The message's place; `TOOLS` for a tool.
-        text: Without white space around it.
-        is_reasoning: Whether templates may leave it out.
+        message: Position of the message; `TOOLS` for a tool.
+        text: Text without white space around it.
+        is_reasoning: Whether templates may leave out the text.
     """
 
     message: int
@@ -48,19 +48,19 @@ class Words:
 
     @property
     def forms(self) -> Iterator[str]:
-        """How a template may write it: as it is, or escaped as JSON, Python or XML do."""
+        """Forms in which a template may write the text: as it is, or escaped as in JSON, Python or XML."""
         yield self.text
         yield json.dumps(self.text, ensure_ascii=False)[1:-1]
         yield json.dumps(self.text)[1:-1]
         yield repr(self.text)[1:-1]
         yield html.escape(self.text, quote=False)
         yield html.escape(self.text)
-        # Jinja's own.
+        # Jinja's own escapes.
         yield html.escape(self.text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
 
     @property
     def letters(self) -> str:
-        """What a template keeps of it that changes its case, white space or punctuation."""
+        """Letters and digits of the text, which remain if a template changes case, white space or punctuation."""
         return letters_of(self.text)
 
 
@@ -70,7 +70,7 @@ class MarkedConversation:
 
     Args:
         conversation: The marked messages.
-        words: By the number of their mark.
+        words: The words, indexed by the number of their mark.
     """
 
     conversation: Conversation
@@ -78,7 +78,7 @@ class MarkedConversation:
 
 
 def mark_words(conversation: Conversation) -> MarkedConversation:
-    """Put a mark in the place of all words of all messages, and of the names of tools.
+    """Replace all words of all messages, and the names of tools, by marks.
 
     White space around words and markup (`<think>`, `<|channel|>`, `/no_think`) stays, since templates read it.
     """
@@ -89,23 +89,23 @@ def mark_words(conversation: Conversation) -> MarkedConversation:
 
 
 def find_marks(text: str, num_words: int) -> list[tuple[int, tuple[int, int]]]:
-    """Find the marks of so many words in a text: the number of each, and from where to where it stands."""
-    # Other numbers stand in the data.
+    """Find the marks in a text with numbers below `num_words`. Return the number and the span of each."""
+    # Other numbers come from the data.
     return [(int(each[1]), each.span()) for each in _MARK.finditer(text) if int(each[1]) < num_words]
 
 
 def mark_of(number: int) -> str:
-    """Return the mark of some words, which no template writes by itself."""
+    """Return the mark of a number. No template writes such a mark by itself."""
     return f"Zq{number:07}qZ"
 
 
 def letters_of(text: str) -> str:
-    """Return the letters and digits of a text, in one case."""
+    """Return the letters and digits of a text, case-folded."""
     return "".join(filter(str.isalnum, text.casefold()))
 
 
 def with_marks_alike(text: str) -> str:
-    """Return a text whose marks have no numbers."""
+    """Return a text whose marks have dashes instead of numbers."""
     return _MARK.sub(_ANY_MARK, text)
 
 
@@ -116,9 +116,9 @@ def _mark_message(message: dict[str, Any], place: int, words: list[Words]) -> di
             marked[key] = _mark_text(message[key], partial(put, is_reasoning=True))
     is_answer, has_calls = message["role"] == "assistant", bool(message.get("tool_calls"))
     if isinstance(text := message.get("content"), str):
-        # An answer of nothing but a thought's tags has words by them, unless it calls a tool.
+        # An answer that is only a thought's tags has these as its words, unless it calls a tool.
         has_words = is_answer and (has_calls or bool(_THOUGHT.sub("", text).strip()))
-        # A message of nothing but switches may be written without a word.
+        # A message that is only switches may be rendered without a word.
         if is_answer or _SWITCH.sub("", text).strip():
             marked["content"] = (_mark_answer if has_words else _mark_text)(text, put)
     if is_answer and has_calls:
@@ -127,7 +127,7 @@ def _mark_message(message: dict[str, Any], place: int, words: list[Words]) -> di
 
 
 def _mark_tool(tool: Any, words: list[Words]) -> Any:
-    """Mark the name of a function; templates read types and names of its parameters."""
+    """Mark the name of a function. Types and names of its parameters stay, since templates read them."""
     if not isinstance(tool, dict):
         return tool
     if isinstance(tool.get("function"), dict):
@@ -136,13 +136,13 @@ def _mark_tool(tool: Any, words: list[Words]) -> Any:
 
 
 def _put(words: list[Words], text: str, **about: Any) -> str:
-    """Note words, and return their mark."""
+    """Record words and return their mark."""
     words.append(Words(text=text, **about))
     return mark_of(len(words) - 1)
 
 
 def _mark_text(text: str, put: Callable[..., str]) -> str:
-    """Mark the words between tags; where there are none, all of the text."""
+    """Mark the words between tags, or the whole text if there are none."""
     parts = _TAG.split(text)
     if not any(part.strip() for part in parts[::2]):
         return _mark_stretch(text, put)
@@ -155,7 +155,7 @@ def _mark_stretch(text: str, put: Callable[..., str]) -> str:
 
 
 def _mark_answer(text: str, put: Callable[..., str]) -> str:
-    """Mark an answer, in which a thought may stand between tags, or before a closing tag alone."""
+    """Mark an answer, in which a thought may stand between tags or before a closing tag alone."""
     tags = list(_THOUGHT.finditer(text))
     borders = [0, *(border for tag in tags for border in tag.span()), len(text)]
     is_close = [bool(tag[1] or tag[2]) for tag in tags]
@@ -172,7 +172,7 @@ def _mark_answer(text: str, put: Callable[..., str]) -> str:
 
 
 def _mark_calls(value: Any, put: Callable[..., str], *, is_said: bool = False) -> Any:
-    """Mark the name of a called function, and all texts of its arguments."""
+    """Mark the name of a called function and all texts in its arguments."""
     if isinstance(value, dict):
         return {
             key: _mark_calls(item, put, is_said=is_said or key in ("name", "arguments")) for key, item in value.items()

@@ -1,4 +1,4 @@
-"""From loaded splits to what the HF Trainer takes, for every task."""
+"""Conversion of loaded splits to datasets and hooks for the HF Trainer, for every task."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from slivertune.training.tasks.registry import TASK_OPTIONS, tasks_reading
 from slivertune.training.tasks.task import Task
 
 Prepare: TypeAlias = Callable[[DataArguments, PreTrainedTokenizerBase, PreTrainedConfig, dict[str, Any]], Task]
-"""From arguments, tokenizer, the model's configuration, and numbered splits `train` and `eval`."""
+"""Function of settings, tokenizer, model configuration, and numbered splits `train` and `eval` that makes a task."""
 
 _PREPARE: dict[str, Prepare] = {
     "causal_lm": prepare_causal,
@@ -24,17 +24,17 @@ _PREPARE: dict[str, Prepare] = {
 
 
 def register_train_task(name: str, prepare: Prepare, *, reads: tuple[str, ...] = ()) -> None:
-    """Let `slivertune train` learn a task of another package; call it before `slivertune.cli.main`.
+    """Register a task of another package for `slivertune train`. Call it before `slivertune.cli.main`.
 
-    From then on `--task` takes its name.
+    From then on, `--task` takes its name.
 
     Args:
-        name: As it is typed.
-        prepare: Makes a `Task`, whose `model_kind` may be a class of the other package's.
-        reads: Which options of `DataArguments` it reads, of those that not every task does.
+        name: Name of the task, as typed.
+        prepare: Function that makes a `Task`, whose `model_kind` may be a class of the other package.
+        reads: Options of `DataArguments` that it reads and that not every task reads.
 
     Raises:
-        ValueError: If another task has its name, or every task reads one of those options.
+        ValueError: If another task has its name, or if an option in `reads` is not one that only some tasks read.
     """
     if _PREPARE.get(name, prepare) is not prepare:
         raise ValueError(f"another task is registered as {name!r}; choose another name for {prepare!r}")
@@ -48,24 +48,24 @@ def register_train_task(name: str, prepare: Prepare, *, reads: tuple[str, ...] =
 def prepare_task(
     args: DataArguments, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, splits: Any
 ) -> Task:
-    """Tokenise the splits and gather the hooks of a task.
+    """Tokenise the splits and set the hooks of a task.
 
-    In a run of several processes, call it inside `TrainingArguments.main_process_first()`, so that one tokenises and
+    With several processes, call it inside `TrainingArguments.main_process_first()`, so that one process tokenises and
     the others read its cache.
 
     Args:
-        args: The task, its columns and lengths.
-        tokenizer: Any transformers tokenizer; it stays as it is.
-        model_config: Says how many positions the model has and, for prompts, whether it is a masked or a causal one.
+        args: Settings for the task, its columns and lengths.
+        tokenizer: Any transformers tokenizer. It is not changed.
+        model_config: Configuration with the model's number of positions and, for prompts, its kind (masked or causal).
         splits: A `datasets.DatasetDict` with `train` and `eval`, as from `load_splits`.
 
     Returns:
-        What the Trainer takes.
+        Datasets and hooks for the Trainer.
 
     Raises:
         ValueError: If columns, labels, lengths or rows don't fit.
     """
-    # Asked to cut, a fast tokenizer keeps cutting, and would write that into the checkpoints it is saved with.
+    # A fast tokenizer that has truncated once keeps truncating, and would save that with its checkpoints.
     tokenizer = copy.deepcopy(tokenizer)
     return _PREPARE[args.task](
         args, tokenizer, model_config, {name: number_rows(splits[name]) for name in ("train", "eval")}
@@ -80,14 +80,14 @@ def prepare_datasets(
     *,
     seed: int,
 ) -> Task:
-    """`prepare_task` for one dataset or several, which only language modelling mixes.
+    """Prepare a task for one dataset, or language modelling on a mixture of several.
 
     Args:
-        args: As for `prepare_task`, and the datasets' weights.
-        tokenizer: Any transformers tokenizer; it stays as it is.
-        model_config: The model's.
-        sources: As from `load_datasets`.
-        seed: Decides in which order rows of weighted datasets are drawn.
+        args: Settings, as for `prepare_task`, and the weights of the datasets.
+        tokenizer: Any transformers tokenizer. It is not changed.
+        model_config: Configuration of the model.
+        sources: Splits by dataset name, as from `load_datasets`.
+        seed: Seed for the order in which rows of weighted datasets are drawn.
 
     Raises:
         ValueError: As `prepare_task`.

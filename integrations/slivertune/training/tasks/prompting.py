@@ -1,7 +1,7 @@
-"""Templates and label words: how a row becomes a prompt, and which tokens stand for its label.
+"""Prompt templates for rows, and label words with their tokens.
 
-The paper's prompts (appendix B.4, Tables 12 and 13) put a row's texts into a template with one open place, and read the
-label off the word that the language model finds likeliest there.
+The paper's prompts (appendix B.4, Tables 12 and 13) put a row's texts into a template with one open place. The label is
+read from the word that the language model finds likeliest there.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from slivertune.training.tasks.task import ModelKind
 from slivertune.training.tasks.tokenization import Columns, token_ids
 
 MASK = "mask"
-"""The placeholder of the label word."""
+"""Placeholder of the label word."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """A prompt with open places.
+    """A prompt with placeholders.
 
     Args:
-        text: As the user wrote it, with {column} and {mask} placeholders; literal braces are doubled.
-        pieces: Literal text and the placeholder after it (None at the end), in order.
+        text: Text as the user wrote it, with {column} and {mask} placeholders; literal braces are doubled.
+        pieces: Pairs of literal text and the placeholder after it (None at the end), in order.
     """
 
     text: str
@@ -34,7 +34,7 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Read a template.
+        """Parse a template.
 
         Raises:
             ValueError: If a brace is open, a placeholder is no plain name, no column is named, or {mask} comes twice.
@@ -58,38 +58,38 @@ class Template:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns it names, each once."""
+        """Columns that the template names, each once."""
         return tuple(dict.fromkeys(name for _, name in self.pieces if name not in (None, MASK) and name is not None))
 
     @property
     def has_mask(self) -> bool:
-        """Whether the label word's place is marked."""
+        """Whether the place of the label word is marked."""
         return any(name == MASK for _, name in self.pieces)
 
     @property
     def before_mask(self) -> Template:
-        """The part before {mask}, or all of it where there is none."""
+        """Template before {mask}, or the whole template if it has none."""
         if not self.has_mask:
             return self
         place = [name for _, name in self.pieces].index(MASK)
         return Template(text=self.text, pieces=(*self.pieces[:place], (self.pieces[place][0], None)))
 
     def values(self, batch: Columns) -> list[dict[str, str]]:
-        """The texts that the columns of a batch put in, row by row."""
+        """Return the texts in a batch's columns that the template names, row by row."""
         texts = zip(*(batch[column] for column in self.columns), strict=True)
         return [dict(zip(self.columns, map(str, row), strict=True)) for row in texts]
 
     def fill(self, values: Mapping[str, str], mask: str = "") -> str:
-        """Put in the values and the mask token; nothing inside a value is read as a placeholder."""
+        """Fill in the values and the mask token. Nothing inside a value is read as a placeholder."""
         filled = {**values, MASK: mask}
         return "".join(literal + ("" if name is None else filled[name]) for literal, name in self.pieces)
 
 
 def prompt_model_kind(config: PreTrainedConfig) -> ModelKind:
-    """Whether prompts go to a masked or to a causal language model.
+    """Determine whether a model is a masked or a causal language model.
 
     Args:
-        config: The model's configuration; its architecture decides, which a saved model names, else its type.
+        config: Configuration of the model. The architecture decides if it is named, as in a saved model, else the type.
 
     Returns:
         "masked_lm" or "causal_lm".
@@ -113,11 +113,11 @@ def prompt_model_kind(config: PreTrainedConfig) -> ModelKind:
 
 
 def parse_label_words(text: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """Give every label its word.
+    """Assign a word to every label.
 
     Args:
-        text: "terrible,great" in the labels' order, or "0=terrible,1=great".
-        labels: The labels of the training split.
+        text: Words in the order of the labels ("terrible,great"), or pairs ("0=terrible,1=great").
+        labels: Labels of the training split.
 
     Returns:
         One word per class.
@@ -144,21 +144,21 @@ def parse_label_words(text: str, labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def mask_token_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...], template: Template) -> tuple[int, ...]:
-    """The one token of every label word, as a masked language model scores it.
+    """Return the single token of every label word, as a masked language model scores it.
 
-    Byte-level tokenizers know a word after a space as another token than the word alone. The form that the template
-    calls for is tried first, then the other; all words take the same form.
+    Byte-level tokenizers have one token for a word after a space and another for the word alone. The form that the
+    template requires is tried first, then the other. All words take the same form.
 
     Args:
         tokenizer: The tokenizer.
         words: One word per class.
-        template: Tells whether {mask} follows white space.
+        template: Template, which shows whether {mask} follows white space.
 
     Returns:
         One token id per class.
 
     Raises:
-        ValueError: If in neither form every word is one known token of its own, naming the tokens.
+        ValueError: If in neither form every word is one known token of its own. The message names the tokens.
     """
     before = template.before_mask.fill(dict.fromkeys(template.columns, "x"))
     tried = []
@@ -179,14 +179,14 @@ def mask_token_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...], t
 
 
 def cut_to_fit(values: dict[str, str], fits: Callable[[dict[str, str]], bool]) -> dict[str, str]:
-    """Shorten the longest values until a row fits, so that the template and its open place stay.
+    """Shorten the longest values until a row fits, without cutting the template.
 
     Args:
         values: Column -> text.
-        fits: Whether a row with these values is short enough.
+        fits: Function that tells whether a row with these values is short enough.
 
     Returns:
-        The values, each cut to the same number of characters at most, the largest found by bisection.
+        The values, each cut to the same maximum number of characters, the largest that fits (found by bisection).
 
     Raises:
         ValueError: If the row is too long even with empty values.

@@ -1,4 +1,4 @@
-"""How rows of a format become text: by a chat template, or plainly."""
+"""Choice between a chat template and plain text for the rows of a format."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from slivertune.training.options.arguments import DataArguments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What rows are, and whether a chat template writes them."""
+    """Format of the rows, and whether a chat template renders them."""
 
     format: DatasetFormat
     uses_template: bool
@@ -26,11 +26,11 @@ class Reading:
         return not self.uses_template and self.format.name not in ("text", "alpaca")
 
     def describe(self, rows: Any, template: str) -> str:
-        """One line for the beginning of a run.
+        """Describe the rows in one line, for the first lines of a run.
 
         Args:
-            rows: A `datasets.Dataset`, whose columns that are not read are named, and keys of messages likewise.
-            template: The text of the chat template; anything where there is none.
+            rows: A `datasets.Dataset`. The line names its columns and keys of messages that are not read.
+            template: Source of the chat template; any text if there is none.
         """
         found = self.format
         how = ""
@@ -47,18 +47,18 @@ class Reading:
 
 
 def choose_reading(args: DataArguments, tokenizer: PreTrainedTokenizerBase, found: DatasetFormat) -> Reading:
-    """Choose whether a chat template writes the rows.
+    """Choose whether a chat template renders the rows.
 
-    It writes chats, and instruction data where there is one; columns that were named by hand are read as plain text,
-    unless a template was named as well.
+    If there is a template, it renders chats and instruction data. Columns that the user named are read as plain text,
+    unless the user also named a template.
 
     Args:
-        args: May name a chat template.
-        tokenizer: Has the template, if there is one.
-        found: What rows are.
+        args: Settings that may name a chat template.
+        tokenizer: Tokenizer with the template, if there is one.
+        found: Format of the rows.
 
     Raises:
-        ValueError: If rows are chats and there is no template.
+        ValueError: If rows are chats and there is no template, or if none of several templates is the default.
     """
     has_template = bool(tokenizer.chat_template)
     if found.is_chat and not has_template:
@@ -81,12 +81,12 @@ def template_day(asked: str | None, tokenizer: PreTrainedTokenizerBase, readings
     """Choose the date that a chat template writes.
 
     Args:
-        asked: `--chat_template_date`; today if None.
-        tokenizer: Has the template, if there is one.
-        readings: Of all datasets.
+        asked: Value of `--chat_template_date`; None for today.
+        tokenizer: Tokenizer with the template, if there is one.
+        readings: Readings of all datasets.
 
     Returns:
-        The date; None if no dataset is written by a template that writes today's.
+        The date, or None if no dataset is rendered by a template that writes the current date.
     """
     is_written = any(reading.uses_template for reading in readings)
     if not is_written or not re.search(r"\bstrftime_now\b", str(tokenizer.chat_template)):
@@ -95,14 +95,14 @@ def template_day(asked: str | None, tokenizer: PreTrainedTokenizerBase, readings
 
 
 def check_settings_are_read(args: DataArguments, readings: Iterable[Reading]) -> None:
-    """Refuse settings that no dataset reads.
+    """Reject settings that no dataset reads.
 
     Args:
         args: The settings.
-        readings: Of all datasets.
+        readings: Readings of all datasets.
 
     Raises:
-        ValueError: If a chat template or a separator was given that nothing is written with.
+        ValueError: If a chat template or a separator was given and no dataset uses it.
     """
     readings = list(readings)
     formats = " and ".join(str(reading.format) for reading in readings)

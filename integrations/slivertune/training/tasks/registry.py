@@ -1,4 +1,4 @@
-"""The tasks that `slivertune train --task` takes, those of other packages among them."""
+"""Tasks that `slivertune train --task` takes, including those of other packages."""
 
 TASK_OPTIONS: dict[str, frozenset[str]] = {
     "causal_lm": frozenset(
@@ -17,11 +17,11 @@ TASK_OPTIONS: dict[str, frozenset[str]] = {
     "classification": frozenset(("text_column", "text_pair_column", "label_column")),
     "prompt_classification": frozenset(("label_column", "template", "label_words")),
 }
-"""By the name that is typed: the options of `DataArguments` that it reads, and that not every task does."""
+"""Name of a task -> options of `DataArguments` that it reads and that not every task reads."""
 
 
 def tasks_reading(option: str) -> list[str]:
-    """The tasks that read an option which not every task reads; none for one that all do.
+    """Return the tasks that read an option, or an empty list for an option that every task reads.
 
     Args:
         option: Name of a field of `DataArguments`.

@@ -1,4 +1,4 @@
-"""Calls of a chat template: all messages, the first few, and the prompt that asks for a turn."""
+"""Calls of a chat template, for all messages, the first few, or the prompt that asks for a turn."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,7 +12,7 @@ from slivertune.training.data.conversations import Conversation, UnusableRowErro
 _Value = TypeVar("_Value")
 
 Span = tuple[int, int]
-"""From where to where, in characters."""
+"""Start and end of a stretch of text, in characters."""
 
 
 def render(
@@ -22,16 +22,16 @@ def render(
     *,
     prompts: bool = False,
 ) -> str:
-    """Write the first messages of a conversation by the chat template.
+    """Render the first messages of a conversation by the chat template.
 
     Args:
-        tokenizer: Has a chat template.
+        tokenizer: Tokenizer with a chat template.
         conversation: The messages.
-        num_messages: How many of them; all if None.
-        prompts: Whether the generation prompt of a turn that is to come follows.
+        num_messages: Number of messages to render; None for all.
+        prompts: Whether to append the generation prompt of the next turn.
 
     Raises:
-        UnusableRowError: If the template refuses the messages.
+        UnusableRowError: If the template rejects the messages.
     """
     return str(
         _or_unusable(
@@ -46,10 +46,10 @@ def render(
 
 
 def render_blocks(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> tuple[str, list[Span]]:
-    """Write a conversation, and find where the template's `{% generation %}` blocks lie in the text.
+    """Render a conversation, and find the spans of the template's `{% generation %}` blocks in the text.
 
     Raises:
-        UnusableRowError: If the template refuses the messages.
+        UnusableRowError: If the template rejects the messages.
     """
     return _or_unusable(lambda: generation_spans(tokenizer, conversation.messages, conversation.tools))
 
@@ -59,5 +59,5 @@ def _or_unusable(apply: Callable[[], _Value]) -> _Value:
         return apply()
     except TemplateSyntaxError:
         raise
-    except Exception as error:  # a template is a program, which may fail by anything
+    except Exception as error:  # a template is a program and may fail in any way
         raise UnusableRowError(f"the chat template refuses them: {error}") from error

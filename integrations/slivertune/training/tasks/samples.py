@@ -1,4 +1,4 @@
-"""What the model says about one evaluation row, before and after."""
+"""Answers of the model to one evaluation row, before and after training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from slivertune.training.tasks.task import Task
 from slivertune.training.tasks.tokenization import IGNORED, padding_id
 
 _PROMPT_TOKENS = 48
-"""Tokens of a text's beginning that the model is given to continue."""
+"""Maximum length of a prompt taken from the beginning of a text, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,12 +20,12 @@ class Probe:
     """One question to the model."""
 
     prompt: str
-    """The text to continue, or the row to judge."""
+    """Text to continue, or row to judge."""
     expected: str | None
-    """The answer in the data, where there is one."""
+    """Answer in the data, if there is one."""
     ask: Callable[[], str]
-    """Lets the model answer, as it is now, and leaves the random state as it was: the continuation alone, or the label
-    that it chooses; for label words, whether it is right."""
+    """Function that lets the current model answer and leaves the random state as it was. It returns the continuation
+    alone, the chosen label or, for label words, whether the answer is right."""
 
 
 def make_probe(
@@ -40,30 +40,30 @@ def make_probe(
     """Make the question that suits a task.
 
     Args:
-        trainer: Holds the model, and judges rows of classification tasks.
-        task: What is learned.
-        tokenizer: Its tokenizer.
-        asked: `--sample_prompt`; by default the beginning of the first evaluation row.
-        num_tokens: The most tokens that a language model may answer; 0 asks nothing.
-        cut: Whether a prompt that does not fit into a row is cut, as one that no user typed.
+        trainer: Trainer with the model, which judges rows of classification tasks.
+        task: Task of the run.
+        tokenizer: Tokenizer of the model.
+        asked: Value of `--sample_prompt`. The default is the beginning of the first evaluation row.
+        num_tokens: Maximum length of a language model's answer in tokens; 0 asks nothing.
+        cut: Whether to cut a prompt that does not fit into a row, as for a prompt that no user typed.
 
     Returns:
-        The question, or None where none is wanted.
+        The question, or None if there is none to ask.
 
     Raises:
-        ValueError: If the prompt asked for has no tokens, is too long, or the task is no language modelling.
+        ValueError: If `asked` has no tokens or is too long, or if the task is not language modelling.
     """
     is_own = not isinstance(task.model_kind, str)
     if asked is not None and (is_own or task.id2label is not None):
         raise ValueError(f"sample_prompt={asked!r} is for language modelling; leave it out for other tasks")
-    # Nothing is known of what another package's model answers.
+    # The answers of another package's model are unknown.
     if num_tokens == 0 or is_own:
         return None
     if task.id2label is not None:
         return _judgement(trainer, task, tokenizer)
     ids, expected = _first_prompt(task, tokenizer) if asked is None else (tokenizer(asked)["input_ids"], None)
     if asked is None:
-        ids = ids[-(task.max_length - 1) :]  # what the response follows is the end
+        ids = ids[-(task.max_length - 1) :]  # keep the end, which the response follows
     elif cut:
         ids = ids[: task.max_length - 1]
     if not 0 < len(ids) < task.max_length:
@@ -80,17 +80,17 @@ def make_probe(
 def _continue_text(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, ids: list[int], num_tokens: int, *, is_greedy: bool
 ) -> str:
-    """Let a language model continue a text.
+    """Continue a text with a language model.
 
-    Answers that the data knows are decoded greedily; free text is drawn at temperature 0.7 from a fixed seed, since
-    small models repeat themselves otherwise.
+    If the answer is in the data, decoding is greedy. Otherwise, text is sampled at temperature 0.7 with a fixed seed,
+    since small models repeat themselves in greedy decoding.
     """
     model: Any = trainer.model
     given = torch.tensor([ids], device=model.device)
     drawing = {"do_sample": False} if is_greedy else {"do_sample": True, "temperature": 0.7, "top_k": 20}
     was_training = model.training
     model.eval()
-    # As in evaluation, where accelerate puts it around the outermost forward, which PEFT's generate does not call.
+    # As in evaluation. Accelerate wraps the outermost forward in autocast, and PEFT's generate does not call that one.
     autocast = trainer.accelerator.autocast()
     with autocast, torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -107,8 +107,8 @@ def _continue_text(
 
 
 def _judgement(trainer: Trainer, task: Task, tokenizer: PreTrainedTokenizerBase) -> Probe:
-    """A classifier, or a language model with label words, judges one row."""
-    # A causal language model is asked once for each label word, in rows that follow each other.
+    """Let a classifier, or a language model with label words, judge one row."""
+    # A causal language model is asked once per label word, in consecutive rows.
     rows = task.eval_dataset.select(range(len(task.id2label or [1]) if task.model_kind == "causal_lm" else 1))
     names = task.id2label if task.model_kind == "sequence_classification" else None
 
@@ -126,12 +126,12 @@ def _judgement(trainer: Trainer, task: Task, tokenizer: PreTrainedTokenizerBase)
 
 
 def _first_prompt(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str | None]:
-    """The first evaluation row: its beginning, or its prompt and the response in the data."""
+    """Return the beginning of the first evaluation row, or its prompt and the response in the data."""
     row = task.eval_dataset[0]
     ids, silent = row["input_ids"], [label == IGNORED for label in row.get("labels", ())]
-    if True not in silent:  # no prompt in this row, all of it is learned
+    if True not in silent:  # no prompt in this row: all of it is trained on
         return ids[: max(1, min(_PROMPT_TOKENS, len(ids) // 2))], None
-    # A packed row may begin in the midst of a response; the first whole prompt begins after it.
+    # A packed row may begin in the middle of a response. The first whole prompt begins after it.
     start = silent.index(True)
     end = silent.index(False, start) if False in silent[start:] else len(ids)
     stop = silent.index(True, end) if True in silent[end:] else len(ids)

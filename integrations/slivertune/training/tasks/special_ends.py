@@ -1,4 +1,4 @@
-"""Special tokens that begin and end a row, and may stand in the data, too: they are written once."""
+"""Special tokens at the ends of a row, written once even if the data has them, too."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,19 +12,19 @@ from slivertune.training.tasks.tokenization import added_tokens, leading_special
 
 TEMPLATE_REMARK = "special tokens that the chat template writes stand in messages, too; the row has them once"
 _SAMPLE = Conversation(messages=[{"role": role, "content": ""} for role in ("user", "assistant") * 2])
-"""What a template writes in most conversations, whatever the one at hand has."""
+"""Sample conversation, rendered beside the one at hand to find the tokens that a template usually writes."""
 _FIRST = ""
-"""In the place of a role: the first message, whoever says it."""
+"""Key in place of a role, for the first message of any role."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialEnds:
-    """The special tokens at the ends of a row of plain text.
+    """Special tokens at the ends of a row of plain text.
 
     Args:
-        begin: Those before the text, BOS say; empty if the tokenizer has none.
-        adds_begin: Whether every row gets them, or those rows alone whose text has them.
-        end: The one behind the text, which every row gets.
+        begin: Tokens before the text, such as BOS; empty if the tokenizer has none.
+        adds_begin: Whether every row gets them, or only rows whose text has them.
+        end: Token behind the text, which every row gets.
     """
 
     begin: str
@@ -33,16 +33,16 @@ class SpecialEnds:
 
     @property
     def remark(self) -> str:
-        """The line about texts that have such tokens themselves."""
+        """Line about texts that have such tokens themselves."""
         tokens = " or ".join(repr(token) for token in dict.fromkeys((self.begin, self.end)) if token)
         return f"{tokens} stands in the data where a row has it anyway; the row has it once"
 
     def text_once(self, text: str) -> str:
-        """Return a text without the special tokens that its row gets, and with the others once."""
+        """Return a text without the special tokens that its row gets, and with the others at most once."""
         return self._begin_once(without_end(text, (self.end,)))
 
     def pair_once(self, prompt: str, response: str) -> tuple[str, str]:
-        """Return a prompt and a response, of which one row is made, without the special tokens that it gets."""
+        """Return the prompt and the response of one row, without the special tokens that the row gets."""
         prompt, response = self._begin_once(prompt), without_end(response, (self.end,))
         if self.adds_begin or (self.begin and prompt.startswith(self.begin)):
             response = without_begin(response, self.begin)
@@ -54,10 +54,10 @@ class SpecialEnds:
 
 
 def special_ends(tokenizer: PreTrainedTokenizerBase) -> SpecialEnds:
-    """Find what stands at the ends of a row of plain text.
+    """Find the special tokens at the ends of a row of plain text.
 
     Args:
-        tokenizer: Has an EOS token.
+        tokenizer: Tokenizer with an EOS token.
     """
     leading = "".join(map(str, tokenizer.convert_ids_to_tokens(leading_special_tokens(tokenizer))))
     return SpecialEnds(
@@ -66,7 +66,7 @@ def special_ends(tokenizer: PreTrainedTokenizerBase) -> SpecialEnds:
 
 
 def added_ends(tokenizer: PreTrainedTokenizerBase) -> SpecialEnds:
-    """Find what a tokenizer itself puts around a text: [CLS] and [SEP], say, or nothing."""
+    """Find the special tokens that a tokenizer itself puts around a text, such as [CLS] and [SEP]."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     special = list(encoded["special_tokens_mask"])
     num_behind = special[::-1].index(0) if 0 in special else 0
@@ -78,7 +78,7 @@ def added_ends(tokenizer: PreTrainedTokenizerBase) -> SpecialEnds:
 
 
 def without_begin(text: str, token: str) -> str:
-    """Return a text without a special token before it, however often it is there."""
+    """Return a text without a special token at its beginning, however often it is there."""
     rest = text
     while token and rest.lstrip().startswith(token):
         rest = rest.lstrip().removeprefix(token)
@@ -86,7 +86,7 @@ def without_begin(text: str, token: str) -> str:
 
 
 def without_end(text: str, tokens: Iterable[str]) -> str:
-    """Return a text without special tokens behind it, however often they are there."""
+    """Return a text without special tokens at its end, however often they are there."""
     rest, tokens = text, tuple(token for token in tokens if token)
     while found := [token for token in tokens if rest.rstrip().endswith(token)]:
         rest = rest.rstrip().removesuffix(max(found, key=len))
@@ -96,11 +96,11 @@ def without_end(text: str, tokens: Iterable[str]) -> str:
 def messages_once(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Conversation:
     """Return a conversation without the special tokens in its messages that the chat template writes anyway.
 
-    These are BOS before the first message, or before later ones where the template repeats it, and behind a message
-    the token that ends a turn.
+    These are BOS before the first message (or before later ones, if the template repeats it), and the token that ends a
+    turn, behind a message.
 
     Args:
-        tokenizer: Has a chat template.
+        tokenizer: Tokenizer with a chat template.
         conversation: The messages.
     """
     tokens = [str(token) for token in added_tokens(tokenizer, len(tokenizer)).values()]
@@ -125,10 +125,10 @@ def messages_once(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
 def _written_by_template(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tokens: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """Find where the chat template writes BOS, and by role the tokens that it writes behind a message.
+    """Find where the chat template writes BOS, and the tokens that it writes behind messages.
 
     Returns:
-        BOS by what it is written before: `_FIRST`, or the role of a later message; and the tokens by role.
+        BOS by the message after it (`_FIRST`, or the role of a later message), and the tokens behind messages by role.
     """
     bos = str(tokenizer.bos_token or "")
     begins, ends = dict[str, str](), dict[str, tuple[str, ...]]()
@@ -147,10 +147,10 @@ def _written_by_template(
         behind = list[str]()
         for (place, _), before, after in zip(found, around, around[1:], strict=False):
             role = messages[place]["role"]
-            # A token that ends the message before is not BOS of this one.
+            # A token that ends the previous message is not the BOS of this one.
             if bos and bos in before.removeprefix(max(behind, key=len, default="")):
                 begins[role if place else _FIRST] = bos
-            # The end of a text may be several tokens.
+            # A text may end with several tokens.
             behind = [token for token in tokens if after.startswith(token) or (after is around[-1] and token in after)]
             ends[role] = (*ends.get(role, ()), *behind)
     return begins, ends

@@ -1,4 +1,4 @@
-"""What a task hands to the HF Trainer, and how its rows become one padded batch."""
+"""Datasets and hooks of a task for the HF Trainer, and the padding of its rows to a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ ModelKind = Literal["causal_lm", "masked_lm", "sequence_classification"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddingCollator:
-    """Pad rows on the right to the longest of the batch.
+    """Pads rows on the right to the longest of the batch.
 
     Args:
-        pad_token_id: Fills `input_ids`; `labels` are filled with -100, everything else (masks, token types) with 0.
-        causal: The rows of a causal language model. Those without labels are their own labels, and a first token, which
-            nothing predicts, has none: some models' losses count it among the labels and some do not.
-        masked: Return an `attention_mask`. Off for packed rows, which are all of one length and need none.
+        pad_token_id: Fill value of `input_ids`. The value for `labels` is -100, for masks and token types 0.
+        causal: Whether rows are for a causal language model. Their default labels are their own tokens. A first token,
+            which nothing predicts, has no label: the losses of some models count it among the labels, others don't.
+        masked: Whether to return an `attention_mask`. Packed rows are all of one length and need none.
     """
 
     pad_token_id: int
@@ -32,11 +32,11 @@ class PaddingCollator:
         """Make a batch.
 
         Args:
-            rows: Each a dict with `input_ids` and maybe `attention_mask`, `token_type_ids`, `labels` (a list as long as
-                `input_ids`, or one class).
+            rows: Dicts with `input_ids` and optionally `attention_mask`, `token_type_ids` and `labels` (a list as long
+                as `input_ids`, or one class).
 
         Returns:
-            int64 tensors of shape (rows, longest); `labels` of shape (rows,) where each is one class.
+            int64 tensors of shape (rows, longest); `labels` of shape (rows,) if each is one class.
         """
         features = as_columns(rows)
         if self.causal:
@@ -56,33 +56,33 @@ class PaddingCollator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Datasets and hooks for a stock `transformers.Trainer`; every field but the last seven is an argument of it."""
+    """Datasets and hooks for a stock `transformers.Trainer`. All fields but the last seven are its arguments."""
 
     train_dataset: Any
-    """`datasets.Dataset` of tokenised rows."""
+    """Tokenised training rows, a `datasets.Dataset`."""
     eval_dataset: Any
-    """`datasets.Dataset` of tokenised rows."""
+    """Tokenised evaluation rows, a `datasets.Dataset`."""
     data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
-    """Rows to a batch."""
+    """Function that makes a batch of rows."""
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
-    """Accuracy, where the task has one."""
+    """Function that computes the accuracy, if the task has one."""
     preprocess_logits_for_metrics: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
-    """Shrinks the logits to what the metric needs before they are gathered."""
+    """Function that reduces the logits to the input of the metric before they are gathered."""
     compute_loss_func: Callable[..., torch.Tensor] | None = None
-    """The loss, where it is not the model's own."""
+    """Loss function, if it is not the model's own."""
     model_kind: ModelKind | type[PreTrainedModel]
-    """Which head the model must have: AutoModelForCausalLM, ...MaskedLM or ...SequenceClassification; or else the
-    class of the model."""
+    """Head that the model must have (AutoModelForCausalLM, ...MaskedLM or ...SequenceClassification), or the class of
+    the model."""
     max_length: int
-    """The longest row, in tokens."""
+    """Maximum length of a row, in tokens."""
     pad_token_id: int
-    """What rows are padded with; `config.pad_token_id` of a classifier must be the same, since a causal one finds the
-    last token by it."""
+    """Token id for padding. `config.pad_token_id` of a classifier must be the same, since a causal one finds the last
+    token by it."""
     id2label: dict[int, str] | None = None
-    """Class -> the label as it stands in the data."""
+    """Class number -> label as in the data."""
     notes: tuple[str, ...] = ()
-    """How the rows were read and which were dropped, for the first lines of a run."""
+    """Lines about the format of the rows and about dropped rows, for the first lines of a run."""
     chat_template: str | None = None
-    """The template that was asked for in place of the tokenizer's, which the saved tokenizer should have."""
+    """Chat template given in place of the tokenizer's, for the saved tokenizer."""
     chat_template_date: str | None = None
-    """The date that the chat template writes, as 2026-01-31; None where it writes none."""
+    """Date that the chat template writes, such as 2026-01-31. None if it writes none."""

@@ -1,4 +1,4 @@
-"""What all tasks share between text and token ids: lengths, the model's positions, special tokens, caching."""
+"""Tokenisation shared by all tasks: lengths, positions of the model, special tokens, caching."""
 
 import hashlib
 import logging
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 Columns: TypeAlias = dict[str, list[Any]]
 
 DEFAULT_MAX_LENGTH = 1024
-"""Tokens in a row where the user, the model and the tokenizer allow more."""
+"""Default maximum length of a row in tokens, if the model and the tokenizer allow it."""
 
 IGNORED = -100
-"""The label of a position without a loss (the convention of torch's cross entropy and of transformers)."""
+"""Label of a position without a loss (the convention of torch's cross entropy and of transformers)."""
 
-# These number their positions from pad_token_id + 1, so that fewer are usable than the embedding holds.
+# These models number their positions from pad_token_id + 1, so that fewer are usable than the embedding holds.
 _POSITIONS_AFTER_PADDING = frozenset(
     (
         "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet",
@@ -34,34 +34,34 @@ _POSITIONS_AFTER_PADDING = frozenset(
 
 
 def source_digest() -> str:
-    """A digest of the source of `slivertune train`, to stand among an encoder's arguments.
+    """Return a digest of the source of `slivertune train`, to be one of an encoder's arguments.
 
-    The datasets library knows an imported function or class by its name alone, so that after a change of the code it
-    would go on reading what the code of before had cached.
+    The datasets library knows an imported function or class only by its name. Without the digest, it would read results
+    cached by older code after a change of the code.
     """
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def as_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Rows as a batch of columns; all have the names of the first."""
+    """Convert rows to a batch of columns. All rows have the keys of the first."""
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def usable_positions(config: PreTrainedConfig) -> tuple[int, str] | None:
-    """How many tokens a model has positions for.
+    """Return the number of tokens for which a model has positions.
 
     Args:
-        config: The model's configuration; of a multimodal model, the text model's part is read.
+        config: Configuration of the model. For a multimodal model, the text model's part is read.
 
     Returns:
-        The number and the words that say where it stands, or None for a model without a limit (such as ALiBi's).
+        The number and its source as text, or None for a model without a limit (such as ALiBi's).
     """
     text_config = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         positions = getattr(text_config, name, None)
         if isinstance(positions, int) and positions > 0:
-            # GPT-2 and its kin answer to the common name by an alias.
+            # GPT-2 and related models answer to the common name by an alias.
             source = f"config.{text_config.attribute_map.get(name, name)}={positions}"
             if text_config.model_type not in _POSITIONS_AFTER_PADDING:
                 return positions, source
@@ -71,18 +71,18 @@ def usable_positions(config: PreTrainedConfig) -> tuple[int, str] | None:
 
 
 def resolve_max_length(requested: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Choose the length of a row in tokens, or check the one asked for.
+    """Choose the maximum length of a row in tokens, or check the requested one.
 
     Args:
-        requested: `--max_length`, or None for the least of 1,024, the model's positions and the tokenizer's limit.
-        config: The model's configuration.
-        tokenizer: Its `model_max_length` bounds the default only.
+        requested: `--max_length`; None for the least of 1,024, the model's positions and the tokenizer's limit.
+        config: Configuration of the model.
+        tokenizer: Tokenizer, whose `model_max_length` limits only the default.
 
     Returns:
-        The longest row, in tokens.
+        Maximum length of a row, in tokens.
 
     Raises:
-        ValueError: If more is asked for than the model has positions, or less than two tokens.
+        ValueError: If the request is more than the model has positions, or less than two tokens.
     """
     limit = usable_positions(config)
     if requested is None:
@@ -100,25 +100,25 @@ def resolve_max_length(requested: int | None, config: PreTrainedConfig, tokenize
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenise without special tokens and without a length limit."""
+    """Tokenise texts without special tokens and without a length limit."""
     if not texts:
         return []
-    # verbose=False: rows longer than the model takes are dealt with by check_lengths.
+    # verbose=False: check_lengths handles rows longer than the model takes.
     return list(tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def split_token_ids(
     tokenizer: PreTrainedTokenizerBase, text: str, borders: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Tokenise a text once, without special tokens, and find the tokens that begin behind borders in it.
+    """Tokenise a text once, without special tokens, and count the tokens before each border in it.
 
-    A token that reaches over a border belongs to what comes after it. Tokenizers written in Python have no offsets.
-    They tokenise the parts between borders as well; if that makes other tokens, they tokenise what is before each.
+    A token that spans a border belongs to the part after it. Tokenizers written in Python have no offsets. They
+    tokenise the parts between borders as well and, if that gives other tokens, the text before each border.
 
     Args:
         tokenizer: The tokenizer.
         text: The text.
-        borders: Places in it, in characters.
+        borders: Positions in the text, in characters.
 
     Returns:
         The token ids, and for each border the number of tokens before it.
@@ -131,7 +131,7 @@ def split_token_ids(
         beginnings = token_ids(tokenizer, [text[:border] for border in borders])
         return ids, [common_prefix_length((ids, beginning)) for beginning in beginnings]
     backend: Any = tokenizer.backend_tokenizer
-    # It adds special tokens, which are not wanted, and may leave white space out of the offsets.
+    # The post-processor adds unwanted special tokens, and may leave white space out of the offsets.
     own, backend.post_processor = backend.post_processor, None
     try:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -139,7 +139,7 @@ def split_token_ids(
         backend.post_processor = own
     ids = list(encoded["input_ids"])
     strips = {token for token, added in added_tokens(tokenizer, len(tokenizer)).items() if added.rstrip}
-    # A token of the template may take the white space behind it, and remains the template's.
+    # A token of the template may include the white space behind it, and still belongs to the template.
     ends = [
         begin + len(text[begin:end].rstrip()) if token in strips else end
         for token, (begin, end) in zip(ids, encoded["offset_mapping"], strict=True)
@@ -149,29 +149,29 @@ def split_token_ids(
 
 @lru_cache(maxsize=4)
 def added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, Any]:
-    """Return the tokens that a tokenizer never divides, by their ids; some have thousands.
+    """Return the tokens that a tokenizer never divides, by their ids. Some tokenizers have thousands.
 
     Args:
         tokenizer: The tokenizer.
-        size: Its length, which changes where tokens are added.
+        size: Length of the tokenizer, for the cache: it changes when tokens are added.
     """
     return dict(tokenizer.added_tokens_decoder)
 
 
 def leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that this tokenizer puts before a text, such as a BOS token; often none."""
+    """Return the special tokens that a tokenizer puts before a text, such as a BOS token. Often there are none."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     is_special: list[int] = encoded["special_tokens_mask"]
     return list(encoded["input_ids"][: is_special.index(0)]) if 0 in is_special else []
 
 
 def common_prefix_length(sequences: Sequence[Sequence[Any]]) -> int:
-    """Length of the longest beginning that all sequences share."""
+    """Return the length of the longest prefix that all sequences share."""
     return len(list(takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False))))
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id to pad with: the tokenizer's pad token, else its EOS token (padding is masked and carries no loss).
+    """Return the id to pad with: the pad token's, else the EOS token's (padding is masked and carries no loss).
 
     Raises:
         ValueError: If the tokenizer has neither.
@@ -183,11 +183,11 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def check_lengths(rows: Any, *, max_length: int, truncate: bool, split: str) -> None:
-    """Refuse rows that are longer than allowed, or say how many were cut.
+    """Reject rows that are longer than allowed, or log how many were cut.
 
     Args:
         rows: A tokenised, numbered `datasets.Dataset` with a `length` column: tokens before any cut.
-        max_length: The longest row, in tokens.
+        max_length: Maximum length of a row, in tokens.
         truncate: Whether the rows were cut.
         split: Name of the split, for messages.
 
@@ -198,7 +198,7 @@ def check_lengths(rows: Any, *, max_length: int, truncate: bool, split: str) -> 
     is_long = lengths > max_length
     if not is_long.any():
         return
-    # The candidates of one example are several rows with its number, and with one length.
+    # The candidates of one example are several rows with one number and one length.
     length_of_row = dict(sorted(zip(column_values(rows, ROW_COLUMN), lengths.tolist(), strict=True)))
     long = [length for length in length_of_row.values() if length > max_length]
     found = (
@@ -223,19 +223,19 @@ def encode_rows(
     batch_size: int = 1000,
     with_indices: bool = False,
 ) -> Any:
-    """Apply an encoder to all rows of a `datasets.Dataset`, in batches; its result replaces all columns.
+    """Apply an encoder to all rows of a `datasets.Dataset`, in batches. Its result replaces all columns.
 
     Args:
         rows: The dataset.
-        encode: Called with a batch of columns to make another; a function of a module, or a `functools.partial` of
-            one, by whose arguments the datasets library keeps what comes out.
-        description: Stands beside the progress bar.
-        num_workers: Processes, or None for this one.
-        batch_size: Rows in a batch.
-        with_indices: Pass the rows' positions as a second argument.
+        encode: Function from a batch of columns to another. It must be a function of a module, or a `functools.partial`
+            of one, since the datasets library caches the result by its name and arguments.
+        description: Text beside the progress bar.
+        num_workers: Number of processes; None for this process.
+        batch_size: Rows per batch.
+        with_indices: Whether to pass the rows' positions as a second argument.
 
     Returns:
-        The encoded dataset; a repeated call with the same data and encoder is read from the cache.
+        The encoded dataset. A repeated call with the same data and encoder is read from the cache.
     """
     return rows.map(
         _encode,

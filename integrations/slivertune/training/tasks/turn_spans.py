@@ -1,4 +1,4 @@
-"""Where the assistant's turns lie in what a chat template wrote, from the end of the generation prompt on."""
+"""Spans of the assistant's turns in a rendered conversation, each from the end of the generation prompt on."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -12,7 +12,7 @@ from slivertune.training.tasks.tokenization import common_prefix_length
 from slivertune.training.tasks.written_words import WrittenWords
 
 _NO_PROMPT_HAS = "\uffff"
-"""No character: it tells in a turn where the answer begins."""
+"""Noncharacter that no prompt contains. In place of an answer, it shows where the answer begins."""
 _OTHER_BEGIN = (
     "the chat template does not begin the assistant's turn with its generation prompt (a --chat_template may mark the "
     "turn by {% generation %} and {% endgeneration %})"
@@ -26,23 +26,23 @@ def find_turns(
     turns: Sequence[int],
     written: WrittenWords,
 ) -> list[Span] | None:
-    """Find turns in what the template wrote of a whole conversation.
+    """Find turns in the rendering of a whole conversation.
 
-    To write a conversation up to each of its turns takes the square of its length. Turns between the same markup begin
-    and end at the same places of it, so one of each kind is written.
+    Rendering a conversation up to each of its turns takes time quadratic in its length. Turns between the same markup
+    begin and end at the same places in it, so one turn of each kind is rendered.
 
     Args:
-        tokenizer: Has a chat template.
+        tokenizer: Tokenizer with a chat template.
         conversation: The messages.
-        text: What the template wrote of them.
-        turns: Places of the assistant's messages.
-        written: Where the words of all messages lie in the text.
+        text: Rendering of the messages.
+        turns: Positions of the assistant's messages.
+        written: Positions of the words of all messages in the text.
 
     Returns:
-        Where each turn lies; None if the template writes a turn otherwise once others follow.
+        The span of each turn, or None if the template renders a turn differently once others follow.
 
     Raises:
-        UnusableRowError: If the template begins the assistant's turn otherwise than by its generation prompt.
+        UnusableRowError: If the template begins the assistant's turn differently from its generation prompt.
     """
     if not written.is_aligned:
         spans = [find_turn(tokenizer, conversation, place, text) for place in turns]
@@ -66,19 +66,19 @@ def find_turns(
 
 
 def find_turn(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, place: int, text: str) -> Span | None:
-    """Find one turn: from the end of the generation prompt to all that ends it.
+    """Find one turn, from the end of the generation prompt to the end of the turn.
 
     Args:
-        tokenizer: Has a chat template.
+        tokenizer: Tokenizer with a chat template.
         conversation: The messages.
-        place: Of the turn.
-        text: What the template wrote of the messages up to the turn, or of more of them.
+        place: Position of the turn's message.
+        text: Rendering of the messages up to the turn, or of more of them.
 
     Returns:
-        Where it lies; None if what the template writes up to the turn does not begin the text.
+        The span, or None if the rendering of the messages up to the turn is not a prefix of the text.
 
     Raises:
-        UnusableRowError: If the template begins the assistant's turn otherwise than by its generation prompt.
+        UnusableRowError: If the template begins the assistant's turn differently from its generation prompt.
     """
     start, end = render(tokenizer, conversation, place, prompts=True), render(tokenizer, conversation, place + 1)
     if not end.startswith(start):
@@ -89,10 +89,10 @@ def find_turn(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, pl
 
 
 def turn_begin(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, place: int) -> str:
-    """Write what comes before a turn, and of the generation prompt as much as begins the turn in the data.
+    """Return the text before a turn, with as much of the generation prompt as begins the turn in the data.
 
     Raises:
-        UnusableRowError: If nothing of the generation prompt does.
+        UnusableRowError: If no part of the generation prompt begins it.
     """
     answered = [*conversation.messages[:place], {"role": "assistant", "content": _NO_PROMPT_HAS}]
     before, prompt = render(tokenizer, conversation, place), render(tokenizer, conversation, place, prompts=True)
@@ -104,7 +104,7 @@ def turn_begin(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, p
 
 
 def _kind(conversation: Conversation, place: int, num_words: int, written: WrittenWords) -> Hashable:
-    """Describe a message by all that a template may write it by, beside its words."""
+    """Describe everything about a message that may change its rendering, apart from its words."""
     if place == len(conversation.messages):
         return None
     message = conversation.messages[place]

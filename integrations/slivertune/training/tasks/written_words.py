@@ -1,6 +1,6 @@
-"""Where the words of each message lie in what a chat template wrote, and which messages it passed over.
+"""Positions of each message's words in a rendered conversation, and messages that the template left out.
 
-The text and its marked form are alike but for marks and words, which shows where the words lie.
+The text and its marked form differ only in marks and words, which shows the positions of the words.
 """
 
 import re
@@ -27,18 +27,18 @@ UNREAD_REASONING = "the chat template leaves out the reasoning of a turn"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenWords:
-    """Where words lie in a text.
+    """Positions of words in a text.
 
     Args:
-        marked: The words.
-        marked_text: The text with marks in their place.
+        marked: Conversation with the words.
+        marked_text: Text with marks in place of the words.
         text: The text itself.
-        marks: The numbers of the marks, in the text's order; a mark may come twice.
-        marked_spans: Where these marks lie in the marked text.
-        spans: Where these words lie in the text itself; empty if the two texts are not alike but for marks and words.
-        is_aligned: Whether the two are.
-        rewritten: The numbers of words that the text has in no form of theirs, but in other ones.
-        places_of: By message, which of these marks are its own.
+        marks: Numbers of the marks, in the text's order. A mark may come twice.
+        marked_spans: Spans of these marks in the marked text.
+        spans: Spans of these words in the text itself; empty if the two texts differ in more than marks and words.
+        is_aligned: Whether the two texts differ only in marks and words.
+        rewritten: Numbers of words that the text has in none of their forms, only changed.
+        places_of: Message -> indices of its marks in `marks`.
     """
 
     marked: MarkedConversation
@@ -52,9 +52,9 @@ class WrittenWords:
     places_of: dict[int, list[int]]
 
     def leave_out(self, message: int, spans: Sequence[Span]) -> bool:
-        """Whether words of a message that were written stand in none of these spans of the text.
+        """Check whether written words of a message are missing from the given spans of the text.
 
-        Where the place of words is not known, they may stand anywhere in the spans.
+        If the position of words is unknown, they may stand anywhere in the spans.
         """
         if not self.is_aligned:
             texts = [self.text[first:last] for first, last in spans]
@@ -69,14 +69,14 @@ class WrittenWords:
         return bool(outside - inside)
 
     def surroundings(self, message: int) -> tuple[int, str]:
-        """Find the marked text around a message, as far as the words of others.
+        """Return the marked text around a message, as far as the words of other messages.
 
         Returns:
-            Where it begins, and the text with all marks alike.
+            Position where it begins, and the text with all marks alike.
         """
         places = self.places_of.get(message)
         if not places:
-            # It has no words of its own, and is like no other.
+            # Without words of its own, the message is like no other.
             return 0, str(message)
         begin = self.marked_spans[places[0] - 1][1] if places[0] else 0
         after = next((place for place in range(places[0], len(self.marks)) if self._message_of(place) != message), None)
@@ -84,16 +84,16 @@ class WrittenWords:
         return begin, with_marks_alike(self.marked_text[begin:end])
 
     def in_text(self, position: int) -> int:
-        """Return the place in the text of a place between the marks of the marked text."""
+        """Convert a position between the marks of the marked text to a position in the text."""
         num_before = bisect_right(self.marked_spans, position, key=lambda span: span[1])
         if not num_before:
             return position
         return self.spans[num_before - 1][1] + position - self.marked_spans[num_before - 1][1]
 
     def messages_in(self, begin: int, end: int) -> set[int]:
-        """Find the assistant's messages that a stretch of the marked text is of.
+        """Find the assistant's messages to which a stretch of the marked text belongs.
 
-        One without words is of the turn before it, or else of what comes after it.
+        A stretch without words belongs to the turn before it, or else to the turn after it.
         """
         first = bisect_left(self.marked_spans, begin, key=lambda span: span[0])
         last = bisect_right(self.marked_spans, end, key=lambda span: span[1])
@@ -108,21 +108,21 @@ class WrittenWords:
 
 
 def find_words(marked: MarkedConversation, marked_text: str, text: str) -> WrittenWords:
-    """Find the words of a conversation in what a template wrote of it.
+    """Find the words of a conversation in its rendering.
 
     Args:
-        marked: The conversation with marks.
-        marked_text: What the template wrote of that one.
-        text: What it wrote of the conversation itself.
+        marked: Conversation with marks.
+        marked_text: Rendering of the conversation with marks.
+        text: Rendering of the conversation itself.
 
     Raises:
-        UnusableRowError: If the template leaves out words, though it writes their mark.
+        UnusableRowError: If the template leaves out words but writes their mark.
     """
     found = find_marks(marked_text, len(marked.words))
     marks, marked_spans = [number for number, _ in found], [span for _, span in found]
     spans = _align(marked.words, marks, marked_spans, marked_text, text)
     if spans is None:
-        # A template may write something for certain words alone.
+        # A template may add text for certain words only.
         rewritten = _rewritten(marked, marks, text)
     else:
         words_at = ((number, text[begin:end]) for number, (begin, end) in zip(marks, spans, strict=True))
@@ -144,18 +144,18 @@ def find_words(marked: MarkedConversation, marked_text: str, text: str) -> Writt
 
 
 def check_all_is_written(written: WrittenWords, last: int, learned: Collection[int]) -> list[str]:
-    """Refuse a text in which words of a message are missing.
+    """Reject a text in which words of a message are missing.
 
     Args:
-        written: Which words were found.
-        last: Place of the text's last message.
-        learned: Places of the turns that are learned, of which more than reasoning must be there.
+        written: Words that were found.
+        last: Position of the text's last message.
+        learned: Positions of the turns to train on. Only their reasoning may be missing, and only beside other words.
 
     Returns:
-        What is to be said of reasoning that is missing, and of words that were rewritten.
+        Lines about missing reasoning and about rewritten words.
 
     Raises:
-        UnusableRowError: If other words of a message up to the last are missing, by the message's role.
+        UnusableRowError: If other words of a message up to the last are missing. The error names the message's role.
     """
     conversation, found, remarks = written.marked.conversation, set(written.marks), set[str]()
     whole = {written.marked.words[number].message for number in found}
@@ -180,7 +180,7 @@ def check_all_is_written(written: WrittenWords, last: int, learned: Collection[i
 def _align(
     words: Sequence[Words], marks: Sequence[int], marked_spans: Sequence[Span], marked_text: str, text: str
 ) -> list[Span] | None:
-    """Put the words in the place of the marks; None if that is not the text."""
+    """Replace the marks by the words and return their spans, or None if the result is not the text."""
     borders = [0, *(border for span in marked_spans for border in span), len(marked_text)]
     between = [marked_text[begin:end] for begin, end in zip(borders[::2], borders[1::2], strict=True)]
     if not text.startswith(between[0]):
@@ -196,7 +196,7 @@ def _align(
 
 
 def _end_of(words: Words, text: str, begin: int, after: str) -> int | None:
-    """Find where words end that begin at a place: with all their letters, and before what follows them."""
+    """Find the end of words that begin at a position: after all their letters, before the text that follows."""
     ends = (begin + len(form) for form in words.forms if text.startswith(form, begin))
     end = next((end for end in ends if text.startswith(after, end)), None)
     if end is not None:
@@ -213,10 +213,10 @@ def _end_of(words: Words, text: str, begin: int, after: str) -> int | None:
 
 
 def _rewritten(marked: MarkedConversation, marks: Sequence[int], text: str) -> set[int]:
-    """Find the words that a text has in no form, though their marks were written.
+    """Find the words that a text has in none of their forms, though their marks were written.
 
     Raises:
-        UnusableRowError: If not all that they are made of is in the text.
+        UnusableRowError: If a part of such words is missing from the text.
     """
     counts = Counter(marked.words[number].text for number in marks)
     rewritten = {
