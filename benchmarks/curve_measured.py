@@ -132,7 +132,7 @@ def _run_trial(way_name: str, num_tokens: int, batch_size: int, arguments: argpa
 
 
 def trial_sizes(num_tokens: int, batch_size: int, *, is_quick: bool) -> tuple[LlamaSizes, int]:
-    """The model and a micro-batch of so many sequences; and how many of them are an update."""
+    """Return the model, a micro-batch of so many sequences, and the number of micro-batches per update."""
     length = min(num_tokens, LONGEST)
     sizes = LlamaSizes(**(TINY if is_quick else SHAPES["llama-3-8b"]), batch_size=batch_size, length=length)
     return sizes, num_tokens // length // batch_size
@@ -147,7 +147,7 @@ def table(result: dict[str, Any]) -> str:
         for name, way in WAYS.items()
         if any((name, each) in points for each in counts)
     )
-    return markdown_table(["Tokens an update", *(f"{each:,}" for each in counts)], rows)
+    return markdown_table(["Tokens per update", *(f"{each:,}" for each in counts)], rows)
 
 
 def _cell(point: dict[str, Any] | None) -> str:

@@ -132,7 +132,7 @@ def _wait(ranks: list[int], deadline: float) -> list[int | None]:
 
 
 def draw(seed: str, calls: dict[str, dict[str, int]], num_ranks: int, *, everyone: bool) -> Kill:
-    """A random moment of a run whose calls were counted."""
+    """Draw a moment of a run whose calls were counted."""
     source = random.Random(seed)
     phase = source.choice(PHASES)
     saved = phase in ("save", "rename")
@@ -170,7 +170,7 @@ def kill_and_resume(cell: Cell, num_ranks: int, kill: Kill, straight: Reports) -
 
 
 def load_half(cell: Cell, num_ranks: int, partial: Path, straight: Reports) -> str:
-    """What loading a folder comes to whose save was ended: the error of each rank, "whole", or "another run"."""
+    """Load a folder whose save was ended; return the error of each rank, "whole", or "another run"."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name) / partial.name.replace("partial-", "checkpoint-")
         shutil.copytree(partial, copy)

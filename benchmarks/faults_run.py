@@ -140,7 +140,7 @@ class Run:
         return losses
 
     def save(self, checkpoints: Path, update: int, watch: Watch) -> None:
-        """A checkpoint under another name, and its own once all ranks have written."""
+        """Write a checkpoint under another name, and rename it once all ranks have written."""
         partial = checkpoints / f"partial-{update}"
         with watch.phase("save", update):
             self.accelerator.save_state(str(partial))
@@ -151,12 +151,12 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def weights(self) -> str:
-        """A digest of the weights that this rank holds, and of SFT's deltas."""
+        """Hash the weights that this rank holds, and SFT's deltas."""
         return bytes_digest(self.accelerator.unwrap_model(self.model), self.built)
 
 
 def bytes_digest(model: Any, optimizer: Any) -> str:
-    """A digest of the weights that this rank holds, and of SFT's deltas."""
+    """Hash the weights that this rank holds, and SFT's deltas."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         held = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.detach()
@@ -179,7 +179,7 @@ def call_in_backward(module: Any, args: Any, output: Any) -> None:
 
 
 def newest(checkpoints: Path) -> Path | None:
-    """The newest checkpoint that was renamed, so that all ranks have written it."""
+    """Return the newest checkpoint that was renamed, so that all ranks have written it."""
     found = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
     return found[-1] if found else None
 

@@ -79,7 +79,7 @@ class Timeline:
         self._spans.setdefault(name, []).append((start, self._mark()))
 
     def milliseconds(self, name: str) -> float:
-        """The sum of the spans of this name; the device must be idle by now."""
+        """Return the sum of the spans of this name; the device must be idle by now."""
         if self._device.type == "cuda":
             return math.fsum(start.elapsed_time(end) for start, end in self._spans.get(name, []))
         return math.fsum(1e3 * (end - start) for start, end in self._spans.get(name, []))
@@ -182,7 +182,7 @@ def measure_hift(model: Any, config: st.HiFTConfig, sizes: LlamaSizes, num_cycle
 
 
 def measure_dense(model: Any, sizes: LlamaSizes, num_steps: int) -> dict[str, Any]:
-    """The dense forward and backward pass, gradients of all weights, no optimizer; one pass to warm up."""
+    """Time the dense forward and backward pass: gradients of all weights, no optimizer, one pass to warm up."""
     device = model.device
     batch = random_batch(sizes, device=device, seed=1)
     timelines = []

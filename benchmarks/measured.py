@@ -169,7 +169,7 @@ def _ranks() -> list[Cells]:
     switches = {layout: f"{1e3 * layouts[layout]['hift']['switch']['beyond_copies']:.2f} ms" for layout in LAYOUTS}
     against = "dense under the same layout"
     return [
-        ("HiFT, bytes a rank sends in a step", _by_layout(hift), against, "ranks.py"),
+        ("HiFT, bytes that each rank sends per step", _by_layout(hift), against, "ranks.py"),
         ("SFT (AG), density 0.01, the same", _by_layout(sft), against, "ranks.py"),
         ("HiFT's change of groups, beyond the copies of state", _by_layout(switches), "", "ranks.py"),
     ]

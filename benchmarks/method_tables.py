@@ -173,5 +173,5 @@ def ways(content: Content) -> str:
         else:
             cells += ["does not fit with 1", "", ""]
         rows.append(cells)
-    heads = ["Way", "Trains", "GPU", "Host", "Batch", "Tokens a second", "On which a weight trains"]
+    heads = ["Way", "Trains", "GPU", "Host", "Batch", "Tokens/s", "Tokens/s per trained weight"]
     return markdown_table(heads, rows)

@@ -177,7 +177,7 @@ def measure_cycle(sizes: LlamaSizes, num_cycles: int) -> dict[str, Any]:
 
 
 def paired_ratios(series: Sequence[StepTime], base: Sequence[StepTime]) -> dict[str, float]:
-    """The median over rounds of the ratio within a round, for each kind of time."""
+    """Return the median over rounds of the ratio within a round, for each kind of time."""
     return {
         field.name: statistics.median(
             getattr(one, field.name) / getattr(other, field.name) for one, other in zip(series, base, strict=True)
@@ -187,7 +187,7 @@ def paired_ratios(series: Sequence[StepTime], base: Sequence[StepTime]) -> dict[
 
 
 def mean_ratio(times: dict[str, list[StepTime]], kind: str) -> float:
-    """The mean HiFT step of a cycle over the mean dense step of the same cycle."""
+    """Divide the mean HiFT step of a cycle by the mean dense step of the same cycle."""
     means = {name: statistics.fmean(getattr(one, kind) for one in series) for name, series in times.items()}
     return means["hift"] / means["dense"]
 

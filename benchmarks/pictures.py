@@ -51,7 +51,7 @@ def draw_measured(shown: dict[str, Any]) -> Any:
         sent.bar_label(bars, fmt="%.2f", fontsize=8)
     sent.axhline(1, color="black", linestyle="--", linewidth=1)
     sent.set_xticks(list(places), list(shown["sent"]), fontsize=8)
-    sent.set(title="bytes a rank sends in a step, dense = 1", ylim=(0, 1.15))
+    sent.set(title="bytes sent by each rank per step, dense = 1", ylim=(0, 1.15))
     sent.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.86))
     for axes in (step, dial, sent):
         axes.title.set_fontsize(9)

@@ -39,7 +39,7 @@ for _group in GROUPS.values():
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """The configuration of a row's model."""
+    """Return the configuration of a row's model."""
     if model not in PUBLISHED["models"]:
         return find_model(model).config
     config: PreTrainedConfig = AutoConfig.for_model(**PUBLISHED["models"][model])
@@ -61,7 +61,7 @@ class PlannedRow:
         self._plan = make_plan(PlanRequest(**settings), config_of(row["model"]))
 
     def at(self, efficiency: float) -> PlannedTime:
-        """What it takes where so much of the peak is reached."""
+        """Return the seconds per update if this share of the peak rate is reached."""
         rates = self._card.rates(efficiency=efficiency, is_compiled=self._is_compiled)
         time = plan_time(self._plan, rates)
         if not self._is_paged:
@@ -71,14 +71,14 @@ class PlannedRow:
         return dataclasses.replace(time, update=update)
 
     def published(self, row: dict[str, Any]) -> float:
-        """The tokens a second that the row's source gives, or that its seconds an update come to."""
+        """Return the tokens/s that the row's source gives, or that follow from its seconds per update."""
         if "seconds" not in row:
             return float(row["tokens_per_second"])
         return float(self.at(1.0).num_tokens / row["seconds"])
 
 
 def fitted(planned: PlannedRow, tokens_per_second: float) -> float | None:
-    """The efficiency at which a row takes what was published; None where none is fast enough.
+    """Find the efficiency at which a row takes the published time; None if none is fast enough.
 
     Cards run above the clock for which their vendors give the peak, so that it may be a little more than 1.
     """
@@ -124,7 +124,7 @@ def predict(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(groups: list[dict[str, Any]]) -> str:
-    """The rows for people, in Markdown."""
+    """Format the rows in Markdown."""
     lines = []
     for group in groups:
         for row in group["rows"]:

@@ -58,7 +58,7 @@ def map_table() -> str:
             allowed = [_allowed(points, way, tokens) for way in titles]
             one = f"1 ({_seconds(points[WHOLE, tokens]):.2f} s)"
             rows.append([card, f"{tokens:,}", one, *("" if each is None else f"{each:.1f}" for each in allowed)])
-    return markdown_table(["Card", "Tokens an update", "all: dense", *titles.values()], rows)
+    return markdown_table(["Card", "Tokens per update", "all: dense", *titles.values()], rows)
 
 
 def time_table() -> str:
@@ -75,7 +75,7 @@ def time_table() -> str:
                 memory = f"{need / GIB:.1f} GiB, {need / least:.2f} of m = 1's"
                 rows.append([f"{tokens:,}", each["title"], memory, f"{allowed:.1f}", *measured])
     rows.append(["any", "all: dense", "", "1", *(f"`dense`: {of_task['dense']}" for of_task in results.values())])
-    heads = ["Tokens an update", "Trained", "GPU needs", "updates for one of all layers"]
+    heads = ["Tokens per update", "Trained", "GPU needs", "updates for one of all layers"]
     return markdown_table([*heads, *(TITLES[task] for task in results)], rows)
 
 

@@ -50,7 +50,7 @@ SWITCH_LIMIT_SECONDS = 0.005
 
 
 def make_optimizer(method: str, model: torch.nn.Module, num_steps: int) -> Any:
-    """The optimizer of a method over a model."""
+    """Build the optimizer of a method over a model."""
     if method == "dense":
         return torch.optim.AdamW(model.parameters(), lr=1e-4)
     if method == "hift":

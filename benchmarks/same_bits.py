@@ -64,7 +64,7 @@ def differing(old: Cells, new: Cells) -> list[str]:
 
 
 def run(commit: str, chosen: list[str]) -> Cells:
-    """What a commit computes."""
+    """Return the bits that a commit computes."""
     with worktree(commit) as folder:
         output = folder / "same_bits.json"
         source = folder / "integrations"
@@ -78,7 +78,7 @@ def run(commit: str, chosen: list[str]) -> Cells:
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
-    """A folder with a commit's files."""
+    """Make a folder with a commit's files."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "checkout"
         git("worktree", "add", "--detach", str(folder), commit)

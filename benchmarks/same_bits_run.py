@@ -47,7 +47,7 @@ class Cell:
 
 
 def hift(**settings: Any) -> Cell:
-    """A cell of HiFT; stepped gradients can't be clipped."""
+    """Make a cell of HiFT; stepped gradients can't be clipped."""
     return Cell(method="hift", settings=settings, clips=settings.get("gradients") != "stepped")
 
 
@@ -121,7 +121,7 @@ def work(rank: int, num_ranks: int, folder: Path, layout: str, cell: Cell) -> No
 
 
 def train(layout: str, cell: Cell, folder: Path) -> dict[str, Any]:
-    """Updates in bf16; the losses, and a digest of the weights."""
+    """Make updates in bf16; return the losses and a hash of the weights."""
     accelerator = make_accelerator(layout, cell.accumulation, bf16=True)
     network = make_network(cell)
     built = make_optimizer(cell, network, folder)

@@ -194,7 +194,7 @@ def measure_times(sizes: LlamaSizes, rank: int, num_intervals: int, *, checkpoin
 
 
 def ratios(series: list[float], lora: list[float], estimates: list[bool]) -> dict[str, float]:
-    """The median plain step, as a ratio to LoRA's of the same round, and what reselection adds to an interval.
+    """Return the median plain step as a ratio to LoRA's of the same round, and the share that reselection adds.
 
     Args:
         series: CPU seconds of a variant's steps, whole intervals.

@@ -120,7 +120,7 @@ def soak(method: str, updates: int, folder: Path, leak: str | None = None) -> li
 
 
 def between_updates(model: Any, accelerator: Any, update: int, folder: Path) -> None:
-    """What a user's script does between two updates."""
+    """Do between two updates what a user's script does."""
     batch = random_batch(SIZES, device=CPU, seed=-update)
     if update % EVALUATE == 0 or update % GENERATE == 0:
         model.eval()
@@ -136,7 +136,7 @@ def between_updates(model: Any, accelerator: Any, update: int, folder: Path) -> 
 
 
 def growth(counts: list[dict[str, int]]) -> dict[str, int]:
-    """What grew from the warm-up to the highest count after it, by its name; nothing if all is well."""
+    """Return each count that grew from the warm-up to its highest value after it, by name."""
     first, rest = counts[WARM_UP], counts[WARM_UP + 1 :]
     grown = {name: max(each[name] for each in rest) - first[name] for name in (*STEADY, "resident_bytes")}
     allowed = {"resident_bytes": GROWTH_BYTES}

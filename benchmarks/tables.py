@@ -32,6 +32,10 @@ def _of(name: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "measured": (("README.md",), measured.table),
+    "decision": (
+        ("README.md", "docs/which-method.md", "docs/evidence.md"),
+        lambda: (CHECKOUT / "benchmarks" / "decision.md").read_text(encoding="utf-8").rstrip("\n"),
+    ),
     "dial": (("README.md", "docs/hift.md"), _of("dial", method_tables.dial)),
     "waiting": (("docs/hift.md",), _of("waiting", method_tables.waiting)),
     "sft": (("docs/sft.md",), _of("sft", method_tables.sft)),

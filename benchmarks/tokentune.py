@@ -121,7 +121,7 @@ def count_bytes(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def count_peak_activations(model: Any, batch: dict[str, torch.Tensor]) -> int:
-    """The most bytes at any time beside weights, where each gradient is dropped as soon as it is there."""
+    """Return the peak bytes beside weights, if each gradient is dropped as soon as it is there."""
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         for parameter in model.parameters()
@@ -135,7 +135,7 @@ def count_peak_activations(model: Any, batch: dict[str, torch.Tensor]) -> int:
 
 
 def floor_bytes(dense_saved: int, ratio: float, sizes: LlamaSizes, itemsize: int) -> float:
-    """What cannot be saved less: r x dense, and keys and values of the other tokens."""
+    """Return the least bytes that can be kept: r x dense, and keys and values of the other tokens."""
     keys_and_values = 2 * sizes.blocks * sizes.batch_size * sizes.length * sizes.hidden * itemsize
     return ratio * dense_saved + (1 - ratio) * keys_and_values
 

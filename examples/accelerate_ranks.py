@@ -22,7 +22,7 @@ import slivertune as st
 
 
 def read_rows(length):
-    """The language reference as bytes, in rows of `length`."""
+    """Read the language reference as bytes, in rows of `length`."""
     text = "\n".join(topics.values()).encode()
     tokens = torch.tensor(list(text[: len(text) // length * length])).view(-1, length)
     return [{"input_ids": row, "labels": row} for row in tokens]
@@ -53,7 +53,7 @@ def prepared(arguments):
 
 
 def train(accelerator, model, optimizer, loader, scheduler, num_steps):
-    """An ordinary loop: every rank sees other rows."""
+    """Train in an ordinary loop: every rank sees other rows."""
     for batch in itertools.islice(itertools.cycle(loader), num_steps):
         accelerator.backward(model(**batch).loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -64,7 +64,7 @@ def train(accelerator, model, optimizer, loader, scheduler, num_steps):
 
 @torch.no_grad()
 def evaluated(accelerator, model, held_out):
-    """The mean loss of the rows that were held out, over all ranks."""
+    """Compute the mean loss of the held-out rows over all ranks."""
     losses = [model(**batch).loss for batch in held_out]
     return accelerator.gather(torch.stack(losses)).mean().item()
 

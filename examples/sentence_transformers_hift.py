@@ -35,7 +35,7 @@ def read_pairs():
 
 
 def tiny_encoder(folder, hidden):
-    """A BERT of two layers with random weights over single characters, with its tokenizer."""
+    """Make a BERT of two layers with random weights over single characters, with its tokenizer."""
     symbols = [chr(code) for code in range(33, 127)]
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *symbols, *(f"##{each}" for each in symbols)]
     (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
@@ -54,7 +54,7 @@ def tiny_encoder(folder, hidden):
 
 
 def load_model(arguments, folder):
-    """The model that was named, MiniLM, or a tiny one; sentences are means of tokens."""
+    """Load the model that was named, MiniLM, or a tiny one; sentences are means of tokens."""
     torch.manual_seed(0)
     if arguments.model:
         return SentenceTransformer(arguments.model)

@@ -23,14 +23,14 @@ from slivertune import deltas
 
 
 def read_rows(length):
-    """The language reference as bytes, in rows of `length`."""
+    """Read the language reference as bytes, in rows of `length`."""
     text = "\n".join(topics.values()).encode()
     tokens = torch.tensor(list(text[: len(text) // length * length])).view(-1, length)
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def make_model(arguments):
-    """The same random weights every time."""
+    """Make a model with the same random weights every time."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,

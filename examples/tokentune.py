@@ -22,7 +22,7 @@ from slivertune.core.ledger import claim
 
 
 def read_rows(length):
-    """The language reference as bytes, in rows of `length`."""
+    """Read the language reference as bytes, in rows of `length`."""
     text = "\n".join(topics.values()).encode()
     tokens = torch.tensor(list(text[: len(text) // length * length])).view(-1, length)
     return [{"input_ids": row, "labels": row} for row in tokens]

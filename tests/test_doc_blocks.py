@@ -166,7 +166,7 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        *[("hift", number) for number in range(1, 9)],
+        *[("hift", number) for number in (0, *range(2, 9))],
         ("long-sequences", 0),
         ("ranks", 0),
         ("sft", 0),
@@ -193,7 +193,7 @@ def test_a_block_of_a_page_runs(page: str, number: int, scope: dict[str, Any]) -
 
 
 def test_groups_may_be_given_as_the_page_says() -> None:
-    config = eval(python_blocks("hift")[0], {"HiFTConfig": slivertune.HiFTConfig})
+    config = eval(python_blocks("hift")[1], {"HiFTConfig": slivertune.HiFTConfig})
     optimizer = slivertune.HiFT(tiny_llama(blocks=2), torch.optim.AdamW, config=config)
     assert [len(group.layers) for group in optimizer.groups] == [1, 1, 1]
 
@@ -217,7 +217,7 @@ def test_deltas_are_saved_applied_and_summed_as_the_page_says(scope: dict[str, A
 
 
 def test_a_script_adds_its_own_numbers_to_the_log_as_the_page_says(scope: dict[str, Any]) -> None:
-    exec(compile(python_blocks("hift")[8].replace("trainer.train()", ""), "hift.md", "exec"), scope)
+    exec(compile(python_blocks("hift")[0].replace("trainer.train()", ""), "hift.md", "exec"), scope)
     scope["trainer"].args.logging_steps = 1
     scope["queue"] = [0] * 7
     exec(compile(python_blocks("watching")[0], "watching.md", "exec"), scope)

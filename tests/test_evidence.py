@@ -125,8 +125,8 @@ def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not
     heads, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in [lines[0], *lines[2:]])
     shown = [{head: cell for head, cell in zip(heads, row, strict=True) if cell} for row in rows]
     assert shown == [
-        {"Card": "4090", "Tokens an update": "512", "all: dense": "1 (9.00 s)", "5 layers of 34 (m = 1 of 8)": "4.5"},
-        {"Card": "H100", "Tokens an update": "4,096", "all: dense": "1 (3.00 s)", "LoRA, r 64": "0.8"},
+        {"Card": "4090", "Tokens per update": "512", "all: dense": "1 (9.00 s)", "5 layers of 34 (m = 1 of 8)": "4.5"},
+        {"Card": "H100", "Tokens per update": "4,096", "all: dense": "1 (3.00 s)", "LoRA, r 64": "0.8"},
     ]
 
 

@@ -74,7 +74,7 @@ def test_every_table_between_markers_is_made_of_the_committed_results(tmp_path: 
     run_python(copy / "benchmarks" / "tables.py", "--write", cwd=tmp_path)
     for page in PAGES:
         assert (copy / page.relative_to(CHECKOUT)).read_text("utf-8") == page.read_text("utf-8"), page
-    assert emptied == 19
+    assert emptied == 22
 
 
 def test_tables_that_a_page_lacks_the_markers_of_are_named(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
     ),
     (
         "docs/evidence.md",
-        "a group that stays is copied once in 20 updates, and waits for {:.0f} % of the time with 4,096 tokens",
+        "this state is copied once in 20 updates, and computation stalls for {:.0f} % of the time with 4,096 tokens",
         lambda: (100 * planned_waiting("H100", "m9-stays", 4096),),
     ),
     (
@@ -318,7 +318,7 @@ CLAIMS: list[tuple[str, str, Callable[[], bool]]] = [
     ),
     (
         "docs/which-method.md",
-        "more layers a group have learned more on the language reference",
+        "more layers per group learned more on the language reference",
         lambda: all(
             dial_mean("language", m) > dial_mean("language", n) for m, n in (("1", "2"), ("2", "4"), ("4", "8"))
         ),

@@ -71,7 +71,7 @@ def test_the_table_of_long_sequences_is_planned(capfd: pytest.CaptureFixture[str
         "`--offload_activations`": offloaded,
         "`--token_tile_size 8192`": tiled,
         "both": (*offloaded, *tiled),
-        "both, and [`--weights host`](hift.md#where-weights-wait)": (*offloaded, *tiled, "--weights", "host"),
+        "both, and [`--weights host`](hift.md#where-weights-are-stored)": (*offloaded, *tiled, "--weights", "host"),
     }
     page = LONG.read_text(encoding="utf-8")
     plans = {title: plan(capfd, *common, *options) for title, options in rows.items()}
@@ -89,4 +89,4 @@ def test_the_table_of_long_sequences_is_planned(capfd: pytest.CaptureFixture[str
         assert re.sub(r" +", " ", f"| {' | '.join(cells)} |") in page
     both = plans["both"]["peak"]
     assert f"bf16 weights ({both['parameter_bytes'] / GIB:.2f} GiB)" in words_of(LONG)
-    assert f"Of the {both['residual_bytes'] / GIB:.1f} GiB that are left" in words_of(LONG)
+    assert f"All of the {both['residual_bytes'] / GIB:.1f} GiB that are left" in words_of(LONG)

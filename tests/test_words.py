@@ -1,0 +1,81 @@
+"""Sentences that have to be read twice, by how they begin: none in the pages, few in the package."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+WORDS = ("What", "Those", "That", "Which", "Who", "Of", "Where", "How")
+MOST_IN_PACKAGE = 40
+PER = re.compile(r"\b(?:tokens|bytes|updates|seconds|rows|layers|weights|sequences|times|GB|GiB) an? \w+")
+"""A rate that is written with "a": 4 sequences a step."""
+_CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+_SECTION = re.compile(r"^ *(?:Args|Attributes|Examples?|Raises|Returns|Yields):$", re.MULTILINE)
+_ENTRY = re.compile(r"^ +\*{0,2}\w+: ", re.MULTILINE)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a text in Markdown; headings and code are none."""
+    blocks = re.split(r"\n\s*\n|\n\s*(?=(?:[-*]|\d+\.) )|^\|.*\|$", _CODE.sub("", text), flags=re.MULTILINE)
+    for block in (re.sub(r"^(?:[-*]|\d+\.|>) ", "", " ".join(each.split())) for each in blocks):
+        if not block.startswith("#"):
+            yield from re.split(r"(?<=[.!?:])\s+(?=[A-Z`*])", block)
+
+
+def begin_wrongly(text: str) -> list[str]:
+    """Sentences whose subject comes late: they begin by a relative pronoun or the like. Questions are well."""
+    found = [each for each in sentences(text) if re.match(rf"[*_`]*(?:{'|'.join(WORDS)})\b", each)]
+    return [each for each in found if not each.endswith("?")]
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Yield the docstrings of a module, its classes, functions and attributes, each part of it as a paragraph."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                text = str(statement.value.value)
+                yield _ENTRY.sub("\n\n", _SECTION.sub("\n\n", text))
+
+
+@pytest.fixture
+def pages(checkout: Path) -> list[Path]:
+    return [checkout / "README.md", *sorted((checkout / "docs").glob("*.md"))]
+
+
+def test_pages_begin_no_sentence_by_a_relative_clause(pages: list[Path]) -> None:
+    found = [f"{page.name}: {each}" for page in pages for each in begin_wrongly(page.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+def test_pages_write_rates_with_per(pages: list[Path]) -> None:
+    found = [
+        f"{page.name}: {each}"
+        for page in pages
+        for each in PER.findall(" ".join(_CODE.sub("", page.read_text(encoding="utf-8")).split()))
+    ]
+    assert found == []
+
+
+def test_few_docstrings_have_a_sentence_that_begins_by_a_relative_clause(checkout: Path) -> None:
+    files = sorted((checkout / "integrations" / "slivertune").rglob("*.py"))
+    found = [f"{file.name}: {each}" for file in files for text in docstrings(file) for each in begin_wrongly(text)]
+    assert len(files) > 300 and len(found) <= MOST_IN_PACKAGE, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_found"),
+    [
+        ("What waits is written back. The rest stays.", 1),
+        ("The rest stays. Of these, two are kept.", 1),
+        ("# What it costs\n\nNothing.", 0),
+        ("What does it cost? Nothing.", 0),
+        ("- *Where* a card is missing, nothing runs.\n- That is all.", 2),
+        ("```\nWhat is code\n```", 0),
+        ("If memory is short, offload. Whatever trains is resident.", 0),
+    ],
+)
+def test_sentences_are_counted(text: str, num_found: int) -> None:
+    assert len(begin_wrongly(text)) == num_found
