@@ -183,9 +183,9 @@ def test_an_update_sends_little_more_than_the_trained_weights_gradient(of_sft: F
         count, sent = found["num_weights"], found["sent"]
         num_bytes = [sum(size for name, size in each if name != "all_gather_object") for each in sent]
         # Beside the gradient, a number a tensor says whether there is one, and before averaging and stepping each rank
-        # tells in six numbers where it is. Update 6 and 7 are in no phase.
-        assert num_bytes[5] == num_bytes[6] == 4 * count + 4 * 21 + 2 * 6 * 8
-        assert sorted(size for _, size in sent[5]) == [48, 48, 4 * count + 4 * 21]
+        # tells in seven numbers where it is. Update 6 and 7 are in no phase.
+        assert num_bytes[5] == num_bytes[6] == 4 * count + 4 * 21 + 2 * 7 * 8
+        assert sorted(size for _, size in sent[5]) == [56, 56, 4 * count + 4 * 21]
         # In a phase the candidates' too: as many, and half as many more where two phases need spares.
         assert 8 * count < num_bytes[8] <= 2.5 * 4 * count
         # In its first update: positions (a pool of two for each weight), then the values at both ranks' positions.
