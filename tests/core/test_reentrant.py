@@ -5,6 +5,7 @@ loses those gradients by itself.
 """
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -21,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from slivertune import SFT, HiFT, HiFTConfig, SFTConfig, TokenTune
 from slivertune.core.checkpointing import enable_checkpointing
-from slivertune.core.reentrant import ReentrantBlocks
+from slivertune.core.reentrant import RecordingCheck, ReentrantBlocks
 from tests.helpers.model_types import MODEL_TYPES, OTHERS
 from tests.tokentune.families import CHECKPOINTING, Batch
 
@@ -368,3 +369,29 @@ def test_tensors_that_blocks_share_by_a_container_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"Gemma4TextDecoderLayer hands tensors on .*'use_reentrant': False"):
         model(input_ids=ids, labels=ids)
     optimizer.detach()
+
+
+class TwoParts(nn.Module):
+    """Runs its layer without gradients, and then with them; notes whether a tensor in between is still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.is_alive = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        large = inputs + 1
+        noted = weakref.ref(large)
+        with torch.no_grad():
+            self.layer(large)
+        del large
+        self.is_alive = noted() is not None
+        return self.layer(inputs)
+
+
+def test_the_check_keeps_no_tensor_of_a_running_forward() -> None:
+    model, check = TwoParts(), RecordingCheck()
+    check.begin(model, {model.layer: "layer.weight"})
+    model(torch.ones(2, 4))
+    check.end()
+    assert not model.is_alive

@@ -238,7 +238,8 @@ def _outermost_function() -> Any:
     found = None
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount:
+        # To read the locals of a frame keeps their tensors alive until it returns. Modules' frames are passed over.
+        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
             context = frame.f_locals.get(code.co_varnames[0])
             if isinstance(context, FunctionCtx):
                 found = context
