@@ -38,3 +38,15 @@ def test_a_letter_that_the_end_cuts_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes("one\né".encode()[:-1])
     said = find_not_utf8(tmp_path / "text")
     assert said is not None and "line 2 has the byte 0xc3" in said
+
+
+def test_a_file_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, read = tmp_path / "text", []
+    file.write_bytes("é".encode("latin-1"))
+    whole = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode: (read.append(self), whole(self, mode))[1])
+    first = find_not_utf8(file)
+    assert first is not None and find_not_utf8(file) == first and read == [file]
+    file.write_bytes(b"two")
+    read.clear()
+    assert find_not_utf8(file) is None and read == [file]

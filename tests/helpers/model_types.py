@@ -35,7 +35,7 @@ _SEED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """How to make a model and its batch."""
+    """Functions that make a model and its batch."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]

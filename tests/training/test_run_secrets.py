@@ -34,7 +34,7 @@ def assert_kept_nowhere(folder: Path, printed: str) -> None:
 
 
 def typed(how: str, folder: Path) -> tuple[list[str], list[str]]:
-    """What comes before all options and after them."""
+    """Return the words before all options and those after them."""
     if how == "in a file":
         (folder / "run.yaml").write_text(f"hub_token: {TOKEN}\n", encoding="utf-8")
         return [str(folder / "run.yaml")], []

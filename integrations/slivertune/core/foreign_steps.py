@@ -1,7 +1,7 @@
 """Refuse another optimizer's step on parameters that an optimizer of this library trains, before it changes any."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Protocol
 
@@ -40,14 +40,14 @@ def forget_steps(guard: Guard) -> None:
 
 
 def refuse_step_of_other(
-    optimizer: torch.optim.Optimizer, own: object | None, names: Mapping[int, str], title: str
+    optimizer: torch.optim.Optimizer, own: object | None, names: Callable[[], Mapping[int, str]], title: str
 ) -> None:
     """Refuse the step of an optimizer that holds a parameter of another one.
 
     Args:
         optimizer: The optimizer that is about to step. It may be accelerate's wrapper of `own`.
         own: The optimizer that trains the parameters.
-        names: Names of the parameters, by identity.
+        names: Returns the names of the parameters, by identity. It is not called for a step of `own`.
         title: Name of the optimizer that trains them.
 
     Raises:
@@ -58,11 +58,12 @@ def refuse_step_of_other(
         if inner is own:
             return
         inner = getattr(inner, "optimizer", None)
+    name_of = names()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) in names:
+            if id(parameter) in name_of:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} would step {names[id(parameter)]}, which {title} trains while it is "
+                    f"{type(optimizer).__name__} would step {name_of[id(parameter)]}, which {title} trains while it is "
                     f"attached; call detach() of the {title} (or of what slivertune.attach returned) before anything "
                     "else trains the model, and build that optimizer afterwards"
                 )

@@ -1,6 +1,7 @@
 """Find text that is not UTF-8 in a file, and say how to convert it."""
 
 import codecs
+from functools import lru_cache
 from pathlib import Path
 
 _PIECE_BYTES = 2**20
@@ -8,7 +9,7 @@ _MARKS_OF_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def find_not_utf8(path: Path) -> str | None:
-    """Find the first place of a file that is not UTF-8 text. Reads the file in pieces.
+    """Find the first place of a file that is not UTF-8 text. Reads the file in pieces, and an unchanged file once.
 
     Args:
         path: The file.
@@ -19,6 +20,12 @@ def find_not_utf8(path: Path) -> str | None:
     Raises:
         OSError: If the file can't be read.
     """
+    status = path.stat()
+    return _find_in_version(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=128)
+def _find_in_version(path: Path, version: tuple[int, int, int]) -> str | None:
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
     with path.open("rb") as file:
         encoding = "utf-16" if file.read(2) in _MARKS_OF_UTF16 else "latin1"

@@ -181,8 +181,9 @@ class ModelHooks:
         """
         if not self._is_stepping:
             own = next((owner_of(parameter) for _, parameter in self._trained.values()), None)
-            names = {key: name for key, (name, _) in self._trained.items()}
-            refuse_step_of_other(optimizer, own, names, "HiFT")
+            refuse_step_of_other(
+                optimizer, own, lambda: {key: name for key, (name, _) in self._trained.items()}, "HiFT"
+            )
 
     def settle(self) -> None:
         """Restore the parameters that others have frozen or unfrozen, as an adapter does with its own when switched on.

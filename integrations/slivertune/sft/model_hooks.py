@@ -239,5 +239,9 @@ class ModelHooks:
         Args:
             optimizer: Optimizer that is about to step.
         """
-        names = {id(weight.phi): weight.name for weight in self._weights} | self._trained
-        refuse_step_of_other(optimizer, self._optimizer(), names, "SFT")
+        refuse_step_of_other(
+            optimizer,
+            self._optimizer(),
+            lambda: {id(weight.phi): weight.name for weight in self._weights} | self._trained,
+            "SFT",
+        )

@@ -81,7 +81,7 @@ def test_a_checkpoint_is_a_copy_that_never_changes_and_goes_on_to_the_bit(
 
 
 def test_each_of_two_models_in_one_accelerator_gets_its_own_state_back(tmp_path: Path) -> None:
-    """Of one architecture, as a teacher and its student: either's state would fit the other."""
+    """A teacher and its student are of one architecture: either's state would fit the other."""
     pairs = [built(tmp_path / "state", seed=seed) for seed in (0, 9)]
     with one_device() as accelerator:
         prepared = [st.prepare(accelerator, *pair) for pair in pairs]

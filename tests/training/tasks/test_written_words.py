@@ -25,9 +25,9 @@ TEMPLATES = (
 LATER = {
     "deepseek_r1_distill", "diffusion_gemma", "gemma4", "lfm2", "lfm2_2_5", "muse_glimmer", "smolvlm",
 }  # fmt: skip
-"""Those that trl 1.9 lacks, the oldest one that these tests run with; trl 1.16 has all."""
+"""Templates that trl 1.9, the oldest under test, lacks; trl 1.16 has all."""
 OF_PARTS = {"idefics3", "llava_next", "smolvlm"}
-"""Those whose messages are lists of parts, which they read alone."""
+"""Templates that read only messages that are lists of parts."""
 ASKED, ANSWERED = {"role": "user", "content": " alpha\n"}, {"role": "assistant", "content": "bravo 4"}
 CHAT = [ASKED, ANSWERED, {"role": "user", "content": 'charlie "4" \u00e9'}, {"role": "assistant", "content": "delta"}]
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "lookup", "arguments": {"city": "bern"}}}]}

@@ -115,42 +115,39 @@ def keep_sidecar(accelerator: Any, optimizer: Sliver) -> None:
 
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
         kept = held()
-        name = _folder_name(accelerator, kept)
-        if kept is not None and name is not None and kept.uses_sidecar:
+        if kept is not None and kept.uses_sidecar and (name := _folder_name(accelerator, kept)):
             save_state(kept, Path(output_dir) / name)
 
     def before_loading(models: Any, input_dir: str) -> None:
         kept = held()
-        name = _folder_name(accelerator, kept)
-        if kept is None or name is None:
-            return
-        folder = Path(input_dir) / name
-        recover(folder)
-        if folder.is_dir():
-            read_state(kept, folder)
+        if kept is not None and (name := _folder_name(accelerator, kept)):
+            folder = Path(input_dir) / name
+            recover(folder)
+            if folder.is_dir():
+                read_state(kept, folder)
 
     accelerator.register_save_state_pre_hook(before_saving)
     accelerator.register_load_state_pre_hook(before_loading)
 
 
-def _folder_name(accelerator: Any, optimizer: Sliver | None) -> str | None:
+def _folder_name(accelerator: Any, optimizer: Sliver) -> str | None:
     """Name the folder of an optimizer: its method, with a number from the second optimizer of that method on.
 
     Args:
         accelerator: `accelerate.Accelerator`.
-        optimizer: Optimizer prepared by the accelerator; None if it was garbage-collected.
+        optimizer: Optimizer prepared by the accelerator.
 
     Returns:
-        The name; None if the optimizer is gone, or the accelerator has released it (`free_memory`).
+        The name; None if the accelerator has released the optimizer (`free_memory`).
     """
     prepared = [getattr(each, "optimizer", each) for each in prepared_optimizers(accelerator)]
-    if optimizer is None:
-        return None
     if not prepared:  # while one process reads a checkpoint of several ranks
         return optimizer.method
     alike = [each for each in prepared if isinstance(each, Sliver) and each.method == optimizer.method]
-    place = next((index for index, each in enumerate(alike) if each is optimizer), None)
-    return f"{optimizer.method}_{place}" if place else optimizer.method if place == 0 else None
+    if all(each is not optimizer for each in alike):
+        return None
+    place = alike.index(optimizer)
+    return f"{optimizer.method}_{place}" if place else optimizer.method
 
 
 def save_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
