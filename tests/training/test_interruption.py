@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM, Trainer
 
@@ -177,6 +178,26 @@ def test_a_run_from_the_checkpoint_of_another_folder_names_that_one(tmp_path: Pa
     signal.raise_signal(signal.SIGINT)
     callback.close()
     assert "Until that is done, other/checkpoint-5 is the last whole checkpoint" in said[0]
+
+
+def test_sigterm_of_a_launcher_that_comes_before_its_ctrl_c_is_the_same_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "CROSS_RANK"):  # as deepspeed sets them
+        monkeypatch.setenv(name, "0")
+    said: list[str] = []
+    callback, nothing, control = Interruption(said.append), Mock(), Mock(should_save=False)
+    ended = signal.getsignal(signal.SIGTERM)
+    callback.on_train_begin(Mock(output_dir=str(tmp_path), resume_from_checkpoint=None), nothing, nothing)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        signal.raise_signal(number)
+    callback.on_step_end(Mock(device=torch.device("cpu")), nothing, control)
+    assert control.should_save and len(said) == 1 and said[0].startswith("interrupted: ending this update")
+    with pytest.raises(KeyboardInterrupt):
+        callback.on_save(nothing, nothing, control)
+    callback.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "the launcher sends it again"
+    signal.signal(signal.SIGTERM, ended)
 
 
 def test_a_shell_that_lets_ctrl_c_be_ignored_is_obeyed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

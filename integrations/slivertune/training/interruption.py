@@ -117,6 +117,9 @@ class Interruption(TrainerCallback):
         return f"Until that is done, {state}"
 
     def _on_terminate(self, number: int, frame: Any) -> None:
-        if self._asked_at is None:
+        if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        elif self._asked_at is None:
+            # The system may deliver the launcher's SIGTERM before the SIGINT of the same Ctrl-C.
+            self._on_interrupt(number, frame)
