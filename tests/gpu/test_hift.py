@@ -358,6 +358,25 @@ def test_many_steps_among_other_work_keep_every_bit(name: str, master: Any) -> N
         assert_same_bits(other, expected)
 
 
+@pytest.mark.parametrize("resident_bytes", [0, "auto"])
+@pytest.mark.parametrize("waiting", [None, "int8", "nf4"])
+def test_blocks_on_the_host_train_and_evaluate_on_the_device_also_after_detach(
+    waiting: Any, resident_bytes: Any
+) -> None:
+    model, batches = plain_attention(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)), cuda_batches(12)
+    expected = trained(twin(model).to(DEVICE), CASES["AdamW"], 12, waiting=waiting, stream_bytes=20_000)
+    hift = hift_over(model, weights="host", waiting=waiting, resident_bytes=resident_bytes, stream_bytes=20_000)
+    run(model, hift, batches)
+    hift.detach(for_inference=True)
+    assert_same_bits(twin(model).to(DEVICE), expected)
+    with torch.no_grad():
+        assert torch.equal(model(**batches[0]).logits, expected(**batches[0]).logits)
+    with pytest.raises(RuntimeError, match="leaves the blocks in host memory"):
+        model(**batches[0])
+    hift.detach()
+    assert_same_bits(model.to(DEVICE), expected)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
 def test_a_users_own_stream_is_the_computing_stream(name: str) -> None:
     model = larger_llama(torch.bfloat16)

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slivertune import HiFTConfig, Ledger, TokenTune
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.hift import host_weights, streamed_blocks
 from slivertune.hift.host_weights import _WeightSlot
-from slivertune.hift.resident_blocks import choose_resident
+from slivertune.hift.resident_blocks import choose_resident, compute_device
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
 from tests.helpers.pairwise import pairwise
@@ -239,6 +240,80 @@ def test_evaluation_and_generation_compute_what_resident_weights_do() -> None:
             ]
             assert torch.equal(*texts)
         assert_same_bits(second, first)
+
+
+def places(model: nn.Module) -> list[int]:
+    """Addresses of a weight of each block."""
+    return [block.mlp.up_proj.weight.data_ptr() for block in model.model.layers]  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 3 * BLOCK_ELEMENTS])
+@pytest.mark.parametrize("waiting", [None, "int8"])
+def test_a_detached_model_evaluates_on_the_device_and_its_training_goes_on(waiting: Any, resident_bytes: int) -> None:
+    config: dict[str, Any] = {"weights": "host", "waiting": waiting, "resident_bytes": resident_bytes}
+    model = model_of()
+    expected, undisturbed = hift_over(twin(model), "AdamW", **config)
+    with delayed(None):
+        other, hift = hift_over(twin(model), "AdamW", **config)
+        inside: list[int] = []
+        for start in (0, 4):
+            train(expected, undisturbed, BATCHES, 4, start=start)
+            train(other, hift, BATCHES, 4, start=start)
+            hift.detach(for_inference=True)
+            assert all(each.requires_grad for each in other.parameters())
+            plain, outside = twin(other), places(other)
+            plain.load_state_dict(other.state_dict())
+            hooks = [
+                block.mlp.register_forward_pre_hook(lambda mlp, _: inside.append(mlp.up_proj.weight.data_ptr()))
+                for block in other.model.layers
+            ]
+            with torch.no_grad():
+                assert torch.equal(other(**BATCHES[-1]).logits, plain(**BATCHES[-1]).logits)
+            for hook in hooks:
+                hook.remove()
+            moved = [a != b for a, b in zip(inside, outside, strict=True)]
+            assert all(moved) if resident_bytes == 0 else any(moved)
+            assert places(other) == outside
+            inside.clear()
+            hift.reattach()
+        train(expected, undisturbed, BATCHES, 2 * LAYERS, start=8)
+        train(other, hift, BATCHES, 2 * LAYERS, start=8)
+        hift.detach()
+        undisturbed.detach()
+    assert_same_bits(other, expected)
+
+
+@pytest.mark.parametrize("ends", ["detach", "drop", "cast", "another HiFT", "a gradient"])
+def test_blocks_stay_on_the_host_once_nobody_evaluates_any_more(ends: str) -> None:
+    model = model_of()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    hift = hift_over(model, "AdamW", weights="host", resident_bytes=0)[1]
+    train(model, hift, BATCHES, 2)
+    hift.detach(for_inference=True)
+    hift.detach(for_inference=True)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} != before
+    if ends == "detach":
+        hift.detach()
+    elif ends == "drop":
+        del hift
+    elif ends == "cast":
+        model.float()
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
+    elif ends == "another HiFT":
+        hift_over(model, "AdamW", weights="host", resident_bytes=0)[1].detach()
+    else:
+        model(**BATCHES[0]).loss.backward()
+        assert all(each.grad is not None for each in model.parameters())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_plan_pins_nothing_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    model = model_of()
+    assert compute_device(model) == torch.device("cuda", 0)
+    with FakeTensorMode():
+        assert compute_device(model) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("value", ["all", -1, 1.5, True])

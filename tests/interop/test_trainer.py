@@ -71,6 +71,29 @@ def test_where_algorithms_must_be_deterministic_the_bits_are_the_same(settings: 
     assert_same_bits(*models)
 
 
+@pytest.mark.parametrize("waiting", [None, "int8"])
+def test_after_training_blocks_on_the_host_still_come_for_an_evaluation_and_for_a_second_trainer(
+    waiting: Any, tmp_path: Path
+) -> None:
+    model, losses, inside = tiny_llama(), list[float](), list[int]()
+    blocks: Any = model.model.layers  # type: ignore[union-attr]
+    for block in blocks:
+        block.mlp.register_forward_pre_hook(lambda mlp, _: inside.append(mlp.up_proj.weight.data_ptr()))
+    for _ in range(2):
+        trainer = make_trainer(tmp_path, model=model, max_steps=7)
+        slivertune.attach(trainer, HiFTConfig(weights="host", waiting=waiting, resident_bytes=0))
+        trainer.train()
+        outside = [block.mlp.up_proj.weight.data_ptr() for block in blocks]
+        inside.clear()
+        losses.append(trainer.evaluate(ROWS)["eval_loss"])
+        assert inside and not set(inside) & set(outside)
+        trainer.train()
+    attached = slivertune.attach(make_trainer(tmp_path, model=model), HiFTConfig(weights="host"))
+    attached.detach()
+    losses.append(make_trainer(tmp_path, model=model).evaluate(ROWS)["eval_loss"])
+    assert losses[2] < losses[1] < losses[0]
+
+
 def test_the_base_optimizer_is_the_class_that_the_trainer_was_given(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.optimizer_cls_and_kwargs = (torch.optim.Adagrad, {"lr": 0.5})

@@ -171,6 +171,8 @@ class HiFT(CheckpointedSliver):
             )
             self._backward_listeners.append(self._in_backward.watch_backward)
         self._streamed: StreamedModel | None = None
+        self._end_inference: Callable[[], None] = lambda: None
+        """Leaves on the host what `detach(for_inference=True)` loads."""
         self._room_in_backward = 0
         """Bytes that chunks may hold from the end of the forward on, with weights on the host."""
         if config.weights == "host":
@@ -572,19 +574,29 @@ class HiFT(CheckpointedSliver):
             )
         return False
 
-    def detach(self) -> None:
+    def detach(self, *, for_inference: bool = False) -> None:
         """End the rotation: let every parameter have gradients as before HiFT was built, and remove the hooks.
 
-        Weights keep their trained values. `step` raises from now on; `reattach` continues. A second call does nothing.
+        Weights keep their trained values. `step` raises from now on; `reattach` continues.
+
+        Args:
+            for_inference: With `weights="host"`, whether the blocks still come to the device for forwards without
+                gradients (evaluation, generation). False leaves them on the host.
         """
-        if self._engine is not None or self.is_detached:
+        if self._engine is not None:
             return
-        self._take_off()
-        self._prefetcher.load_ahead(self._residencies[self.active_group], 0)
-        release(self._parameters_of_state(), self)
-        if self._hooks.checks_model:
-            self._hooks.free_successors()
-        self.is_detached = True
+        self._end_inference()
+        if not self.is_detached:
+            self._take_off()
+            self._prefetcher.load_ahead(self._residencies[self.active_group], 0)
+            release(self._parameters_of_state(), self)
+            if self._hooks.checks_model:
+                self._hooks.free_successors()
+            self.is_detached = True
+        if for_inference and self._streamed is not None:
+            end = self._streamed.attach_for_inference(self._hooks.model, is_quantised=self._waiting is not None)
+            self._end_inference = weakref.finalize(self, end)
+            self._end_inference.atexit = False
 
     def reattach(self) -> None:
         """Continue after `detach`, with the same groups, masters and state.
@@ -595,6 +607,7 @@ class HiFT(CheckpointedSliver):
         """
         if not self.is_detached:
             return
+        self._end_inference()
         check_free(self._hooks.model.named_parameters(), "HiFT")
         if self._hooks.checks_model:
             self._hooks.check()

@@ -2,18 +2,21 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from slivertune.core.layers import find_blocks
+from slivertune.core.module_hook import ModuleHook
 from slivertune.core.refused_pairs import refuse_at
-from slivertune.core.torch_internals import set_buffer
+from slivertune.core.torch_internals import is_without_data, set_buffer
 from slivertune.hift.host_weights import HostWeights, Movable, WaitingBlock
 from slivertune.hift.prefetch import unused_bytes
 from slivertune.hift.rotation import Group
-from slivertune.hift.streamed_blocks import StreamedBlocks
+from slivertune.hift.streamed_blocks import StreamedBlocks, release_detached
 from slivertune.hift.streamed_codes import StreamedCodes
 from slivertune.hift.waiting_layers import WaitingLayers
 
@@ -58,6 +61,7 @@ class StreamedModel:
     """Hooks of the blocks, set by `attach`."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
+        release_detached(model)
         self._found = find_blocks(model)
         refuse_at(model, "weights='host'", [each for _, block in self._found for each in block.modules()])
         _check(model, self._found)
@@ -77,9 +81,31 @@ class StreamedModel:
         Raises:
             RuntimeError: If host memory can't be pinned.
         """
-        if not hasattr(self, "blocks"):
+        if waiting is not None or not hasattr(self, "blocks"):  # codes are made anew
             self.blocks = StreamedBlocks([module for _, module in self._found], self._place(model, waiting))
         self.blocks.attach(model)
+
+    def attach_for_inference(self, model: nn.Module, *, is_quantised: bool) -> Callable[[], None]:
+        """Load the blocks for forwards of a detached model, with exact weights and without gradients.
+
+        Args:
+            model: The detached model, with exact weights.
+            is_quantised: Whether `attach` was given quantised weights.
+
+        Returns:
+            Function that leaves the blocks on the host again. A move or cast of the model calls it, too.
+        """
+        if is_quantised:
+            self.blocks = StreamedBlocks([module for _, module in self._found], self._place(model, None))
+        blocks = self.blocks
+        blocks.weights.keep(())
+        stop = ExitStack()
+        stop.callback(blocks.release)
+        blocks.attach(model, stop.close)
+        begin, end = partial(_begin_inference, blocks, stop.close), partial(_end_inference, blocks)
+        stop.callback(model.register_forward_pre_hook(ModuleHook(begin)).remove)
+        stop.callback(model.register_forward_hook(ModuleHook(end), always_call=True).remove)
+        return stop.close
 
     def _place(self, model: nn.Module, waiting: WaitingLayers | None) -> HostWeights:
         in_blocks = {id(parameter) for _, block in self._found for parameter in block.parameters()}
@@ -145,6 +171,23 @@ class StreamedModel:
         return weights.streamed != before
 
 
+def _begin_inference(blocks: StreamedBlocks, stop: Callable[[], None], module: nn.Module, inputs: Any) -> None:
+    if not torch.is_grad_enabled():
+        blocks.begin_forward()
+    elif blocks.weights.device.type == "cpu":
+        stop()  # all weights are where the model computes
+    else:
+        raise RuntimeError(
+            "HiFT has ended, and weights='host' leaves the blocks in host memory, where gradients can't be computed. "
+            "Run the model under torch.no_grad(). To train it in another way, call detach() of HiFT (or of what "
+            "slivertune.attach returned), and move the model to its device"
+        )
+
+
+def _end_inference(blocks: StreamedBlocks, module: nn.Module, inputs: Any, output: Any) -> None:
+    blocks.end_forward()
+
+
 def blocks_of(group: Group, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
     """Return the indices of the blocks in which a group trains parameters.
 
@@ -169,7 +212,9 @@ def compute_device(model: nn.Module) -> torch.device:
         )
     if lies:
         return lies.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available() and not is_without_data():  # a plan's weights report the CPU, and pin nothing
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:

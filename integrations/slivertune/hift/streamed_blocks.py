@@ -78,8 +78,12 @@ class StreamedBlocks:
         """Backward at whose end the loaded blocks are put back."""
         self._undo: list[Callable[[], None]] = []
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module, before_move: Callable[[], None] | None = None) -> None:
         """Put hooks on the blocks, and on the methods that move the model.
+
+        Args:
+            model: Model that holds the blocks.
+            before_move: Function that releases the blocks, so that they can be moved or cast. None refuses that.
 
         Raises:
             RuntimeError: If the model or a block is compiled.
@@ -96,7 +100,9 @@ class StreamedBlocks:
                 module.register_state_dict_post_hook(ModuleHook(partial(StreamedBlocks._show, own, index))),
             ]
         for module in (model, *self._modules):
-            stand_in = _CheckedApply(apply_of(module), self.weights.device, self._modules, is_block=module is not model)
+            stand_in = _CheckedApply(
+                apply_of(module), self.weights.device, self._modules, before_move, is_block=module is not model
+            )
             self._undo.append(put_stand_in(module, "_apply", stand_in))
 
     def release(self) -> None:
@@ -209,6 +215,13 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def release_detached(model: nn.Module) -> None:
+    """Release a model's blocks if they are loaded for inference alone, so that another optimizer may take them."""
+    stand_in = vars(model).get("_apply")
+    if isinstance(stand_in, _CheckedApply) and stand_in.before_move is not None:
+        stand_in.before_move()
+
+
 class _CheckedApply(StandIn):
     """`_apply` of a model or a block, which `to`, `half` and others call. Blocks need no move: they are in place.
 
@@ -216,14 +229,22 @@ class _CheckedApply(StandIn):
         function: Method of the module's own.
         device: Device on which the model computes.
         blocks: Blocks whose weights are loaded.
+        before_move: Function that releases them before they are cast or moved. None refuses that.
         is_block: Whether the module is one of them, so that nothing in it is changed.
     """
 
     def __init__(
-        self, function: Callable[..., Any], device: torch.device, blocks: Sequence[nn.Module], *, is_block: bool
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        blocks: Sequence[nn.Module],
+        before_move: Callable[[], None] | None,
+        *,
+        is_block: bool,
     ) -> None:
         super().__init__(function)
         self._device, self._blocks, self._is_block = device, blocks, is_block
+        self.before_move = before_move
 
     @property
     @override
@@ -240,6 +261,9 @@ class _CheckedApply(StandIn):
             before = torch.empty(0, dtype=dtype, device=self._device)
             after = change(before)
             if after.dtype != before.dtype or after.device != before.device:
+                if self.before_move is not None:
+                    self.before_move()
+                    return self.function(change, recurse)
                 raise RuntimeError(
                     f"blocks whose weights wait on the host (weights='host') can't become {after.dtype} on "
                     f"{after.device}: HiFT brings them to {before.device} in {before.dtype} when they run; cast the "

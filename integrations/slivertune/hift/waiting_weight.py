@@ -204,7 +204,7 @@ class WaitingWeight:
             return
         self.cancel_turn()
         self.parameter.data = self.exact().to("cpu")
-        self._codes, self.is_waiting = None, False
+        self._codes, self.is_waiting, self._keep = None, False, _claimed
 
     def forget_codes(self) -> None:
         """Drop everything made from the source, to which others have written."""

@@ -157,8 +157,8 @@ class TrainerHiFT(TrainerMethod):
         optimizer.reattach()
 
     def end(self, optimizer: HiFT) -> None:
-        """Make all parameters require a gradient again."""
-        optimizer.detach()
+        """Make all parameters require a gradient again. Evaluation goes on, also with weights on the host."""
+        optimizer.detach(for_inference=True)
 
 
 class TrainerSFT(TrainerMethod):
