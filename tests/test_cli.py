@@ -112,7 +112,7 @@ def test_a_mistyped_command_or_option_is_one_line_that_says_what_was_meant(
 @pytest.mark.parametrize(("name", "said"), [("nowhere", ""), ("single_gpu_24", "did you mean single_gpu_24g.yaml?")])
 def test_an_unknown_preset_is_one_line_and_code_2(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = complaint(capsys, ["path", name])
-    assert re.fullmatch(rf"slivertune path: error: no preset is called '{name}'; .*{re.escape(said)}.*\n", error)
+    assert re.fullmatch(rf"slivertune path: error: there is no preset '{name}'\. .*{re.escape(said)}.*\n", error)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_what_merge_refuses_is_one_line_and_code_2(to_merge: Path, capfd: pytest
         assert error.startswith(f"slivertune {arguments[0]}: error: ") and message in error, error
         assert error.count("\n") == 1
     error = complaint(capfd, ["merge", "deltas0", "--output_dir", "base"])
-    assert "base exists already; name a folder that does not" in error
+    assert "base exists already. Name a new folder" in error
     assert sorted(to_merge.rglob("*")) == before
 
 

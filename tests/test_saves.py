@@ -183,7 +183,7 @@ def check_error(error: BaseException | None, fault: Fault, target: Path, where: 
         assert str(target) in text, f"{where}: {text}"
         assert text.count("could not be written") == 1, f"{where}: {text}"
         wanted = (
-            ("No space left on device", "it needs", "were free in") if fault is full_disk else ("Permission denied",)
+            ("No space left on device", "It needs", " free. Free") if fault is full_disk else ("Permission denied",)
         )
         assert all(each in text for each in wanted), f"{where}: {text}"
         assert isinstance(error, OSError) and error.errno == fault(where).errno, f"{where}: {text}"

@@ -58,7 +58,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a folder with too long a name": (
         ("train", "--output_dir", "new/" + "x" * 300),
-        f"output_dir 'new/{'x' * 76}' can't be a folder: File name too long; name another",
+        f"output_dir 'new/{'x' * 76}' can't be a folder: File name too long. Name another",
     ),
     "a folder that is a broken link": (
         ("train", "--output_dir", "given/link"),
@@ -66,12 +66,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a run file in Latin-1": (
         ("train", "given/run.yaml"),
-        "config file given/run.yaml is not UTF-8 text: line 2 has the byte 0xe9; convert it",
+        "config file given/run.yaml is not UTF-8 text: line 2 has the byte 0xe9. Convert it",
     ),
     "a folder for a run file": (("train", "given"), "config file given is a folder; name a file in it"),
     "rows in Latin-1": (
         ("train", "--dataset", "given/rows.jsonl", "--output_dir", "out"),
-        "given/rows.jsonl is not UTF-8 text: line 2 has the byte 0xe9; convert it",
+        "given/rows.jsonl is not UTF-8 text: line 2 has the byte 0xe9. Convert it",
     ),
     "a length that is no number": ((*PLAN, "--seq_length", "-1e3"), "--seq_length '-1e3' must be a whole number"),
     "a size of 5,000 digits": ((*PLAN, "--fit", DIGITS), f"argument --fit: '{SHOWN_DIGITS}' is no size"),
@@ -79,7 +79,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a negative seed of a comparison": (("compare", "--seeds", "-1"), "--seeds -1 must be at least 0"),
     "a comparison in a file": (
         ("compare", "--output_dir", "given/rows.jsonl"),
-        "output_dir given/rows.jsonl is a file; name a folder",
+        "output_dir given/rows.jsonl is a file. Name a folder",
     ),
     "a comparison of what is not there": (
         ("compare", "--rows", "dense", "--dataset", "absent.jsonl"),
@@ -88,7 +88,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a report of no run": (("report", "absent"), "absent is not a folder; name that of a run"),
     "a report below a file": (
         ("report", "given", "--output", "given/rows.jsonl/report.png"),
-        "--output given/rows.jsonl is a file; name a folder",
+        "--output given/rows.jsonl is a file. Name a folder",
     ),
     "deltas that are not there": (("merge", "absent", "--output_dir", "out"), "absent is not a folder; name one with"),
     "a merge with too long a name": (
@@ -99,7 +99,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("unmerge", "given", "--output_dir", "given/rows.jsonl/out"),
         "--output_dir given/rows.jsonl/out lies under",
     ),
-    "an unknown preset": (("path", "nowhere"), "no preset is called 'nowhere'"),
+    "an unknown preset": (("path", "nowhere"), "there is no preset 'nowhere'"),
 }
 QUICK = ("a negative rate", "deltas that are not there")
 

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         there = "is whole" if output is not None and Path(output).exists() else "was not written"
         end, command = "" if output is None else f"; {output} {there}", tuple[str, ...]()
         if options.command == "compare":
-            end, command = "; continue with what is missing:", typed_command(*arguments)
+            end, command = "; continue with the missing runs:", typed_command(*arguments)
         _say(f"slivertune {options.command}: interrupted{end}", command)
         return _INTERRUPTED
     except Exception as error:
@@ -131,11 +131,11 @@ def _make_parser() -> _CommandParser:
     parser.add_argument("--debug", action="store_true", help="before the command: show the whole traceback of an error")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     commands.add_parser("train", add_help=False, help="fine-tune a causal language model or a classifier")
-    commands.add_parser("plan", add_help=False, help="what a run will need before it runs; settings that fit a GPU")
-    commands.add_parser("compare", add_help=False, help="the same task by several methods, at an equal budget")
+    commands.add_parser("plan", add_help=False, help="plan a run's memory and time; find settings that fit a GPU")
+    commands.add_parser("compare", add_help=False, help="train on one task by several methods, at an equal budget")
     path = commands.add_parser(
         "path",
-        help="print where a preset lies",
+        help="print the path of a preset",
         description="Print the path of a preset, as for accelerate launch --config_file $(slivertune path PRESET) ...; "
         f"{', '.join(run_file_names())} are for slivertune train $(slivertune path PRESET) ...",
     )
@@ -143,13 +143,13 @@ def _make_parser() -> _CommandParser:
     path.add_argument(
         "preset",
         metavar="PRESET",
-        help=f"{presets}, whose ending may be left out; or by its whole name {examples}",
+        help=f"{presets} (endings optional), or an example by its whole name: {examples}",
     )
     _add_merge_commands(commands)
     report = commands.add_parser(
         "report",
         help="draw a run: loss, rate, groups, gradient norm, speed, memory",
-        description="Draw the log of a run, ended or not, from its folder: of slivertune train, or of any Trainer.",
+        description="Draw the log of a run of slivertune train or any Trainer, finished or not, from its folder.",
         allow_abbrev=False,
     )
     report.add_argument("folder", metavar="RUN", help="the run's folder, such as runs/hift")
@@ -167,22 +167,22 @@ def _add_merge_commands(commands: argparse._SubParsersAction[_CommandParser]) ->
         "deltas",
         nargs="+",
         metavar="DELTAS",
-        help="folder with deltas, of which several are summed; or the folder of one adapter",
+        help="folder with deltas (several are summed), or the folder of one adapter",
     )
     merge.add_argument(
         "--model_name_or_path",
         metavar="BASE",
-        help="the base: a folder with safetensors files, or the hub id of a model in the cache; what the deltas "
-        "or the adapter name by default",
+        help="base: a folder with safetensors files, or the hub id of a model in the cache; by default the base "
+        "that the deltas or the adapter name",
     )
     merge.add_argument(
         "--allow_quantized_base",
         action="store_true",
-        help="add deltas that were trained over a 4-bit model to the 16-bit one; results are near, not the same",
+        help="add deltas that were trained over a 4-bit model to the 16-bit one; results are close, not identical",
     )
     unmerge = commands.add_parser(
         "unmerge",
-        help="take merged SFT deltas out of a checkpoint again",
+        help="remove merged SFT deltas from a checkpoint",
         description="Write a copy of a merged checkpoint with the base's weights restored, to the bit.",
     )
     unmerge.add_argument("merged", metavar="MERGED", help="folder that `slivertune merge` wrote")

@@ -314,9 +314,9 @@ def test_a_target_beyond_the_classes_is_an_error_as_it_is_in_torch() -> None:
     ("change", "message"),
     [
         ({"chunk_bytes": 0}, "chunk_bytes=0 must be positive"),
-        ({"targets": torch.zeros(3, dtype=torch.int64)}, "give one target for each"),
-        ({"weight": torch.zeros(CLASSES, SIZE + 1)}, "the weight must be"),
-        ({"weight": torch.zeros(CLASSES, SIZE, dtype=torch.bfloat16)}, "use one dtype, or autocast"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, "Give one target for each"),
+        ({"weight": torch.zeros(CLASSES, SIZE + 1)}, r"Pass a weight of shape \(classes"),
+        ({"weight": torch.zeros(CLASSES, SIZE, dtype=torch.bfloat16)}, "Use one dtype, or autocast"),
         ({"bias": torch.zeros(3)}, f"one number for each of {CLASSES} classes"),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_loss_that_would_be_wrong_is_an_error(name: str) -> None:
     model = made(NOT_SERVED[name][0])
     expected = step(model)
     handle = attach_chunked_cross_entropy(model)
-    with pytest.raises(ChunkedLossError, match=r"reads its head's output outside .*remove\(\) the handle"):
+    with pytest.raises(ChunkedLossError, match=r"reads its head's output outside .*Call remove\(\) on the handle"):
         model(**batch())
     handle.remove()
     assert_same_tree(step(model)[:2], expected[:2])
@@ -540,7 +540,7 @@ def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autoc
         expected, exact = with_exact(partial(step, model))
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
         with pytest.raises(
-            ValueError, match=r"hidden states in torch.float32 .* torch.bfloat16; use one dtype, or autocast"
+            ValueError, match=r"hidden states in torch.float32 .* torch.bfloat16\. Use one dtype, or autocast"
         ):
             model(**batch())
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -591,7 +591,7 @@ def test_a_model_that_fsdp2_has_sharded_is_refused_in_training() -> None:
         # What fully_shard does to a model's class.
         model.__class__ = type("FSDPLlamaForCausalLM", (FSDPModule, type(model)), {})
         ids = torch.arange(12).view(1, 12)
-        with pytest.raises(ChunkedLossError, match="FSDP2 shares the head's weight out over the ranks"):
+        with pytest.raises(ChunkedLossError, match="FSDP2 shards the head's weight over the ranks"):
             model(input_ids=ids, labels=ids)
         with torch.no_grad():
             assert model(input_ids=ids, labels=ids).logits.shape[1] == 12
@@ -603,7 +603,7 @@ def test_a_model_that_zero3_has_sharded_is_refused_in_training() -> None:
         # What DeepSpeed puts on every parameter that it shares out.
         model.lm_head.weight.ds_id = 0  # type: ignore[assignment]
         ids = torch.arange(12).view(1, 12)
-        with pytest.raises(ChunkedLossError, match="ZeRO-3 shares the head's weight out over the ranks"):
+        with pytest.raises(ChunkedLossError, match="ZeRO-3 shards the head's weight over the ranks"):
             model(input_ids=ids, labels=ids)
         with torch.no_grad():
             assert model(input_ids=ids, labels=ids).logits.shape[1] == 12

@@ -214,8 +214,8 @@ def test_parts_that_are_called_by_themselves_and_evaluations_are_checkpointed_as
 @pytest.mark.parametrize(
     ("device_type", "world_size", "message"),
     [
-        ("cpu", 1, "the model is on 'cpu', where nothing tells how much may be taken; give a number of blocks, from 0"),
-        ("cuda", 2, "is measured in one process, and of 2 each might keep another number"),
+        ("cpu", 1, "and the model is on 'cpu'. Give a number of blocks, from 0"),
+        ("cuda", 2, "is measured in one process, and 2 processes might choose different"),
     ],
 )
 def test_where_nothing_can_be_measured_a_number_is_asked_for(device_type: str, world_size: int, message: str) -> None:

@@ -140,5 +140,5 @@ def test_a_copy_of_the_model_casts_as_it_did_and_a_handle_is_not_copied() -> Non
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(input_ids=torch.arange(8).unsqueeze(0))
     assert all(layer.cast_input_dtype_enabled for layer in lora_layers(twin))
-    with pytest.raises(TypeError, match="call skip_needless_casts on it"):
+    with pytest.raises(TypeError, match="Call skip_needless_casts on it"):
         copy.copy(handle)

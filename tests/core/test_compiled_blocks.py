@@ -137,7 +137,7 @@ def test_a_block_that_breaks_is_an_error_that_names_it_unless_it_may_break() -> 
         (lambda model: torch.compile(model, backend="eager"), "LlamaForCausalLM is compiled as a whole already"),
         (lambda model: _after(model, model.compile), "LlamaForCausalLM is compiled as a whole already"),
         (lambda model: _after(model, model.model.layers[1].compile), r"model\.layers\.1 is compiled already"),
-        (lambda model: _after(model, lambda: compile_blocks(model)), r"model\.layers\.0 is compiled already; remove"),
+        (lambda model: _after(model, lambda: compile_blocks(model)), r"model\.layers\.0 is compiled already\. Call"),
         (
             lambda model: _after(model, lambda: _offload(model.model.layers[2])),
             r"forward of model\.layers\.2 was repla",
@@ -150,7 +150,7 @@ def test_what_is_compiled_or_replaced_already_is_refused(prepare: Any, message: 
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no nn\.ModuleList.*can be run block by block"):
+    with pytest.raises(ValueError, match=r"Linear has no nn\.ModuleList.*can run block by block"):
         compile_blocks(nn.Linear(2, 2))
 
 

@@ -375,7 +375,7 @@ def test_a_second_handle_is_refused_and_the_first_stays() -> None:
     checkpoint(model)
     with st.keep_activations(model, 2):
         for again in (model, model.model):
-            with pytest.raises(RuntimeError, match=r"keeps activations of some blocks already; remove\(\) that handle"):
+            with pytest.raises(RuntimeError, match=r"keeps activations of some blocks already\. Call remove\(\)"):
                 st.keep_activations(again, 1)
         assert recomputed_in_a_step(model) == [1, 1, 0, 0]
 
@@ -384,11 +384,11 @@ def test_a_second_handle_is_refused_and_the_first_stays() -> None:
     ("num_blocks", "message"),
     [
         (-1, "keep_activations=-1 must be at least 0"),
-        (BLOCKS + 1, "keep_activations=5 must be at most 4, which are all blocks of LlamaForCausalLM"),
+        (BLOCKS + 1, "keep_activations=5 must be at most 4, the number of blocks of LlamaForCausalLM"),
         (1.5, "keep_activations=1.5 must be an integer"),
         (True, "keep_activations=True must be an integer"),
         ("many", "keep_activations='many' must be an integer or 'auto'"),
-        ("auto", "the model is on 'cpu', where nothing tells how much may be taken; give a number of blocks, from 0"),
+        ("auto", "and the model is on 'cpu'. Give a number of blocks, from 0"),
     ],
 )
 def test_a_number_that_can_not_be_is_named_and_leaves_the_model_as_it_is(num_blocks: Any, message: str) -> None:

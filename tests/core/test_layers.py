@@ -566,20 +566,20 @@ def test_a_tied_parameter_may_be_listed_under_any_of_its_names(model: Any) -> No
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (PLAIN_LAYERS, r"leaves out 'output\.bias'; name each parameter"),
-        ([], r"leaves out 'final_norm\.weight', .*'blocks\.1\.0\.weight', .* and 6 more; name each parameter"),
+        (PLAIN_LAYERS, r"leaves out 'output\.bias'\. Name each parameter"),
+        ([], r"leaves out 'final_norm\.weight', .*'blocks\.1\.0\.weight', .* and 6 more\. Name each parameter"),
         (
             [*PLAIN_LAYERS, ["output"]],
-            r"'output\.weight' is in layers\[3\] and, through 'output', in layers\[4\]; keep",
+            r"'output\.weight' is in layers\[3\] and, through 'output', in layers\[4\]\. Keep",
         ),
         (
             [*PLAIN_LAYERS, ["outptu"]],
-            r"layers\[4\] names 'outptu', which is neither .* of PlainModel; see model\.named",
+            r"layers\[4\] names 'outptu', which is neither .* of PlainModel\. See model\.named",
         ),
         ([*PLAIN_LAYERS, ["blocks.0.0.weigh"]], r"layers\[4\] names 'blocks\.0\.0\.weigh', which is neither"),
-        ([[], *PLAIN_LAYERS, ["output.bias"]], r"layers\[0\]=\[\] is empty: it holds no parameter; drop"),
-        (["tokens", *PLAIN_LAYERS], r"layers\[0\] is the string 'tokens'; write a list of names, \['tokens'\]"),
-        (["blocks.*"], r"layers\[0\] is the string 'blocks\.\*'; write a list"),
+        ([[], *PLAIN_LAYERS, ["output.bias"]], r"layers\[0\]=\[\] is empty: it holds no parameter\. Drop"),
+        (["tokens", *PLAIN_LAYERS], r"layers\[0\] is the string 'tokens'\. Write a list of names, \['tokens'\]"),
+        (["blocks.*"], r"layers\[0\] is the string 'blocks\.\*'\. Write a list"),
         ([["block.*"]], r"layers= has 'block\.\*', which fits no module and no parameter of PlainModel"),
         ([["blocks.*"], ["tokens"]], r"layers= leaves out 'final_norm\.weight'"),
         ([["tokens", "blocks.*"]], r"'tokens\.weight' is in layers\[0\] and, through 'tokens', in layers\[1\]"),

@@ -148,7 +148,7 @@ def test_the_error_names_folder_file_and_way_out(folder: Path) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
         check_whole(folder)
     assert str(folder) in str(caught.value) and "model.bin is missing" in str(caught.value)
-    assert str(caught.value).endswith(f"use an older checkpoint, such as {older}")
+    assert str(caught.value).endswith(f". Use an older checkpoint, such as {older}")
     with pytest.raises(DamagedCheckpointError, match="is not there, or not a folder"):
         check_whole(folder / "nowhere")
 

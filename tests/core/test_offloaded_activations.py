@@ -465,7 +465,7 @@ def test_a_model_that_is_not_checkpointed_is_refused_with_the_way_out(stored: li
 
 def test_a_second_handle_and_a_model_without_such_blocks_are_refused() -> None:
     model = checkpointed()
-    with st.offload_activations(model), pytest.raises(RuntimeError, match=r"offloaded already; remove\(\) that handle"):
+    with st.offload_activations(model), pytest.raises(RuntimeError, match=r"offloaded already\. Call remove\(\)"):
         st.offload_activations(model.model)
     with pytest.raises(ValueError, match="OddModel has no block that transformers checkpoints by itself"):
         st.offload_activations(OddModel(with_empty=False))
@@ -492,13 +492,13 @@ def test_hidden_states_that_are_given_by_name_are_refused() -> None:
     block = model.model.layers[0]
     hidden, places = torch.randn(1, 4, 32), torch.arange(4)[None]
     rotary = model.model.rotary_emb(hidden, places)
-    with st.offload_activations(model), pytest.raises(RuntimeError, match="not given its hidden states as the first"):
+    with st.offload_activations(model), pytest.raises(RuntimeError, match="not get its hidden states as its first"):
         block(hidden_states=hidden, position_embeddings=rotary)
 
 
 def test_a_host_without_room_is_an_error_before_it_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_activations, "available_host_bytes", lambda: INPUT_BYTES - 1)
     model = checkpointed()
-    expected = f"an input of a block takes {INPUT_BYTES:,} bytes and the host has {INPUT_BYTES - 1:,} left"
+    expected = f"a block's input takes {INPUT_BYTES:,} bytes, and the host has {INPUT_BYTES - 1:,} left"
     with st.offload_activations(model), pytest.raises(MemoryError, match=re.escape(expected)):
         model(**batch(model))

@@ -28,12 +28,12 @@ def test_a_place_where_a_folder_can_be_is_left_as_it_was(place: str) -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("file", "--out file is a file; name a folder"),
+        ("file", "--out file is a file. Name a folder"),
         ("file/new/er", "--out file/new/er lies under"),
         ("gone", "--out gone is a link that leads nowhere"),
         ("gone/new", "gone, which is a link that leads nowhere"),
-        ("new/" + "x" * 256, "can't be a folder: File name too long; name another"),
-        ("/".join(["y" * 200] * 30), "can't be a folder: File name too long; name another"),
+        ("new/" + "x" * 256, "can't be a folder: File name too long. Name another"),
+        ("/".join(["y" * 200] * 30), "can't be a folder: File name too long. Name another"),
         ("a\0b", "can't be a folder: embedded null byte"),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_full_disk_is_said_with_the_folder(monkeypatch: pytest.MonkeyPatch) ->
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr("tempfile.TemporaryDirectory", Mock(side_effect=full))
     with pytest.raises(
-        ValueError, match=r"output_dir new could not be written: No space left on device; .* or name an"
+        ValueError, match=r"output_dir new could not be written: No space left on device\. .* or name an"
     ):
         check_place(Path("new"))
 
@@ -56,9 +56,9 @@ def test_a_full_disk_is_said_with_the_folder(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("folder", "--plot folder is a folder; name a file in it"),
-        ("file/x.png", "--plot file is a file; name a folder"),
-        ("x" * 256 + ".png", "can't be a file: File name too long; name another"),
+        ("folder", "--plot folder is a folder. Name a file in it"),
+        ("file/x.png", "--plot file is a file. Name a folder"),
+        ("x" * 256 + ".png", "can't be a file: File name too long. Name another"),
     ],
 )
 def test_a_file_that_can_not_be_written_is_refused(file: str, said: str) -> None:

@@ -44,7 +44,7 @@ def test_a_preset_is_found_by_its_stem_and_by_its_file_name(checkout: Path) -> N
 
 @pytest.mark.parametrize("name", ["single_gpu", "", "README", "README.md", "../pyproject.toml", "single_gpu_24g.yml"])
 def test_an_unknown_name_is_an_error_that_lists_what_there_is(name: str) -> None:
-    with pytest.raises(ValueError, match="no preset is called") as error:
+    with pytest.raises(ValueError, match="there is no preset") as error:
         presets.preset_path(name)
     assert repr(name) in str(error.value)
     assert "single_gpu_24g.yaml" in str(error.value) and "single_gpu_24g.json" in str(error.value)
@@ -103,7 +103,7 @@ def test_run_files_are_those_for_models_larger_than_the_card_and_no_launch_prese
         "single_gpu_24g_32b.yaml",
         "single_gpu_48g_70b.yaml",
     )
-    with pytest.raises(ValueError, match="no preset is called"):
+    with pytest.raises(ValueError, match="there is no preset"):
         presets.preset_path("single_gpu_24g_32b.json")
 
 

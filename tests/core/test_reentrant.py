@@ -366,7 +366,7 @@ def test_tensors_that_blocks_share_by_a_container_are_refused() -> None:
     ids = torch.arange(3, 15).reshape(1, 12)
     enable_checkpointing(model, {"use_reentrant": True})
     optimizer = HiFT(model, torch.optim.SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match=r"Gemma4TextDecoderLayer hands tensors on .*'use_reentrant': False"):
+    with pytest.raises(RuntimeError, match=r"Gemma4TextDecoderLayer passes tensors in .*'use_reentrant': False"):
         model(input_ids=ids, labels=ids)
     optimizer.detach()
 

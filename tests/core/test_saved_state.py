@@ -154,7 +154,7 @@ def test_a_flattened_state_is_refused_by_torch_and_one_that_has_lost_its_bytes_b
         get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     state: Any = get_optimizer_state_dict(model, optimizer)
     del state["param_groups"][0]["slivertune"]
-    with pytest.raises(ValueError, match="has lost what lay in its first param group"):
+    with pytest.raises(ValueError, match="has lost the values of its first param group"):
         set_optimizer_state_dict(model, optimizer, state)
 
 

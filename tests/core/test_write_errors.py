@@ -56,7 +56,7 @@ def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_what_was_f
         write(path)
     assert caught.value.errno == errno.ENOSPC
     assert str(caught.value).startswith(f"[Errno 28] {target} could not be written")
-    assert f"it needs {LARGE.nbytes:,} bytes, {free:,} were free in {small_disk}; free space there" in str(caught.value)
+    assert f"It needs {LARGE.nbytes:,} bytes, and {small_disk} had {free:,} free. Free space there" in str(caught.value)
     assert target.read_text() == "old"
     assert names(small_disk) == ["state"]
     folder = small_disk / "folder"
@@ -99,7 +99,7 @@ for number, write in enumerate((
     except OSError as error:
         assert error.errno == errno.EFBIG, error
         assert "state could not be written: File too large" in str(error), error
-        assert f"it needs {large.nbytes:,} bytes" in str(error), error
+        assert f"It needs {large.nbytes:,} bytes" in str(error), error
     else:
         raise AssertionError("written")
     assert list(Path().iterdir()) == [], list(Path().iterdir())
@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_written_in_is_named(read_only: Path) -> None:
         lambda: atomic_folder(read_only / "model").__enter__(),
         lambda: atomic_new_folder(read_only / "new").__enter__(),
     ):
-        with pytest.raises(OSError, match=r"read only/.* could not be written: .*; it needs a folder .*read only in "):
+        with pytest.raises(OSError, match=r"read only/.* could not be written: .*\. It needs a folder .*read only in "):
             write()
     assert (read_only / "model" / "a").read_text() == "old"
 
@@ -189,7 +189,8 @@ def test_an_error_is_explained_once_and_for_what_the_user_asked_for(tmp_path: Pa
             with atomic_file(new / "state"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(OSError, match=f"^.Errno 28. {tmp_path}/model could not be written: No space left on device; "):
+    expected = rf"^.Errno 28. {tmp_path}/model could not be written: No space left on device\. It needs "
+    with pytest.raises(OSError, match=expected):
         write()
     assert names(tmp_path) == []
 

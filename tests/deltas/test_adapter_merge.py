@@ -299,7 +299,7 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
         line = next(line for line in error.splitlines() if line.startswith("slivertune merge: error: "))
         assert message in line, line
     assert main(["merge", "adapter", "--output_dir", "base"]) == 2
-    assert "base exists already; name a folder that does not" in capfd.readouterr().err
+    assert "base exists already. Name a new folder" in capfd.readouterr().err
     assert sorted(Path.cwd().rglob("*")) == before
 
 
@@ -484,7 +484,7 @@ def test_peft_that_is_missing_is_named_as_pip_does(monkeypatch: pytest.MonkeyPat
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=re.escape("merging it needs peft, which is not installed; pip install peft")):
+    with pytest.raises(ImportError, match=re.escape("merging it needs peft, which is missing. Run pip install peft")):
         open_adapter(Path("adapter"))
 
 

@@ -158,7 +158,7 @@ def test_what_could_not_be_read_again_is_not_saved(
 
 def test_a_file_where_the_folder_should_be_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "deltas").write_text("mine")
-    with pytest.raises(FileExistsError, match="deltas exists already; name a folder"):
+    with pytest.raises(FileExistsError, match=r"deltas exists already\. Name a new folder"):
         write_deltas(tmp_path / "deltas", tiny_llama())
     assert (tmp_path / "deltas").read_text() == "mine"
 

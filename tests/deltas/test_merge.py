@@ -395,7 +395,7 @@ def test_an_output_that_exists_is_refused(make: Callable[[Path], object], tmp_pa
         raise AssertionError("an hour's work may lie before the error")
 
     for write in (partial(merge, base, deltas), partial(unmerge, tmp_path / "merged")):
-        with pytest.raises(FileExistsError, match="output exists already; name a folder that does not, or move it"):
+        with pytest.raises(FileExistsError, match=r"output exists already\. Name a new folder, or move it"):
             write(output, progress=work)
     assert (files_in(tmp_path), entries(tmp_path)) == before
 

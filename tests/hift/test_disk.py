@@ -373,8 +373,8 @@ def test_a_folder_that_is_unfit_is_named_before_the_first_update(
         with pytest.raises(OSError, match="state") as error:
             hift.step()
     said = {
-        "in memory": r"can't store [\d,]{6,} bytes .*: it lies in memory \(tmpfs\); name a folder on a local disk",
-        "can't reserve": r"[\d,]{6,} bytes .*: its file system can't reserve space \(Operation not supported\); name a",
+        "in memory": r"can't store [\d,]{6,} bytes .*: it lies in memory \(tmpfs\)\. Name a folder on a local disk",
+        "can't reserve": r"[\d,]{6,} bytes .*: its file system can't reserve space \(Operation not supported\)\. Name",
         "read-only": r"could not be written: Read-only file system",
     }
     assert re.search(said[fault], str(error.value)) and str(tmp_path / "state") in str(error.value)
@@ -560,7 +560,7 @@ def test_a_host_without_room_for_two_groups_is_said_before_anything_is_allocated
     needed = sizes[0] + 2 * sizes[-1]
     model(**token_batches(1, vocab=BIG_VOCAB)[0]).loss.backward()
     monkeypatch.setattr(host_room, "available_host_bytes", lambda: needed)
-    with pytest.raises(MemoryError, match=r"two groups of state=\"disk\" and .* few layers a group"):
+    with pytest.raises(MemoryError, match=r"two groups of state=\"disk\" and .* few layers per group"):
         hift.step()
     assert hift.updates == 0 and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(host_room, "available_host_bytes", lambda: int(1.1 * needed))

@@ -325,9 +325,9 @@ def test_a_wrong_number_of_bytes_is_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"resident_bytes": 5}, r'for weights that wait off the device; set weights="host"'),
+        ({"resident_bytes": 5}, r'for offloaded weights\. Set weights="host"'),
         ({"weights": "disk"}, "weights='disk' must be one of"),
-        ({"weights": "host", "state": "device"}, r'use state="host" or "disk"'),
+        ({"weights": "host", "state": "device"}, r'Use state="host" or "disk"'),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], text: str) -> None:

@@ -317,7 +317,7 @@ def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypa
 
 def test_a_closure_is_refused_and_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> None:
     model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
-    with pytest.raises(RuntimeError, match=r"step\(closure\).*run the backward, then call step"):
+    with pytest.raises(RuntimeError, match=r"step\(closure\).*Run the backward, then call step"):
         hift.step(lambda: 0.0)
     assert hift.step() is None and hift.updates == 0
     embedding = model.get_parameter("model.embed_tokens.weight")
@@ -329,7 +329,7 @@ def test_a_closure_is_refused_and_a_step_without_a_backward_is_none_and_a_gradie
 def test_a_state_is_not_saved_between_a_backward_and_its_step() -> None:
     model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
     model(**token_batches(1)[0]).loss.backward()
-    with pytest.raises(RuntimeError, match=r"call step\(\) before state_dict"):
+    with pytest.raises(RuntimeError, match=r"Call step\(\) before state_dict"):
         hift.state_dict()
     hift.step()
     assert hift.state_dict()["hift"]["updates"] == 1
@@ -341,7 +341,7 @@ class _SecondMoment(torch.optim.AdamW):
 
 def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
     model = tiny_llama()
-    with pytest.raises(ValueError, match=r"_SecondMoment may look at the whole group; declare elementwise=True"):
+    with pytest.raises(ValueError, match=r"_SecondMoment may look at the whole group\. Declare elementwise=True"):
         hift_over(model, _SecondMoment, gradients="stepped", lr=0.1)
     assert all(parameter.requires_grad for parameter in model.parameters())
     hift_over(model, _SecondMoment, gradients="stepped", elementwise=True, lr=0.1)

@@ -85,5 +85,5 @@ def test_casts_are_made_and_copies_are_moved_as_any_other() -> None:
 
 
 def test_a_model_that_was_moved_before_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"layers.0.* is on meta, where all blocks have had room.*before the model is"):
+    with pytest.raises(ValueError, match=r"layers.0.* is on meta already, where all blocks fit.*before the model is"):
         slivertune.keep_blocks_on_host(tiny_llama().to("meta"))

@@ -250,7 +250,7 @@ def new_block(model: Any) -> None:
 
 GONE = r"which HiFT trains, is no longer in the model"
 # transformers gives the embedding's own parameter other values, and the model another head.
-RESIZED = r"was of shape \(97, 32\) when HiFT was built and is of \(101, 32\) now \(resize_token_embeddings\)"
+RESIZED = r"had shape \(97, 32\) when HiFT was built and has \(101, 32\) now \(resize_token_embeddings\)"
 REPLACED: dict[str, tuple[Callable[[Any], object], str]] = {
     "resized embeddings": (
         lambda model: model.resize_token_embeddings(101, mean_resizing=False),
@@ -351,7 +351,7 @@ def test_weights_that_lie_elsewhere_are_refused_when_hift_is_built(kind: str, tm
     elif kind == "disk":
         disk_offload(model, str(tmp_path), torch.device("cpu"))
     free = trainable(model)
-    with pytest.raises(ValueError, match=r"^model\.embed_tokens\.weight is .*cpu_offload.*load the model whole"):
+    with pytest.raises(ValueError, match=r"^model\.embed_tokens\.weight is .*cpu_offload.*Load the whole model"):
         HiFT(model, torch.optim.AdamW, lr=1e-2)
     assert trainable(model) == free
 

@@ -302,7 +302,7 @@ class OpaqueState(SparseState):
     [
         (SparseState, {}, r"SparseState.*'moment' is a tensor of layout torch.sparse_coo, which can't be moved"),
         (OpaqueState, {}, r"OpaqueState.*'moment' is a Opaque, a tensor subclass without __tensor_flatten__"),
-        ("AdamW8bit", {"elementwise": True}, "elementwise=True can't be kept for AdamW8bit.*leave elementwise out"),
+        ("AdamW8bit", {"elementwise": True}, "AdamW8bit does not support elementwise=True.*Leave elementwise out"),
     ],
 )
 @pytest.mark.parametrize("wrap", [False, True])

@@ -242,9 +242,7 @@ def test_dropping_the_optimizer_detaching_and_loading_leave_nothing_held(ledger:
 def test_a_wrong_budget_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="prefetch_bytes="):
         HiFTConfig(prefetch_bytes=value)
-    with pytest.raises(
-        ValueError, match=r'prefetch_bytes=5 is for state that waits off the device; with state="device"'
-    ):
+    with pytest.raises(ValueError, match=r'prefetch_bytes=5 is for offloaded state, and state="device" offloads none'):
         HiFTConfig(prefetch_bytes=5, state="device")
 
 

@@ -193,12 +193,12 @@ def test_an_accelerator_moves_nothing_and_a_cast_is_refused(tmp_path: Path) -> N
             optimizer.zero_grad()
         assert_same_bits(second, first)
     with pytest.raises(
-        RuntimeError, match=r"can't become torch.float32 on cpu: .* cast the model before HiFT is built"
+        RuntimeError, match=r"can't become torch.float32 on cpu: .* Cast the model before HiFT is built"
     ):
         second.float()
     with pytest.raises(RuntimeError, match="on meta"):
         second.to("meta")
-    with pytest.raises(RuntimeError, match="cast the model before"):
+    with pytest.raises(RuntimeError, match="Cast the model before"):
         second.model.layers[0].half()
     second.to("cpu", torch.bfloat16)
     second.save_pretrained(tmp_path)
@@ -256,18 +256,18 @@ def test_programs_that_look_for_tied_weights_save_all_of_a_block(moment: str, tm
 def test_models_whose_blocks_are_no_units_are_refused() -> None:
     shared = tiny_llama(blocks=3)
     shared.model.layers[2].mlp = shared.model.layers[0].mlp
-    with pytest.raises(ValueError, match=r"layers.2.mlp.* is a weight of model.layers.0, too"):
+    with pytest.raises(ValueError, match=r"layers.2.mlp.* is also a weight of model.layers.0"):
         hift_over(shared, "AdamW", **HOST)
     outside = tiny_llama(blocks=3)
     outside.shadow = outside.model.layers[0].mlp.down_proj
-    with pytest.raises(ValueError, match=r"shadow.weight is a weight of the block model.layers.0, too"):
+    with pytest.raises(ValueError, match=r"shadow.weight is a weight of the block model.layers.0 and is also read"):
         hift_over(outside, "AdamW", **HOST)
     coded = tiny_llama(blocks=3)
     coded.model.layers[1].codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"layers.1.codes is torch.uint8.*load the model without quantisation"):
+    with pytest.raises(ValueError, match=r"layers.1.codes is torch.uint8.*Load the model without quantisation"):
         hift_over(coded, "AdamW", **HOST)
     without = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"no nn.ModuleList.*can be run block by block"):
+    with pytest.raises(ValueError, match=r"no nn.ModuleList.*can run block by block"):
         hift_over(without, "AdamW", layers=[["0"], ["1"]], **HOST)
 
 

@@ -221,7 +221,7 @@ def test_a_backward_after_its_codes_are_gone_is_an_error_that_names_the_weight()
     model.load_state_dict({name: model.state_dict()[name]}, strict=False)
     model(**BATCHES[0])
     with pytest.raises(
-        RuntimeError, match=r"layers\.\d.*was quantised anew since this forward.*run the backward before"
+        RuntimeError, match=r"layers\.\d.*was quantised again since this forward.*Run the backward before"
     ):
         loss.backward()
 

@@ -296,7 +296,7 @@ def test_what_has_no_room_on_the_device_goes_on_waiting(monkeypatch: pytest.Monk
     batches = token_batches(8)
     train(model, hift, batches, 3)
     train(naive.model, naive, batches, 3)
-    with pytest.warns(UserWarning, match=r"bytes of exact weights have no room on cpu, of which 1,000 bytes are free"):
+    with pytest.warns(UserWarning, match=r"bytes of exact weights do not fit on cpu, which has 1,000 bytes free"):
         hift.detach()
     assert_exact(model, naive)
     with torch.no_grad():
@@ -460,8 +460,8 @@ def tied(model: nn.Module) -> None:
     ("build", "config", "message"),
     [
         (tiny_llama, {"waiting": "int4"}, "waiting='int4' must be one of"),
-        (tiny_llama, {"waiting": "int8", "state": "device"}, 'state="device" does not keep there; use state="host"'),
-        (tiny_llama, {"waiting": "int8", "state": "discard"}, 'use state="host" or "disk"'),
+        (tiny_llama, {"waiting": "int8", "state": "device"}, r'state="device" offloads none\. Use state="host"'),
+        (tiny_llama, {"waiting": "int8", "state": "discard"}, 'Use state="host" or "disk"'),
         (tiny_mixtral, {"waiting": "int8"}, r"mlp\.experts.* stacks of experts of [0-9,]+ bytes.*Leave out waiting="),
         (lambda: tiny_llama().half(), {"waiting": "int8"}, "float16"),
     ],
@@ -475,11 +475,11 @@ def test_tied_wrapped_and_missing_linear_layers_are_refused_and_the_model_stays_
     config = HiFTConfig(waiting="int8")
     model = tiny_llama()
     tied(model)
-    with pytest.raises(ValueError, match=r"layers\.\d\.mlp\.up_proj\.weight is tied to .*untie them"):
+    with pytest.raises(ValueError, match=r"layers\.\d\.mlp\.up_proj\.weight is tied to .*Untie them"):
         HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
     model = tiny_llama()
     handle = slivertune.TokenTune(ratio=0.5).attach(model)
-    with pytest.raises(ValueError, match="build HiFT first, then attach that"):
+    with pytest.raises(ValueError, match="Build HiFT first, then attach that"):
         HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
     handle.remove()
     assert all(each.requires_grad for each in model.parameters())
@@ -496,14 +496,14 @@ def test_a_checkpoint_of_another_form_is_refused_and_nothing_is_changed() -> Non
     train(naive.model, naive, token_batches(8), 2)
     other, theirs, _ = pair(tiny_llama(torch.bfloat16), form="nf4")
     train(other, theirs, token_batches(8), 3)
-    with pytest.raises(ValueError, match=r"another form of waiting layers .*'nf4' there, 'int8' here"):
+    with pytest.raises(ValueError, match=r"another form of quantised layers .*'nf4' there, 'int8' here"):
         hift.load_state_dict(theirs.state_dict())
     assert_exact(model, naive)
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ImportError, match="needs bitsandbytes, which is not installed; pip install bitsandbytes"):
+    with pytest.raises(ImportError, match=r"needs bitsandbytes, which is missing\. Run pip install bitsandbytes"):
         HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig(waiting="nf4"), lr=1e-3)
 
 
@@ -514,7 +514,7 @@ def test_layers_that_were_quantized_before_are_taken_over() -> None:
     plain = tiny_llama(torch.bfloat16)
     dense = twin(plain)
     handle = slivertune.quantize_layers(plain, "nf4")
-    with pytest.raises(ValueError, match=r"waits as nf4 already, and waiting='int8' was asked for"):
+    with pytest.raises(ValueError, match=r"is quantised as nf4 already, and waiting='int8' was asked for"):
         HiFT(plain, torch.optim.AdamW, config=HiFTConfig(waiting="int8"), lr=1e-2)
     model, hift, naive = pair_over(plain, dense, "AdamW", form="nf4")
     compare((model, hift, naive), token_batches(8), 12)

@@ -69,7 +69,7 @@ def test_damage_is_named_before_anything_is_read(
         run(checkpoint.parent, *settings, resume=True, **SAVING)
     text = str(caught.value)
     assert f"{checkpoint} can't be loaded" in text and name in text and words in text
-    assert text.endswith(f"use an older checkpoint, such as {checkpoint.parent / 'checkpoint-3'}")
+    assert text.endswith(f". Use an older checkpoint, such as {checkpoint.parent / 'checkpoint-3'}")
 
 
 def test_a_checkpoint_that_was_cut_short_is_refused_where_a_method_needs_its_state(

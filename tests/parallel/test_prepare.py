@@ -118,7 +118,7 @@ def test_an_optimizer_without_its_model_is_refused_on_several_ranks() -> None:
 def test_an_optimizer_that_has_stepped_or_is_of_another_model_is_refused_on_several_ranks(case: Case) -> None:
     model = case.build_model()
     optimizer = case.build_optimizer(model)
-    with pytest.raises(ValueError, match="another model than the one that was passed; build it over this model"):
+    with pytest.raises(ValueError, match=r"another model than the one that was passed\. Build it over this model"):
         slivertune.prepare(pretended("MULTI_CPU"), case.build_model(), optimizer)
     optimizer.check_built_over(model)
     step(model, optimizer)
@@ -176,9 +176,9 @@ def refusals(optimizer: Sliver) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("config", "way_out"),
     [
-        ({"state": "disk"}, 'use state="host", or "device"'),
-        ({"state": "discard"}, 'use state="host", or "device"'),
-        ({"master": "none"}, 'use master="fp32", or DDP or FSDP2'),
+        ({"state": "disk"}, 'Use state="host", or "device"'),
+        ({"state": "discard"}, 'Use state="host", or "device"'),
+        ({"master": "none"}, 'Use master="fp32", or DDP or FSDP2'),
     ],
 )
 def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(
@@ -193,14 +193,14 @@ def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(
 def test_memory_beside_files_that_a_rank_does_not_have(tmp_path: Path) -> None:
     found = refusals(hift(state="disk", state_dir=tmp_path, state_ram_bytes=1000))
     assert found.keys() == {"fsdp2", *ZERO}
-    assert all("state_ram_bytes=1000" in clash and "leave it out" in clash for clash in found.values())
+    assert all("state_ram_bytes=1000" in clash and "Leave it out" in clash for clash in found.values())
 
 
 def test_gradients_that_do_not_stay() -> None:
     found = refusals(hift(gradients="stepped"))
     assert found.keys() == set(LAYOUTS)
     for layout, text in found.items():
-        assert f"before the other ranks' gradients have arrived; under {NAMES[layout]}, set gradients='device'" in text
+        assert f"before the other ranks' gradients have arrived. Under {NAMES[layout]}, set gradients='device'" in text
     found = refusals(hift(gradients="host"))
     assert found.keys() == set(LAYOUTS) - {"ddp"}
     assert all("gradients='host' is not available under" in text for text in found.values())
@@ -219,7 +219,7 @@ def test_optimizers_that_shards_or_engines_would_change(
 ) -> None:
     found = refusals(hift(optimizer_class))
     assert found.keys() == set(layouts)
-    assert all(reason in clash and "use torch.optim.AdamW" in clash for clash in found.values())
+    assert all(reason in clash and "Use torch.optim.AdamW" in clash for clash in found.values())
 
 
 def test_an_optimizer_that_is_declared_elementwise_passes() -> None:
@@ -245,7 +245,7 @@ def test_layers_have_to_add_the_deltas_where_weights_are_shared_out() -> None:
     found = refusals(SFT(model, config=SFTConfig(density=0.1), lr=1e-3, total_steps=4))
     assert found.keys() == {"fsdp2", "zero3"}
     for name, clash in (("FSDP2", found["fsdp2"]), ("ZeRO-3", found["zero3"])):
-        assert clash.startswith(f"{name} shares the weights out") and clash.endswith("or use DDP")
+        assert clash.startswith(f"{name} shards the weights") and clash.endswith("or use DDP")
         assert "model.layers.1.mlp.up_proj.weight belongs to Own" in clash
 
 
@@ -307,7 +307,7 @@ def test_a_placeholder_alone_does_not_resume_a_run() -> None:
     resumed.use_sidecar("DDP")
     resumed.load_state_dict(saved)
     assert resumed.param_groups[0]["lr"] == ADAMW["lr"]
-    with pytest.raises(RuntimeError, match=r"made after 3 updates, but HiFT's own state, .*, is of 0; load the whole"):
+    with pytest.raises(RuntimeError, match=r"made after 3 updates, but HiFT's own state, .*, after 0\. Load the whole"):
         step(again, resumed)
     assert resumed.updates == 0
     resumed.load_whole_state(whole)

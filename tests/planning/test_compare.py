@@ -22,7 +22,7 @@ from slivertune.planning.request import PlanRequest
 from slivertune.planning.time_formula import MeanUpdate
 from tests.planning.made import moment, simple_plan, tiny_model, write_config
 
-pytestmark = pytest.mark.filterwarnings("ignore:as many weights as LoRA of rank 64")
+pytestmark = pytest.mark.filterwarnings(r"ignore:the default number of weights \(as many as LoRA of rank 64")
 
 MIB = 2**20
 CARD = card_named("4090")

@@ -141,7 +141,7 @@ def test_what_the_hub_refuses_is_told_apart(kind: Any, when: str, part: str, mon
         (json.dumps({"model_type": "never_heard_of"}), "none of the installed transformers library's; a newer"),
         (
             json.dumps({"model_type": "never_heard_of", "auto_map": {}}),
-            "library's (it brings code of its own, which a plan never runs)",
+            "library does not know (it brings code of its own, which a plan never runs)",
         ),
         (json.dumps({**TINY_FIGURES, "hidden_size": "wide"}), "the figures of this 'llama' don't hold together"),
     ],

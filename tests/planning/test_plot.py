@@ -62,5 +62,5 @@ def test_the_file_is_a_png_of_some_size(answer: Answer | SweepAnswer, tmp_path: 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     require_matplotlib()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="needs matplotlib, which is not installed; pip install matplotlib"):
+    with pytest.raises(ImportError, match=r"needs matplotlib, which is missing\. Run pip install matplotlib"):
         require_matplotlib()

@@ -111,7 +111,7 @@ def test_blocks_that_keep_their_activations_are_as_planned(settings: dict[str, A
 
 
 def test_more_blocks_than_there_are_can_not_be_planned() -> None:
-    with pytest.raises(ValueError, match="keep_activations=5 must be at most 4, which are all blocks"):
+    with pytest.raises(ValueError, match="keep_activations=5 must be at most 4, the number of blocks"):
         make_plan(PlanRequest(keep_activations=5, **LONG), LLAMA)
 
 

@@ -61,36 +61,36 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
         *(
             (
                 {"layout": layout, "num_gpus": 2, "gradients": "stepped"},
-                f"other ranks' .* under {name}, set gradients='device'",
+                f"other ranks' .* Under {name}, set gradients='device'",
             )
             for layout, name in NAMES.items()
         ),
         *(
             (
                 {"layout": layout, "num_gpus": 2, "optimizer": optimizer},
-                rf"{kind} .*{name}.*use torch.optim.AdamW \(adamw\).*or .*DDP",
+                rf"{kind} .*{name}.*Use torch.optim.AdamW \(adamw\).*or .*DDP",
             )
             for layout, name in NAMES.items()
             if layout != "ddp"
             for optimizer, kind in (("adamw8bit", "AdamW8bit"), ("adafactor", "Adafactor"))
         ),
         ({"layout": "zero1", "num_gpus": 2, "optimizer": "adagrad"}, "a new Adagrad .* or DDP or FSDP2"),
-        ({"layout": "zero2", "num_gpus": 2, "state": "disk"}, 'use state="host", or "device"'),
+        ({"layout": "zero2", "num_gpus": 2, "state": "disk"}, 'Use state="host", or "device"'),
         (
             {"layout": "zero3", "num_gpus": 2, "precision": "bf16"},
-            r"""use master="fp32", .* \(precision='mixed_hi'\)""",
+            r"""Use master="fp32", .* \(precision='mixed_hi'\)""",
         ),
         ({"keep_activations": -1, "gradient_checkpointing": True}, "keep_activations=-1 must be at least 0"),
-        ({"offload_activations": True}, "--offload_activations moves what .* add --gradient_checkpointing true, or"),
+        ({"offload_activations": True}, "--offload_activations offloads .* Add --gradient_checkpointing true, or"),
         ({"token_tile_size": 0}, "token_tile_size=0 must be at least 1"),
         (
             {"token_tile_size": 512, "layout": "zero3", "num_gpus": 2},
-            "--token_tile_size does not go with ZeRO-3, .* take another layout",
+            "--token_tile_size does not go with ZeRO-3, .* Use another layout",
         ),
-        ({"keep_activations": 2}, "--keep_activations 2 spares blocks .* add --gradient_checkpointing true, or leave"),
+        ({"keep_activations": 2}, "--keep_activations 2 spares blocks .* Add --gradient_checkpointing true, or leave"),
         (
             {"layout": "fsdp2", "num_gpus": 2, "method": "sft", "load_in_4bit": True},
-            "train 4-bit models under DDP, ZeRO-1 or ZeRO-2",
+            "Train 4-bit models under DDP, ZeRO-1 or ZeRO-2",
         ),
     ],
 )

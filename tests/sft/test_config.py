@@ -20,7 +20,7 @@ from slivertune import SFTConfig
         ({"replacement_rate": "0.2"}, "replacement_rate='0.2' must be a number"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1' must be a number"),
         ({"num_weights": "auto"}, "num_weights='auto' must be an integer"),
-        ({"density": 0.1, "num_weights": 5}, "density and num_weights say the same thing"),
+        ({"density": 0.1, "num_weights": 5}, "density and num_weights set the same thing"),
         ({"num_weights": 0}, "num_weights=0 must be at least 1"),
         ({"equivalent_lora_rank": 1.5}, "equivalent_lora_rank=1.5 must be an integer"),
         ({"selection": "rigl"}, "selection='rigl' must be one of 'accumulated_gradient', 'momentum'"),
@@ -29,15 +29,15 @@ from slivertune import SFTConfig
         ({"estimation_steps": 0}, "estimation_steps=0 must be at least 1"),
         (
             {"reselection_interval": 5},
-            "reselection_interval=5 must be greater than estimation_steps=5.*raise the one or lower the other",
+            "reselection_interval=5 must be greater than estimation_steps=5.*Raise it, lower estimation_steps",
         ),
         ({"reselection_interval": 0}, "reselection_interval=0 must be at least 1"),
         ({"replacement_rate": 1.5}, r"replacement_rate=1.5 must be in \[0, 1\]"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 must be positive"),
         ({"seed": None}, "seed=None must be an integer"),
-        ({"targets": "q_proj"}, r"targets is the string 'q_proj'; write a list of names, \['q_proj'\]"),
+        ({"targets": "q_proj"}, r"targets is the string 'q_proj'\. Write a list of names, \['q_proj'\]"),
         ({"targets": []}, "targets is empty"),
-        ({"targets": [3]}, "targets has 3; it takes names and classes of modules"),
+        ({"targets": [3]}, r"targets has 3\. Give names and classes of modules"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_rule(options: dict[str, Any], text: str) -> None:

@@ -317,7 +317,7 @@ def test_merging_into_4_bit_is_refused() -> None:
 
 
 def test_the_optimizer_form_over_4_bit_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'0\.weight is a 4-bit weight.*use "auto" or "layer"'):
+    with pytest.raises(ValueError, match=r'0\.weight is a 4-bit weight.*Use "auto" or "layer"'):
         make(quantised(), "AG", "optimizer", targets=["0"])
 
 
@@ -333,7 +333,7 @@ def test_codes_that_were_repacked_for_inference_are_refused() -> None:
     ("targets", "options", "text"),
     [
         (["embed_tokens"], {}, r"embed_tokens\.weight belongs to Embedding.*form=\"optimizer\""),
-        (["q_proj"], {"phi_gradient": "sampled"}, r'phi_gradient="sampled" takes fp32 weights on a CPU'),
+        (["q_proj"], {"phi_gradient": "sampled"}, r'phi_gradient="sampled" takes fp32 on a CPU'),
     ],
 )
 def test_what_the_layer_form_cannot_do_it_says(targets: list[str], options: dict[str, Any], text: str) -> None:

@@ -183,7 +183,7 @@ def test_a_frozen_layers_experts_are_no_targets() -> None:
 def test_the_layer_form_names_its_way_out_for_experts() -> None:
     with pytest.raises(
         ValueError,
-        match=r'gate_up_proj belongs to MixtralExperts; .* Use form="optimizer" \("auto" beside 4-bit layers\)',
+        match=r'gate_up_proj belongs to MixtralExperts, and .* Use form="optimizer" \("auto" beside 4-bit layers\)',
     ):
         make(tiny_mixtral(), form="layer")
 
@@ -255,7 +255,7 @@ def test_beside_4_bit_layers_experts_are_trained_in_16_bits(frozen: bool) -> Non
     assert losses[-1] < losses[0]
     after = model.state_dict()
     assert {name for name, value in before.items() if not torch.equal(value, after[name])} == set(experts)
-    with pytest.raises(ValueError, match=r'MixtralExperts; .*"auto" beside 4-bit layers'):
+    with pytest.raises(ValueError, match=r'MixtralExperts, .*"auto" beside 4-bit layers'):
         make(in_4_bits(tiny_mixtral(torch.bfloat16)), form="layer")
 
 

@@ -88,7 +88,7 @@ def test_the_number_of_weights_is_what_was_asked_for(options: dict[str, Any], co
 def test_the_default_rank_is_lowered_to_what_fits_and_one_that_was_asked_for_is_not() -> None:
     model = tiny_llama()
     shapes = [tuple(model.get_parameter(name).shape) for name in LLAMA_LINEAR]
-    with pytest.raises(ValueError, match=r"LoRA of rank 64 would train .* lower equivalent_lora_rank"):
+    with pytest.raises(ValueError, match=r"LoRA of rank 64 would train .* Lower equivalent_lora_rank"):
         SFT(model, config=SFTConfig(equivalent_lora_rank=64), lr=1.0, total_steps=9)
     per_rank, all_weights = (
         sum(rows + columns for rows, columns in shapes),
@@ -96,7 +96,7 @@ def test_the_default_rank_is_lowered_to_what_fits_and_one_that_was_asked_for_is_
     )
     rank = max(each for each in range(65) if each * per_rank <= all_weights)
     assert 0 < rank < 64
-    with pytest.warns(UserWarning, match=rf"more than the {all_weights} .* as LoRA of rank {rank} would; give density"):
+    with pytest.warns(UserWarning, match=rf"than the {all_weights} .* as LoRA of rank {rank} would\. .*give density"):
         optimizer = SFT(model, config=SFTConfig(), lr=1.0, total_steps=9)
     assert optimizer.num_weights == rank * per_rank
 
@@ -106,10 +106,10 @@ def test_the_default_rank_is_lowered_to_what_fits_and_one_that_was_asked_for_is_
     [
         (tiny_llama, {"targets": ["no_such"]}, "targets has 'no_such', which matches no module with a weight"),
         (tiny_llama, {"targets": [nn.Conv2d]}, "targets has Conv2d, which matches no module"),
-        (lambda: tiny_llama(torch.float16), {}, "q_proj.weight is stored in float16.*load the model in bfloat16"),
-        (lambda: tiny_llama(torch.float64), {}, r"q_proj.weight is stored as torch\.float64; SFT trains fp32 and bf16"),
+        (lambda: tiny_llama(torch.float16), {}, "q_proj.weight is stored in float16.*Load the model in bfloat16"),
+        (lambda: tiny_llama(torch.float64), {}, r"q_proj.weight is stored as torch.float64\. SFT trains fp32 and bf16"),
         (lambda: tiny_llama().requires_grad_(False), {}, "no weight to train sparsely.*unfreeze it"),
-        (lambda: nn.Linear(3, 4), {}, r"has no nn.ModuleList.*; name what to train with SFTConfig\(targets="),
+        (lambda: nn.Linear(3, 4), {}, r"has no nn.ModuleList.*\. Name the targets with SFTConfig\(targets="),
         (tiny_llama, {"density": None, "num_weights": 3}, "3 weights do not fit"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_model_that_cannot_be_trained_is_refused_with_a_reason(model: Any, opt
 
 
 def test_an_embedding_with_sparse_gradients_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight is an embedding with sparse gradients; build it with sparse=False"):
+    with pytest.raises(ValueError, match=r"weight is an embedding with sparse gradients\. Build it with sparse=False"):
         names(nn.Sequential(nn.Embedding(9, 4, sparse=True)), targets=[nn.Embedding])
 
 
@@ -130,5 +130,5 @@ def test_codes_of_8_bits_are_refused() -> None:
     model = tiny_llama()
     weight = model.model.layers[0].mlp.up_proj.weight
     model.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight.data.to(torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"up_proj\.weight is stored as torch\.int8; SFT trains fp32 and bf16"):
+    with pytest.raises(ValueError, match=r"up_proj\.weight is stored as torch\.int8\. SFT trains fp32 and bf16"):
         names(model)

@@ -9,8 +9,8 @@ import slivertune as st
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "give exactly one of them"),
-        ({"ratio": 0.3, "num_tokens": 4}, "ratio=0.3 and num_tokens=4: give exactly one"),
+        ({}, "Give exactly one of them"),
+        ({"ratio": 0.3, "num_tokens": 4}, r"ratio=0.3 and num_tokens=4\. Give exactly one"),
         ({"ratio": 0.0}, r"ratio=0.0 must be in \(0, 1\]"),
         ({"ratio": -0.1}, r"ratio=-0.1 must be in \(0, 1\]"),
         ({"ratio": 1.01}, r"ratio=1.01 must be in \(0, 1\]"),

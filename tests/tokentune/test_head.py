@@ -179,7 +179,7 @@ def test_a_model_with_a_loss_of_its_own_is_refused(batch: Batch) -> None:
             return out
 
     model = HomemadeForCausalLM(tiny_llama().config).train()
-    expected = "computes its loss without model.loss_function, so that TokenTune.*; train it without TokenTune"
+    expected = r"computes its loss without model.loss_function, so TokenTune.*\. Train it without TokenTune"
     with st.TokenTune(ratio=0.3).attach(model), pytest.raises(RuntimeError, match=expected):
         model(**batch)
 
@@ -193,6 +193,6 @@ def test_who_has_replaced_a_forward_that_scores_by_itself_is_named(model: Any, b
         return out
 
     model.forward = MethodType(scored, model)
-    expected = r"without model.loss_function \(in tests\.tokentune\.test_head\..*scored, which took the place of its"
+    expected = r"without model.loss_function \(in tests\.tokentune\.test_head\..*scored, which replaced its"
     with st.TokenTune(ratio=0.3).attach(model), pytest.raises(RuntimeError, match=expected):
         model(**batch)

@@ -150,7 +150,7 @@ def test_the_state_is_plain_and_another_seed_or_version_is_refused(tmp_path: Any
         assert torch.load(tmp_path / "state.pt", weights_only=True) == state
         with pytest.raises(ValueError, match="saved with seed=4, and this run has seed=3"):
             handle.load_state_dict({**state, "seed": 4})
-        with pytest.raises(ValueError, match="has version 9; this library reads 1; resume with"):
+        with pytest.raises(ValueError, match=r"has version 9, and this library reads 1\. Resume with"):
             handle.load_state_dict({**state, "version": 9})
 
 
@@ -198,9 +198,9 @@ def test_a_copy_of_a_hooked_model_is_not_hooked(take: Callable[[Any], Any], mode
 def test_a_handle_is_neither_copied_nor_pickled_and_says_what_to_do_instead(
     take: Callable[[Any], Any], model: Any
 ) -> None:
-    with TUNE.attach(model) as handle, pytest.raises(TypeError, match=r"attach handle.settings to it"):
+    with TUNE.attach(model) as handle, pytest.raises(TypeError, match=r"Attach handle.settings to it"):
         take(handle)
-    with st.attach_chunked_cross_entropy(model) as chunks, pytest.raises(TypeError, match="call attach_chunked"):
+    with st.attach_chunked_cross_entropy(model) as chunks, pytest.raises(TypeError, match="Call attach_chunked"):
         take(chunks)
 
 
@@ -248,7 +248,7 @@ def test_a_model_whose_modules_were_changed_after_the_hook_is_refused_until_it_i
     handle = TUNE.attach(model)
     gradients(model)
     change(model)
-    with pytest.raises(RuntimeError, match=r"replaced after TokenTune was attached.*remove\(\) the handle, change"):
+    with pytest.raises(RuntimeError, match=r"replaced after TokenTune was attached.*remove\(\) on the handle, change"):
         model(**batch())
     handle.remove()
     model.config.num_hidden_layers = len(model.model.layers)
@@ -270,7 +270,7 @@ def test_a_function_that_is_registered_after_the_hook_is_refused_until_it_is_att
     monkeypatch.setattr(type(ALL_ATTENTION_FUNCTIONS), "_global_mapping", dict(ALL_ATTENTION_FUNCTIONS._global_mapping))
     handle = TUNE.attach(model)
     register("sdpa", attend)
-    with pytest.raises(RuntimeError, match=r"another function was registered .* remove\(\) the handle, register"):
+    with pytest.raises(RuntimeError, match=r"another function was registered .* remove\(\) on the handle, register"):
         model(**batch())
     handle.remove()
     with TUNE.attach(model):
@@ -363,7 +363,7 @@ def two_stacks() -> nn.Module:
         (
             tiny_bert,
             {"prefer_labels": True},
-            "prefer_labels=True, but BertForSequenceClassification has no label for each",
+            r"BertForSequenceClassification has no label per token\. Leave out prefer_labels=True",
         ),
         (
             lambda: tiny("OPTForCausalLM", "OPTConfig", ffn_dim=16, word_embed_proj_dim=16),
@@ -382,7 +382,7 @@ def test_models_that_it_cannot_hook_are_refused_with_the_reason(
 def test_a_second_hook_on_the_same_model_is_refused(model: Any) -> None:
     with TUNE.attach(model):
         for each in (model, model.model):
-            with pytest.raises(RuntimeError, match="has TokenTune attached already; remove"):
+            with pytest.raises(RuntimeError, match=r"has TokenTune attached already\. Call remove"):
                 TUNE.attach(each)
     with TUNE.attach(model.model), pytest.raises(RuntimeError, match="has TokenTune attached already"):
         TUNE.attach(model)
@@ -394,7 +394,7 @@ def test_a_second_hook_on_the_same_model_is_refused(model: Any) -> None:
     [
         ({"output_attentions": True}, "output_attentions=True in a training forward"),
         ({"output_hidden_states": True}, "output_hidden_states=True in a training forward"),
-        ({"labels": None}, "this training forward has no labels=; a loss that is computed outside"),
+        ({"labels": None}, r"this training forward has no labels=\. A loss computed outside"),
         ({"labels": torch.ones(2, 5, dtype=torch.long)}, r"labels of shape \(2, 5\) don't match the tokens' \(2, 12\)"),
         ({"logits_to_keep": 3}, "logits_to_keep=3 in a training forward"),
     ],

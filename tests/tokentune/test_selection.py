@@ -49,7 +49,7 @@ def test_k_is_the_rounded_share_and_never_less_than_what_is_always_selected(
 
 
 def test_more_tokens_than_positions_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_tokens=9 is more than the 8 positions of this batch; lower it"):
+    with pytest.raises(ValueError, match=r"num_tokens=9 is more than the 8 positions of this batch\. Lower it"):
         count_selected(None, 9, 8, 0)
 
 

@@ -87,4 +87,4 @@ def test_a_run_with_auto_is_not_planned(runs: Runs) -> None:
 
 def test_more_blocks_than_the_model_has_are_refused_before_it_is_trained(runs: Runs) -> None:
     error = runs.complaint(*CHECKPOINTED, "--keep_activations", "3")
-    assert "keep_activations=3 must be at most 2, which are all blocks of" in error
+    assert "keep_activations=3 must be at most 2, the number of blocks of" in error

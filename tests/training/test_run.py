@@ -286,7 +286,7 @@ def test_a_disk_that_is_full_while_the_trainer_saves_is_told_with_the_folder_and
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
     message = runs.complaint("--max_steps", "2", code=1)
     assert f"{runs['out']} could not be written: No space left on device" in message
-    assert f"4,096 were free in {tmp_path}" in message
+    assert f"{tmp_path} had 4,096 free" in message
 
 
 def test_too_many_broken_updates_in_a_row_stop_the_run(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,4 +129,4 @@ def test_named_layers_are_planned(kind: str, runs: Runs, tmp_path: Path, capsys:
 def test_sft_names_its_own_way_out(runs: Runs, tmp_path: Path) -> None:
     base = make_base(runs, "mamba", tmp_path / "base")
     said = runs.complaint("--model_name_or_path", str(base), *TWO_UPDATES, *UNMEASURED, method="sft")
-    assert "name what to train with --sft_target_modules" in said and "layers" not in said.partition("ModuleList")[2]
+    assert "Name the targets with --sft_target_modules" in said and "layers" not in said.partition("ModuleList")[2]

@@ -107,7 +107,7 @@ def test_a_comparison_keeps_and_shows_no_secret(
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; continue with what is missing: slivertune compare"),
+        (KeyboardInterrupt(), 130, "interrupted; continue with the missing runs: slivertune compare"),
         (FailedError(f"no entry with {TOKEN} and {PROMPT}"), 1, "2 of 2 rows failed"),
     ],
 )

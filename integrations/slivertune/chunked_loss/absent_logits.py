@@ -24,7 +24,7 @@ class ChunkedLossError(RuntimeError):
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"the loss can't be chunked: {reason}; remove() the handle")
+        super().__init__(f"the loss can't be chunked: {reason}. Call remove() on the handle")
         self.reason = reason
 
 

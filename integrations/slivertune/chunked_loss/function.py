@@ -104,7 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "the gradient of chunked_cross_entropy can't be differentiated again (create_graph=True); compute the "
+                "the gradient of chunked_cross_entropy can't be differentiated again (create_graph=True). Compute the "
                 "loss from whole logits for that"
             )
         hidden_gradient, *rest = ctx.saved_tensors
@@ -140,22 +140,22 @@ def _check(
     chunk_bytes: int,
 ) -> None:
     if chunk_bytes <= 0:
-        raise ValueError(f"chunk_bytes={chunk_bytes} must be positive; {CHUNK_BYTES} is the default")
+        raise ValueError(f"chunk_bytes={chunk_bytes} must be positive. The default is {CHUNK_BYTES}")
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden states of shape {tuple(hidden.shape)} don't go with a weight of shape {tuple(weight.shape)}; "
-            "the weight must be (classes, size of the hidden states)"
+            f"hidden states of shape {tuple(hidden.shape)} don't go with a weight of shape {tuple(weight.shape)}. "
+            "Pass a weight of shape (classes, size of the hidden states)"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"a bias of shape {tuple(bias.shape)} must be one number for each of {weight.shape[0]} classes"
+            f"a bias of shape {tuple(bias.shape)} must have one number for each of {weight.shape[0]} classes"
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"targets of shape {tuple(targets.shape)} don't match hidden states of shape {tuple(hidden.shape)}; "
-            "give one target for each"
+            f"targets of shape {tuple(targets.shape)} don't match hidden states of shape {tuple(hidden.shape)}. "
+            "Give one target for each"
         )
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise MixedDtypesError(
-            f"hidden states in {hidden.dtype} don't go with a weight in {weight.dtype}; use one dtype, or autocast"
+            f"hidden states in {hidden.dtype} don't go with a weight in {weight.dtype}. Use one dtype, or autocast"
         )

@@ -115,8 +115,8 @@ class ChunkedCrossEntropyHandle(ModelHandle):
     """
 
     refusal_to_copy = (
-        "a ChunkedCrossEntropyHandle belongs to one model and is neither copied nor pickled; a copy of the model "
-        "computes whole logits: call attach_chunked_cross_entropy on it"
+        "a ChunkedCrossEntropyHandle belongs to one model and is neither copied nor pickled. A copy of the model "
+        "computes whole logits. Call attach_chunked_cross_entropy on it"
     )
 
     def __init__(self, model: nn.Module, *, evaluation: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -129,11 +129,11 @@ class ChunkedCrossEntropyHandle(ModelHandle):
             )
         if inner in _attached:
             raise RuntimeError(
-                f"{type(inner).__name__} computes its loss in chunks already; remove() that handle first"
+                f"{type(inner).__name__} computes its loss in chunks already. Call remove() on that handle first"
             )
         reason = _structural_reason(inner)
         if reason is not None:
-            raise ValueError(f"the loss of {type(inner).__name__} can't be chunked: {reason}; leave it as it is")
+            raise ValueError(f"the loss of {type(inner).__name__} can't be chunked: {reason}. Leave it as it is")
         check_integer("chunk_bytes", chunk_bytes, 1)
         self._evaluation = evaluation
         self._signature = inspect.signature(type(inner).forward)
@@ -165,10 +165,10 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         is_chunked = wanted and self._has_labels(model, args, kwargs)
         if is_chunked and any(each.__name__ == "FSDPModule" for each in type(model).__mro__):
             # FSDP2 gathers the head's weight only for the root's forward. A later read of it has crashed the process.
-            raise ChunkedLossError("FSDP2 shares the head's weight out over the ranks")
+            raise ChunkedLossError("FSDP2 shards the head's weight over the ranks")
         if is_chunked and hasattr(self._head.module.weight, "ds_id"):
             # ZeRO-3's hooks on the head return another tensor than the stand-in.
-            raise ChunkedLossError("ZeRO-3 shares the head's weight out over the ranks")
+            raise ChunkedLossError("ZeRO-3 shards the head's weight over the ranks")
         self._head.stand_ins = [] if is_chunked else None
 
     def _has_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

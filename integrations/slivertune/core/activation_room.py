@@ -68,13 +68,13 @@ def check_can_measure(device_type: str, world_size: int) -> None:
     """
     if device_type != "cuda":
         raise ValueError(
-            f"keep_activations='auto' asks a CUDA device for its free memory, and the model is on {device_type!r}, "
-            "where nothing tells how much may be taken; give a number of blocks, from 0 to all"
+            "keep_activations='auto' needs a CUDA device, whose free memory can be read, and the model is on "
+            f"{device_type!r}. Give a number of blocks, from 0 to all"
         )
     if world_size > 1:
         raise ValueError(
-            f"keep_activations='auto' is measured in one process, and of {world_size} each might keep another number "
-            "and wait for the others in another order; give a number of blocks, from 0 to all"
+            f"keep_activations='auto' is measured in one process, and {world_size} processes might choose different "
+            "numbers and block each other. Give a number of blocks, from 0 to all"
         )
 
 

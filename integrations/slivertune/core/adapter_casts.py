@@ -38,8 +38,8 @@ class AdapterCastsHandle(ModelHandle):
     """
 
     refusal_to_copy = (
-        "an AdapterCastsHandle belongs to one model and is neither copied nor pickled; a copy of the model casts as "
-        "PEFT does: call skip_needless_casts on it"
+        "an AdapterCastsHandle belongs to one model and is neither copied nor pickled. A copy of the model casts as "
+        "PEFT does. Call skip_needless_casts on it"
     )
 
     def __init__(self, model: nn.Module) -> None:

@@ -148,7 +148,7 @@ def check_absent(target: Path) -> None:
         FileExistsError: If the path exists, or is a link that leads nowhere.
     """
     if target.exists() or target.is_symlink():
-        raise FileExistsError(f"{target} exists already; name a folder that does not, or move it away")
+        raise FileExistsError(f"{target} exists already. Name a new folder, or move it away")
 
 
 @dataclass(frozen=True, slots=True)

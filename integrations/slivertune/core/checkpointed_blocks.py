@@ -171,8 +171,8 @@ def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLay
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no block that transformers checkpoints by itself "
-            "(GradientCheckpointingLayer), so that none can keep its activations alone, or let its input wait on the "
-            "host; leave keep_activations and offload_activations out"
+            "(GradientCheckpointingLayer), so no block can keep its activations or have its input offloaded. Leave "
+            "keep_activations and offload_activations out"
         )
     return found
 

@@ -38,8 +38,8 @@ class CompiledBlocks(ModelHandle):
     """
 
     refusal_to_copy = (
-        "a CompiledBlocks handle belongs to one model and is neither copied nor pickled; a copy of the model is not "
-        "compiled: call compile_blocks on it"
+        "a CompiledBlocks handle belongs to one model and is neither copied nor pickled. A copy of the model is not "
+        "compiled. Call compile_blocks on it"
     )
 
     def __init__(self, blocks: Iterable[tuple[str, nn.Module]], options: dict[str, Any]) -> None:
@@ -96,8 +96,8 @@ class CompiledForward(StandIn):
         if cache is not None:
             if self.block.training and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self.path} is given a cache ({cache}) in a training forward, for which every block would be "
-                    "compiled by itself; set model.config.use_cache = False, or pass use_cache=False"
+                    f"{self.path} is given a cache ({cache}) in a training forward, so every block would be compiled "
+                    "separately. Set model.config.use_cache = False, or pass use_cache=False"
                 )
             return forward(self.block, *args, **kwargs)
         try:
@@ -107,8 +107,8 @@ class CompiledForward(StandIn):
             if type(error).__module__.startswith("torch._dynamo"):
                 error.add_note(
                     f"{self.path} ({type(self.block).__name__}) runs through slivertune.compile_blocks, which lets no "
-                    "part of a block fall back to eager in silence; pass fullgraph=False to let torch break its "
-                    "graph, or don't compile this model (leave --torch_compile out)"
+                    "part of a block fall back to eager in silence. Pass fullgraph=False to allow graph breaks, or "
+                    "don't compile this model (leave --torch_compile out)"
                 )
             raise
 
@@ -168,7 +168,7 @@ def compile_blocks(model: nn.Module, *, fullgraph: bool = True, **options: Any) 
     """
     if is_compiled(model):
         raise RuntimeError(
-            f"{type(uncompiled_module(model)).__name__} is compiled as a whole already; give compile_blocks the model "
+            f"{type(uncompiled_module(model)).__name__} is compiled as a whole already. Give compile_blocks the model "
             "as it was before torch.compile, and compile it once"
         )
     refuse_beside(model, "torch.compile")
@@ -176,13 +176,13 @@ def compile_blocks(model: nn.Module, *, fullgraph: bool = True, **options: Any) 
     for path, block in blocks:
         own = vars(block).get("forward")
         if is_compiled(block):
-            raise RuntimeError(f"{path} is compiled already; compile the blocks once")
+            raise RuntimeError(f"{path} is compiled already. Compile the blocks once")
         if isinstance(own, CompiledForward):
-            raise RuntimeError(f"{path} is compiled already; remove() that handle first")
+            raise RuntimeError(f"{path} is compiled already. Call remove() on that handle first")
         if own is not None:
             raise RuntimeError(
                 f"the forward of {path} was replaced by {own!r}, as offloading does (cpu_offload, a device_map with "
-                "parts elsewhere), and can't be compiled with its class's; compile the blocks before, or leave it out"
+                "parts elsewhere), and can't be compiled. Compile the blocks before that, or leave compile_blocks out"
             )
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options.setdefault("recompile_limit", NUM_GRAPHS_LIMIT)

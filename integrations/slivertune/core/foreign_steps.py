@@ -64,8 +64,8 @@ def refuse_step_of_other(
             if id(parameter) in name_of:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} would step {name_of[id(parameter)]}, which {title} trains while it is "
-                    f"attached; call detach() of the {title} (or of what slivertune.attach returned) before anything "
-                    "else trains the model, and build that optimizer afterwards"
+                    f"attached. Call detach() on the {title} (or on the handle that slivertune.attach returned) before "
+                    "anything else trains the model, and build that optimizer afterwards"
                 )
 
 

@@ -52,7 +52,7 @@ def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHa
     if not handle.is_switched_on:
         handle.remove()
         raise ValueError(
-            f"checkpointing is off in {type(model).__name__}, so that every block keeps its activations already; call "
+            f"checkpointing is off in {type(model).__name__}, so every block keeps its activations already. Call "
             "model.activation_checkpointing_enable() (before transformers 5.23 gradient_checkpointing_enable) before "
             "keep_activations, or leave keep_activations out"
         )
@@ -68,8 +68,8 @@ class KeptActivationsHandle(CheckpointedBlocksHandle):
     """
 
     refusal_to_copy = (
-        "a KeptActivationsHandle belongs to one model and is neither copied nor pickled; a copy of the model computes "
-        "all its checkpointed blocks again: call keep_activations on it"
+        "a KeptActivationsHandle belongs to one model and is neither copied nor pickled. A copy of the model "
+        "recomputes all its checkpointed blocks. Call keep_activations on it"
     )
 
     def __init__(self, model: nn.Module, num_blocks: NumKept) -> None:
@@ -82,7 +82,7 @@ class KeptActivationsHandle(CheckpointedBlocksHandle):
             check_num_kept(num_blocks, len(self.blocks), type(model).__name__)
         if any(block in _keeping for block in self.blocks):
             raise RuntimeError(
-                f"{type(model).__name__} keeps activations of some blocks already; remove() that handle first"
+                f"{type(model).__name__} keeps activations of some blocks already. Call remove() on that handle first"
             )
         _keeping.update(self.blocks)
         self._undo.append(lambda: _keeping.difference_update(self.blocks))
@@ -124,7 +124,7 @@ def check_num_kept(num_blocks: Any, num_present: int | None = None, model_name: 
     check_integer("keep_activations", num_blocks, 0)
     if num_present is not None and num_blocks > num_present:
         raise ValueError(
-            f"keep_activations={num_blocks} must be at most {num_present}, which are all blocks of {model_name}; to "
+            f"keep_activations={num_blocks} must be at most {num_present}, the number of blocks of {model_name}. To "
             "keep the activations of all, leave checkpointing out"
         )
 
@@ -136,7 +136,7 @@ def without_checkpointing(num_blocks: object) -> str:
         num_blocks: The requested number.
     """
     return (
-        f"--keep_activations {num_blocks} spares blocks that --gradient_checkpointing would compute again; add "
+        f"--keep_activations {num_blocks} spares blocks that --gradient_checkpointing would recompute. Add "
         "--gradient_checkpointing true, or leave --keep_activations out: without checkpointing every block keeps its "
         "activations"
     )

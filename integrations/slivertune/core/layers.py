@@ -65,7 +65,7 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
     block_lists = _find_block_lists(model)
     if not block_lists:
         way_out = setting_name("--layers MODULE_PATH ...", "layers=[[module path, ...], ...]")
-        raise ValueError(f"{no_blocks(model)}; name its layers with {way_out}")
+        raise ValueError(f"{no_blocks(model)}. Name its layers with {way_out}")
     blocks = _blocks_in(block_lists)
     place_of_block = {id(block): place for place, (_, block) in enumerate(blocks, start=1)}
     head = len(blocks) + 1
@@ -112,7 +112,7 @@ def find_blocks(model: nn.Module, *, are_needed: bool = True) -> list[tuple[str,
     """
     block_lists = _find_block_lists(model)
     if not block_lists and are_needed:
-        raise ValueError(f"{no_blocks(model)}; only models with blocks can be run block by block")
+        raise ValueError(f"{no_blocks(model)}. Only models with blocks can run block by block")
     return _blocks_in(block_lists)
 
 
@@ -127,8 +127,8 @@ def no_blocks(model: nn.Module) -> str:
         model: The model.
     """
     return (
-        f"{type(model).__name__} has no nn.ModuleList with an item that holds a module with 'attention' in its class "
-        "name, which is how blocks are found"
+        f"{type(model).__name__} has no nn.ModuleList of blocks: no item of one holds a module with 'attention' in its "
+        "class name"
     )
 
 
@@ -148,7 +148,7 @@ def _written_out(model: nn.Module, layers: Sequence[Sequence[str]]) -> list[Sequ
             if not found:
                 raise ValueError(
                     f"{setting_name('--layers', 'layers=')} has {pattern!r}, which fits no module and no parameter of "
-                    f"{type(model).__name__}; see model.named_modules()"
+                    f"{type(model).__name__}. See model.named_modules()"
                 )
             for part, path in found:
                 by_part.setdefault(part, []).append(path)
@@ -162,22 +162,22 @@ def _listed_layers(model: nn.Module, layers: Sequence[Sequence[str]]) -> tuple[L
     layer_of: dict[str, int] = {}
     for index, entries in enumerate(layers):
         if isinstance(entries, str):
-            raise ValueError(f"layers[{index}] is the string {entries!r}; write a list of names, [{entries!r}]")
+            raise ValueError(f"layers[{index}] is the string {entries!r}. Write a list of names, [{entries!r}]")
         size_before = len(layer_of)
         for entry in entries:
             for parameter in _named_by(entry, model, index):
                 name = name_of[id(parameter)]
                 if layer_of.setdefault(name, index) != index:
                     raise ValueError(
-                        f"{name!r} is in layers[{layer_of[name]}] and, through {entry!r}, in layers[{index}]; keep it "
+                        f"{name!r} is in layers[{layer_of[name]}] and, through {entry!r}, in layers[{index}]. Keep it "
                         "in one of them (a tied parameter is one parameter under all its names)"
                     )
         if len(layer_of) == size_before:
-            raise ValueError(f"layers[{index}]={list(entries)!r} is empty: it holds no parameter; drop it or fill it")
+            raise ValueError(f"layers[{index}]={list(entries)!r} is empty: it holds no parameter. Drop it or fill it")
     orphans = [name for name in name_of.values() if name not in layer_of]
     if orphans:
         raise ValueError(
-            f"{setting_name('--layers', 'layers=')} leaves out {_quoted(orphans)}; name each parameter, or its module, "
+            f"{setting_name('--layers', 'layers=')} leaves out {_quoted(orphans)}. Name each parameter, or its module, "
             "in one layer"
         )
     return tuple(
@@ -197,7 +197,7 @@ def _named_by(entry: str, model: nn.Module, index: int) -> list[nn.Parameter]:
     if entry not in dict(model.named_modules(remove_duplicate=False)):
         raise ValueError(
             f"layers[{index}] names {entry!r}, which is neither a module path nor a parameter name of "
-            f"{type(model).__name__}; see model.named_modules() and model.named_parameters()"
+            f"{type(model).__name__}. See model.named_modules() and model.named_parameters()"
         )
     return [parameter for name, parameter in parameters.items() if name.startswith(f"{entry}.")]
 
@@ -285,7 +285,7 @@ def _parameters_before_blocks(model: nn.Module, block_lists: dict[str, nn.Module
         placed = ", ".join(f"{_quoted(paths)} to the {layer}" for layer, paths in guesses.items() if paths)
         warnings.warn(
             f"no dummy batch reached all blocks of {type(model).__name__} ({'; '.join(failures) or 'no error'}), so "
-            f"the order of registration assigned {placed}; if that is wrong, name the layers with "
+            f"the order of registration assigned {placed}. If that is wrong, name the layers with "
             f"{setting_name('--layers', 'layers=')}",
             stacklevel=3,
         )

@@ -136,7 +136,7 @@ def find_damage(folder: str | Path, *, read_files: bool = True, depth: int = 8) 
     for name in stamps:
         if PurePosixPath(name).name == MANIFEST_NAME:
             if depth == 0:
-                return "manifests lie in each other too deeply"
+                return "manifests are nested too deeply"
             damage = find_damage((folder / name).parent, read_files=read_files, depth=depth - 1)
             if damage is not None:
                 return f"in {PurePosixPath(name).parent}, {damage}"
@@ -157,11 +157,11 @@ def check_whole(folder: str | Path) -> None:
         return
     folder = Path(folder)
     if not folder.is_dir():
-        raise DamagedCheckpointError(f"{folder} is not there, or not a folder; name a checkpoint")
-    text = f"{folder} can't be loaded, and nothing of it was: {damage}; use an older checkpoint{_whole_sibling(folder)}"
+        raise DamagedCheckpointError(f"{folder} is not there, or not a folder. Name a checkpoint")
+    text = f"{folder} can't be loaded, and nothing of it was: {damage}. Use an older checkpoint{_whole_sibling(folder)}"
     if not (folder / MANIFEST_NAME).is_file() and any(folder.iterdir()):
         call = shlex.quote(f"from slivertune.core.manifest import write_manifest; write_manifest({str(folder)!r})")
-        text += f". If you know that it is whole, since another program or an older version wrote it: python -c {call}"
+        text += f". If it is whole, since another program or an older version wrote it, run python -c {call}"
     raise DamagedCheckpointError(text)
 
 

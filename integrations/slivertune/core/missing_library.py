@@ -11,4 +11,4 @@ def missing_library(asked: str, library: str, otherwise: str = "") -> str:
         library: Name of the library for pip.
         otherwise: Another way out, as a clause.
     """
-    return f"{asked} needs {library}, which is not installed; pip install {library}{otherwise and f', or {otherwise}'}"
+    return f"{asked} needs {library}, which is missing. Run pip install {library}{otherwise and f', or {otherwise}'}"

@@ -52,9 +52,9 @@ def offload_activations(model: nn.Module) -> OffloadedActivationsHandle:
     if not handle.is_switched_on:
         handle.remove()
         raise ValueError(
-            f"checkpointing is off in {type(model).__name__}, and offload_activations moves what it keeps; call "
-            "model.activation_checkpointing_enable() (before transformers 5.23 gradient_checkpointing_enable) before "
-            "offload_activations, or leave it out"
+            f"checkpointing is off in {type(model).__name__}, and offload_activations offloads the inputs that it "
+            "keeps. Call model.activation_checkpointing_enable() (before transformers 5.23 "
+            "gradient_checkpointing_enable) before offload_activations, or leave it out"
         )
     return handle
 
@@ -69,15 +69,15 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
     feature: Feature | None = "offload_activations"
     is_innermost: ClassVar[bool] = True  # a block that keeps its activations is neither checkpointed nor offloaded
     refusal_to_copy = (
-        "an OffloadedActivationsHandle belongs to one model and is neither copied nor pickled; a copy of the model "
-        "keeps the inputs of its blocks on the device: call offload_activations on it"
+        "an OffloadedActivationsHandle belongs to one model and is neither copied nor pickled. A copy of the model "
+        "keeps the inputs of its blocks on the device. Call offload_activations on it"
     )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         if any(block in _offloading for block in self.blocks):
             raise RuntimeError(
-                f"{type(model).__name__} has its activations offloaded already; remove() that handle first"
+                f"{type(model).__name__} has its activations offloaded already. Call remove() on that handle first"
             )
         _offloading.update(self.blocks)
         self._undo.append(lambda: _offloading.difference_update(self.blocks))
@@ -94,8 +94,8 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
         hidden = args[0] if args else None
         if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point():
             raise RuntimeError(
-                f"{type(layer).__name__} is not given its hidden states as the first of its arguments by position, so "
-                "that checkpointing keeps them out of reach; remove() offload_activations"
+                f"{type(layer).__name__} does not get its hidden states as its first positional argument, so "
+                "offload_activations can't reach them. Call remove() on its handle"
             )
         waiting = self._waiting_on(hidden.device)
         # The graph holds both functions, so they must not hold the tensor.
@@ -115,8 +115,8 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
             waiting.settle()
         if version_of(hidden) != version:
             raise RuntimeError(
-                f"{type(layer).__name__} writes into its hidden states in place, while they are copied to the host; "
-                "remove() offload_activations"
+                f"{type(layer).__name__} writes into its hidden states in place while they are copied to the host. "
+                "Call remove() on the handle of offload_activations"
             )
         return output
 
@@ -129,8 +129,8 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
 def offloading_without_checkpointing() -> str:
     """Explain why nothing is offloaded without checkpointing. Planning and training share this text."""
     return (
-        "--offload_activations moves what --gradient_checkpointing keeps; add --gradient_checkpointing true, or leave "
-        "--offload_activations out"
+        "--offload_activations offloads the block inputs that --gradient_checkpointing keeps. Add "
+        "--gradient_checkpointing true, or leave --offload_activations out"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ON_SPELLING = (
-    "An option that is true or false may stand alone, which is true; one that is true by default has --no_NAME, too. "
+    "An option that is true or false means true without a value. One that is true by default also has --no_NAME. "
     "Names may be written with hyphens."
 )
 """Spelling rules for the options of `train` and of `plan`."""

@@ -27,7 +27,7 @@ def check_place(folder: Path, name: str = "output_dir") -> None:
     if not there.is_dir():
         kind = "a link that leads nowhere" if there.is_symlink() and not there.exists() else "a file"
         where = f"is {kind}" if there == folder else f"lies under {there}, which is {kind}"
-        raise FileExistsError(f"{name} {folder} {where}; name a folder, which need not exist yet")
+        raise FileExistsError(f"{name} {folder} {where}. Name a folder, which need not exist yet")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{name} {cannot_write(folder, f'{there} is not writable for this user', there)}")
     try:
@@ -58,9 +58,9 @@ def check_file_place(file: Path, name: str) -> None:
         is_folder = file.is_dir()
     except OSError as error:
         shown = str(file)[:_LONGEST_SHOWN]
-        raise ValueError(f"{name} {shown!r} can't be a file: {error.strerror}; name another") from error
+        raise ValueError(f"{name} {shown!r} can't be a file: {error.strerror}. Name another") from error
     if is_folder:
-        raise ValueError(f"{name} {file} is a folder; name a file in it")
+        raise ValueError(f"{name} {file} is a folder. Name a file in it")
 
 
 def _make_below(folder: Path, missing: Path) -> None:
@@ -70,4 +70,4 @@ def _make_below(folder: Path, missing: Path) -> None:
 
 
 def _no_folder(folder: Path, name: str, reason: str) -> str:
-    return f"{name} {str(folder)[:_LONGEST_SHOWN]!r} can't be a folder: {reason}; name another"
+    return f"{name} {str(folder)[:_LONGEST_SHOWN]!r} can't be a folder: {reason}. Name another"

@@ -32,8 +32,8 @@ def num_elements(parameter: torch.Tensor) -> int:
 
 
 NOTHING_TRAINS = (
-    "no parameter of the model requires a gradient. Set requires_grad on what is to train, or load an adapter with "
-    "is_trainable=True"
+    "no parameter of the model requires a gradient. Set requires_grad on the parameters to train, or load an adapter "
+    "with is_trainable=True"
 )
 """Error of every method if a model has nothing to train."""
 
@@ -93,16 +93,16 @@ def check_form(method: str, name: str, parameter: torch.Tensor, dtype: torch.dty
     Raises:
         RuntimeError: If one has changed. The message names the parameter, the usual causes, and the way out.
     """
-    rule = f"before {method} is built, whose state does not follow, or detach() this one and build a new {method}"
+    rule = f"before {method} is built, since its state does not follow, or call detach() and build a new {method}"
     if parameter.dtype != dtype:
         raise RuntimeError(
-            f"{name} was {dtype} when {method} was built and is {parameter.dtype} now; cast the model (to(dtype), "
+            f"{name} was {dtype} when {method} was built and is {parameter.dtype} now. Cast the model (to(dtype), "
             f"half(), bfloat16() or float()) {rule}"
         )
     if whole_shape(parameter) != shape:
         raise RuntimeError(
-            f"{name} was of shape {shape} when {method} was built and is of {whole_shape(parameter)} now "
-            f"(resize_token_embeddings); do that {rule}"
+            f"{name} had shape {shape} when {method} was built and has {whole_shape(parameter)} now "
+            f"(resize_token_embeddings). Resize {rule}"
         )
 
 
@@ -129,8 +129,8 @@ def check_free(named_parameters: Iterable[tuple[str, torch.Tensor]], newcomer: s
         owner = owner_of(parameter)
         if owner is not None:
             raise ValueError(
-                f"{name} is trained by another {type(owner).__name__}, which was built over this model before, so "
-                f"{newcomer} can't train it; call detach() of that one first, or drop it"
+                f"{name} is trained by another {type(owner).__name__} that was built over this model, so {newcomer} "
+                "can't train it. Call detach() on that one first, or delete it"
             )
 
 

@@ -48,8 +48,8 @@ def pinned_memory(device: torch.device, num_bytes: int, *, is_inherited: bool) -
         except RuntimeError as error:
             _forget_error(device)
             warnings.warn(
-                f"Pinning {num_bytes:,} bytes of host memory failed ({error}). Training goes on with memory that is "
-                "not pinned: the results are the same, but copies no longer run beside the computation. Free host "
+                f"Pinning {num_bytes:,} bytes of host memory failed ({error}). Training continues with memory that is "
+                "not pinned: the results are the same, but copies no longer overlap with computation. Free host "
                 "memory, raise the limit on locked memory (`ulimit -l`), or use state='disk', which pins two groups.",
                 stacklevel=2,
             )

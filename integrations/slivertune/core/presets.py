@@ -69,7 +69,7 @@ def preset_path(name: str) -> Path:
     if name in example_names():
         return _find_folder("launch") / name
     names = [*(path.name for path in presets), *example_names()]
-    raise ValueError(f"no preset is called {name!r}; there are {', '.join(names)}{did_you_mean(name, names)}")
+    raise ValueError(f"there is no preset {name!r}. Choose one of {', '.join(names)}{did_you_mean(name, names)}")
 
 
 def _find_presets() -> list[Path]:
@@ -88,5 +88,5 @@ def _find_folder(name: str) -> Path:
         if candidate.is_dir():
             return candidate
     raise FileNotFoundError(
-        f"the preset folder {name!r} is at neither {candidates[0]} nor {candidates[1]}; install slivertune again"
+        f"the preset folder {name!r} is at neither {candidates[0]} nor {candidates[1]}. Install slivertune again"
     )

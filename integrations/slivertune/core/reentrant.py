@@ -45,7 +45,7 @@ class ReentrantBlocks(CheckpointedBlocksHandle):
 
     is_innermost: ClassVar[bool] = True  # only forwards that torch checkpoints
     needs_blocks: ClassVar[bool] = False
-    refusal_to_copy = "what records reentrant checkpoints belongs to one model; a copy of the model is without it"
+    refusal_to_copy = "a recorder of reentrant checkpoints belongs to one model. A copy of the model has none"
 
     def __init__(self, model: nn.Module, trains: Callable[[nn.Module], bool] = is_trainable) -> None:
         super().__init__(model)
@@ -77,8 +77,8 @@ class ReentrantBlocks(CheckpointedBlocksHandle):
         after = _tensors_of((args, dict(getattr(forward, "keywords", {}))))
         if any(key not in nest and each.is_floating_point() for key, each in after.items()):
             raise RuntimeError(
-                f"{type(layer).__name__} hands tensors on by a container among its arguments (as keys and values that "
-                "blocks share), through which no gradient comes back under reentrant checkpointing. Pass "
+                f"{type(layer).__name__} passes tensors in a container among its arguments (as keys and values that "
+                "blocks share), and reentrant checkpointing loses their gradient. Pass "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         return call.take_output((results,) if isinstance(results, torch.Tensor) else results)

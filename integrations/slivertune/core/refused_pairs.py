@@ -55,23 +55,22 @@ REFUSED_PAIRS = (
     RefusedPair(
         first="offload_activations",
         second="torch.compile",
-        reason="offload_activations copies beside the computation, which torch.compile can't do inside a graph",
+        reason="offload_activations copies on a second stream, which torch.compile can't do inside a graph",
     ),
     RefusedPair(
         first="waiting",
         second="torch.compile",
-        reason="a call around each linear layer makes its waiting weight dense, which a compiled model does not make",
+        reason="a call around each linear layer dequantises its weight, and a compiled model skips that call",
     ),
     RefusedPair(
         first="weights='host'",
         second="torch.compile",
-        reason="a block's weights come to another place for each forward, and a compiled block does not look for them "
-        "there",
+        reason="a block's weights are at another address in each forward, which a compiled block does not follow",
     ),
     RefusedPair(
         first="keep_activations='auto'",
         second="offload_activations",
-        reason="'auto' measures what a block keeps beside its input, which offload_activations moves to the host",
+        reason="'auto' measures a block's activations, not its input, which offload_activations moves to the host",
     ),
 )
 

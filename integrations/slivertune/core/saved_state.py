@@ -57,17 +57,17 @@ def check_header(saved: Mapping[str, Any], method: str, title: str, versions: Se
     for key in ("state", "param_groups", method):
         if key not in saved:
             raise StateMismatchError(
-                f"this is no state of {title}: it has no {key!r}; save one with optimizer.state_dict()"
+                f"this is no state of {title}: it has no {key!r}. Save one with optimizer.state_dict()"
             )
     header = saved[method]
     if type(header.get("version")) is not int or header["version"] not in versions:
         raise StateMismatchError(
             f"the saved state has version {header.get('version')!r}, this library reads "
-            f"{' and '.join(map(str, versions))}; continue with the version that wrote it"
+            f"{' and '.join(map(str, versions))}. Continue with the version that wrote it"
         )
     updates = header.get("updates")
     if not is_count(updates):
-        raise StateMismatchError(f"the saved state is damaged: updates={str(updates)[:60]}; use another checkpoint")
+        raise StateMismatchError(f"the saved state is damaged: updates={str(updates)[:60]}. Use another checkpoint")
 
 
 def is_count(value: object) -> bool:
@@ -86,7 +86,7 @@ def describe_damage(place: object, problem: str) -> str:
         The text of an error.
     """
     return (
-        f"{place} holds no state that can be read ({problem}); it is damaged or was not written by slivertune, use "
+        f"{place} holds no state that can be read ({problem}): it is damaged or was not written by slivertune. Use "
         "another checkpoint"
     )
 
@@ -143,7 +143,7 @@ def check_loadable(file: Path | io.BytesIO) -> None:
     if unknown:
         raise ValueError(
             f"the base optimizer's state holds objects of {', '.join(unknown)}, which torch does not load unless they "
-            f"are allowed; call torch.serialization.add_safe_globals([...]) with them when the run starts"
+            f"are allowed. Call torch.serialization.add_safe_globals([...]) with them when the run starts"
         )
 
 
@@ -211,7 +211,7 @@ def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     values_of_each = states.values() if isinstance(states, Mapping) else ()
     if any(_KEY in values for values in values_of_each if isinstance(values, Mapping)):
         raise ValueError(
-            "the saved state has lost what lay in its first param group; save and load it by get_state_dict and "
+            "the saved state has lost the values of its first param group. Save and load it by get_state_dict and "
             "set_state_dict without flatten_optimizer_state_dict"
         )
     return None

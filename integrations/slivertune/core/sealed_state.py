@@ -22,8 +22,8 @@ class SealedState(dict[Any, Any]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             f"{self._title} does not keep its state in optimizer.state, where it can be neither reset nor changed. "
-            f"Save and load it by state_dict() and load_state_dict(); to go on without it, detach() this {self._title} "
-            "and build a new one"
+            "Save and load it by state_dict() and load_state_dict(). To go on without it, call detach() on this "
+            f"{self._title} and build a new one"
         )
 
     __setitem__ = __delitem__ = __ior__ = __missing__ = _refuse

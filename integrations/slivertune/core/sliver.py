@@ -207,7 +207,7 @@ class CheckpointedSliver(Sliver):
             index = min((index for index, _ in known ^ found), default=0)
             raise RuntimeError(
                 f"the parameters of param_groups[{index}] were changed after {self.title} was built. "
-                f"{self.refusal_to_add}; to stop training some, detach() this one and build a new {self.title}"
+                f"{self.refusal_to_add}. To stop training some, call detach() and build a new {self.title}"
             )
 
     def _refuse_state_hook(self, *_: Any, **__: Any) -> NoReturn:
@@ -217,8 +217,8 @@ class CheckpointedSliver(Sliver):
             RuntimeError: Always.
         """
         raise RuntimeError(
-            f"{self.title} runs no hooks on its state_dict() and load_state_dict(): checkpoints are written past them. "
-            "Change what state_dict() has returned, or what load_state_dict() is given"
+            f"{self.title} runs no hooks on its state_dict() and load_state_dict(): checkpoints bypass them. Change "
+            "the dictionary that state_dict() returns or load_state_dict() gets"
         )
 
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook
@@ -318,7 +318,7 @@ class CheckpointedSliver(Sliver):
         ]
         for each in counts:
             if not is_count(each):
-                raise StateMismatchError(f"the saved state is damaged: {key}={str(each)[:60]}; use another checkpoint")
+                raise StateMismatchError(f"the saved state is damaged: {key}={str(each)[:60]}. Use another checkpoint")
         return counts[0] if counts else None
 
     def _check_awaited(self) -> None:
@@ -330,7 +330,7 @@ class CheckpointedSliver(Sliver):
         if self._awaited not in (None, self.updates):
             raise RuntimeError(
                 f"the loaded checkpoint was made after {self._awaited} updates, but {self.title}'s own state, which "
-                f"is saved in a folder beside it, is of {self.updates}; load the whole checkpoint with "
+                f"is saved in a folder beside it, after {self.updates}. Load the whole checkpoint with "
                 "accelerator.load_state or the Trainer's resume_from_checkpoint, or the folder with "
                 "slivertune.parallel.checkpoint.load_state"
             )

@@ -47,6 +47,6 @@ def _find_in_version(path: Path, version: tuple[int, int, int]) -> str | None:
 
 def _explain(path: Path, line: int, what: str, encoding: str) -> str:
     return (
-        f"{path} is not UTF-8 text: line {line} has {what}; convert it, such as by iconv -f {encoding} -t utf-8, if it "
+        f"{path} is not UTF-8 text: line {line} has {what}. Convert it, such as by iconv -f {encoding} -t utf-8, if it "
         f"is {encoding}"
     )

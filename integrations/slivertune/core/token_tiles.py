@@ -68,8 +68,8 @@ class TokenTilesHandle(ModelHandle):
     """
 
     refusal_to_copy = (
-        "a TokenTilesHandle belongs to one model and is neither copied nor pickled; a copy of the model runs its MLPs "
-        "whole: call tile_tokens on it"
+        "a TokenTilesHandle belongs to one model and is neither copied nor pickled. A copy of the model runs its MLPs "
+        "whole. Call tile_tokens on it"
     )
 
     def __init__(
@@ -88,18 +88,18 @@ class TokenTilesHandle(ModelHandle):
         if all(map(is_norm, found)):
             raise ValueError(
                 f"no block of {type(model).__name__} has an MLP that can run in tiles of tokens: a module that holds "
-                "the linear layers of its feed-forward part and is no mixture of experts; leave tile_tokens out"
+                "the linear layers of its feed-forward part and is no mixture of experts. Leave tile_tokens out"
             )
         if mixtures:
             warnings.warn(
-                f"tile_tokens leaves mixtures of experts whole: {mixtures[0]}, of {len(mixtures)} such modules",
+                f"tile_tokens does not tile mixtures of experts: {mixtures[0]}, of {len(mixtures)} such modules",
                 stacklevel=3,
             )
         for module in found:
             if _has_other_forward(module):
                 raise RuntimeError(
-                    f"the forward of {paths[module]} was replaced by {vars(module)['forward']!r}; call tile_tokens "
-                    "before TokenTune and whatever else replaces it, and once for a model"
+                    f"the forward of {paths[module]} was replaced by {vars(module)['forward']!r}. Call tile_tokens "
+                    "before anything that replaces it (such as TokenTune), and once per model"
                 )
         self._undo.append(attach_feature(model, "tile_tokens", found))
         for module in found:
@@ -123,7 +123,7 @@ def check_tile_size(tile_size: Any) -> None:
 def tiles_under_zero3() -> str:
     """Explain why there are no tiles under ZeRO-3. Planning and training share this text."""
     return (
-        "--token_tile_size does not go with ZeRO-3, which would gather an MLP's weights anew for every tile; take "
+        "--token_tile_size does not go with ZeRO-3, which would gather an MLP's weights again for every tile. Use "
         "another layout, or leave --token_tile_size out"
     )
 
@@ -171,7 +171,7 @@ class _Tiles(StandIn):
         pieces = zip(*(each.split(length, dim) for each in args), strict=True)
         outputs = [self._run(piece, records=records) for piece in pieces]
         if not all(isinstance(each, torch.Tensor) for each in outputs):
-            raise RuntimeError(f"{self._path} returns {type(outputs[0]).__name__}, not a tensor; remove() tile_tokens")
+            raise RuntimeError(f"{self._path} returns {type(outputs[0]).__name__}, not a tensor. Leave tile_tokens out")
         return torch.cat(outputs, dim)
 
     def _run(self, tile: tuple[torch.Tensor, ...], *, records: bool) -> Any:
@@ -197,12 +197,12 @@ class _Tiles(StandIn):
         others = [each for each in args if not isinstance(each, torch.Tensor) or each.shape[:-1] != shape[:-1]]
         if kwargs or others:
             raise RuntimeError(
-                f"{self._path} ({type(self._module).__name__}) is given more than tensors of one row for each token, "
-                "and can't be cut into tiles of tokens; remove() tile_tokens"
+                f"{self._path} ({type(self._module).__name__}) gets arguments other than tensors with one row per "
+                "token, and can't run in tiles of tokens. Leave tile_tokens out"
             )
         if any(hasattr(each, "ds_id") for each in self._module.parameters()):
             raise RuntimeError(
-                "under ZeRO-3 every tile would gather the weights anew; take another layout, or leave tile_tokens out"
+                "under ZeRO-3 every tile would gather the weights again. Use another layout, or leave tile_tokens out"
             )
 
 

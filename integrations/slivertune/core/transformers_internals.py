@@ -87,7 +87,7 @@ def generation_spans(
         else:
             here += len(part)
     if "".join(parts[::2]) != text or begins:
-        raise ValueError("it changes {% generation %} blocks after they are written, so that their place is not known")
+        raise ValueError("it changes {% generation %} blocks after writing them, so their position is unknown")
     return text, spans
 
 

@@ -116,8 +116,8 @@ class WaitingActivations:
         free = None if is_without_data() else available_host_bytes()
         if free is not None and num_bytes > free:
             raise MemoryError(
-                f"an input of a block takes {num_bytes:,} bytes and the host has {free:,} left for what "
-                "offload_activations lets wait there; take shorter or fewer sequences, or leave offload_activations out"
+                f"a block's input takes {num_bytes:,} bytes, and the host has {free:,} left for offloaded activations. "
+                "Use shorter or fewer sequences, or leave offload_activations out"
             )
         return claimed_host_memory(self._streams, num_bytes, "activations")
 

@@ -67,8 +67,8 @@ def _explain(number: int, reason: str, target: Path, folder: Path, needs_bytes: 
     if number in _NO_ROOM:
         needed = f"more than {free_bytes:,}" if needs_bytes is None else f"{needs_bytes:,}"
         return (
-            f"{target}{_SAID}{reason}; it needs {needed} bytes, {free_bytes:,} were free in {folder}; "
-            "free space there (quotas and limits of file sizes count, too), or name another folder"
+            f"{target}{_SAID}{reason}. It needs {needed} bytes, and {folder} had {free_bytes:,} free. "
+            "Free space there (quotas and limits of file sizes count, too), or name another folder"
         )
     return cannot_write(target, reason, target.parent)
 
@@ -82,7 +82,7 @@ def cannot_write(target: Path, reason: str, folder: Path) -> str:
         folder: Folder in which something has to be made for it.
     """
     return (
-        f"{target}{_SAID}{reason}; it needs a folder {folder} in which files can be made, written and renamed: change "
+        f"{target}{_SAID}{reason}. It needs a folder {folder} in which files can be made, written and renamed. Change "
         "the rights, or name another folder"
     )
 

@@ -81,8 +81,8 @@ class BaseOptimizer:
         """
         if not _is_optimizer_class(optimizer_class):
             raise TypeError(
-                f"optimizer_class={optimizer_class!r} must be a class of torch.optim.Optimizer; "
-                "HiFT.wrap(optimizer, model) takes an instance"
+                f"optimizer_class={optimizer_class!r} must be a class of torch.optim.Optimizer. "
+                "Pass an instance to HiFT.wrap(optimizer, model)"
             )
         refuse_class(optimizer_class)
         sample = optimizer_class([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], **arguments)
@@ -106,8 +106,8 @@ class BaseOptimizer:
         made_at_once: dict[str, Any] = next(iter(rebuilt.state.values()), {})
         if any(_has_stepped(state, made_at_once) for state in optimizer.state.values()):
             raise ValueError(
-                f"the {type(optimizer).__name__} to wrap has already taken steps; wrap it before its first step, "
-                "or load its successor's state with HiFT.load_state_dict"
+                f"the {type(optimizer).__name__} to wrap has already taken steps. Wrap it before its first step, "
+                "or load a saved HiFT state with HiFT.load_state_dict"
             )
         _check_settings(optimizer, rebuilt)
         _warn_of_compiled_step(optimizer)
@@ -208,8 +208,8 @@ def _rebuilt(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> 
         return type(optimizer)([{**optimizer.param_groups[0], "params": [dummy]}], **arguments)
     except Exception as error:
         raise ValueError(
-            f"HiFT builds one {name} a group, and can't read its arguments back from this instance "
-            f"({type(error).__name__}: {error}); pass the class and its arguments: HiFT(model, {name}, ...)"
+            f"HiFT builds one {name} per group, and can't read its arguments back from this instance "
+            f"({type(error).__name__}: {error}). Pass the class and its arguments: HiFT(model, {name}, ...)"
         ) from error
 
 
@@ -224,8 +224,8 @@ def _check_settings(optimizer: torch.optim.Optimizer, rebuilt: torch.optim.Optim
     for key, value in ours.items():
         if key in theirs and theirs[key] != value:
             raise ValueError(
-                f"HiFT builds one {name} a group, and can't read {key}={theirs[key]!r} back as an argument from this "
-                f"instance (another one has {value!r}); pass the class and its arguments: HiFT(model, {name}, ...)"
+                f"HiFT builds one {name} per group, and can't read {key}={theirs[key]!r} back as an argument from this "
+                f"instance (another one has {value!r}). Pass the class and its arguments: HiFT(model, {name}, ...)"
             )
 
 

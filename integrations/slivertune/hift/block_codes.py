@@ -159,6 +159,6 @@ def _bitsandbytes() -> Any:
         from bitsandbytes import functional
     except ImportError as error:
         raise ImportError(
-            missing_library('waiting="nf4"', "bitsandbytes", 'take waiting="int8", which needs nothing')
+            missing_library('waiting="nf4"', "bitsandbytes", 'set waiting="int8", which needs no library')
         ) from error
     return functional

@@ -31,7 +31,7 @@ _MEANINGS = {
     "order": "order of turns (order, seed)",
     "steps_per_group": "steps_per_group",
     "optimizer": "base optimizer",
-    "waiting": "form of waiting layers (waiting)",
+    "waiting": "form of quantised layers (waiting)",
 }
 """Meanings of the entries of `HiFT.identity`, with the settings behind them."""
 _SINCE_2 = frozenset({"skipped_turns", "skipped_in_cycle"})
@@ -75,13 +75,13 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     theirs, ours = saved["hift"], own["hift"]
     for key in ours:
         if key not in theirs and key != "waiting" and not (theirs["version"] == 1 and key in _SINCE_2):
-            raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}; use another checkpoint")
+            raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}. Use another checkpoint")
     if not isinstance(theirs["held_lr"], (list, tuple)) or not all(map(is_rate, theirs["held_lr"])):
-        raise StateMismatchError(f"the saved state is damaged: held_lr={theirs['held_lr']!r}; use another checkpoint")
+        raise StateMismatchError(f"the saved state is damaged: held_lr={theirs['held_lr']!r}. Use another checkpoint")
     if len(theirs["held_lr"]) not in (0, len(own["param_groups"])):
         raise StateMismatchError(
             f"the saved state is damaged: held_lr has {len(theirs['held_lr'])} values for "
-            f"{len(own['param_groups'])} param groups; use another checkpoint"
+            f"{len(own['param_groups'])} param groups. Use another checkpoint"
         )
     for key in _SINCE_2:
         _check_counts(key, theirs.get(key, {}), len(theirs["groups"]))
@@ -89,13 +89,13 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     check_identity("the saved state", theirs, {key: ours[key] for key in _MEANINGS})
     lost = [name for name in theirs.get("weights", []) if name not in saved["state"]]
     if lost:
-        raise StateMismatchError(f"the saved state is damaged: that of {_short(lost)} is lost; use another checkpoint")
+        raise StateMismatchError(f"the saved state is damaged: {_short(lost)} is lost. Use another checkpoint")
     saved_params = [list(group.get("params", [])) for group in saved["param_groups"]]
     if saved_params != [list(group["params"]) for group in own["param_groups"]]:
         raise StateMismatchError(
             f"the param_groups of the saved state ({[len(names) for names in saved_params]} params) are not those "
-            f"of this optimizer ({[len(group['params']) for group in own['param_groups']]}); "
-            "build the base optimizer with the param groups of the saved run"
+            f"of this optimizer ({[len(group['params']) for group in own['param_groups']]}). "
+            "Build the base optimizer with the param groups of the saved run"
         )
     check_hyperparameters(saved["param_groups"], own["param_groups"])
     _check_own(saved.get("own", {}), own["param_groups"], len(theirs["groups"]))
@@ -109,8 +109,8 @@ def _check_own(
         for index, values in by_index.items():
             if not (is_count(group) and group < num_groups and is_count(index) and index < len(param_groups)):
                 raise StateMismatchError(
-                    f"the saved state is damaged: it has hyperparameters of group {group!r}, param group {index!r}; "
-                    "use another checkpoint"
+                    f"the saved state is damaged: it has hyperparameters of group {group!r}, param group {index!r}. "
+                    "Use another checkpoint"
                 )
             check_hyperparameters([values], [param_groups[index]])
 
@@ -132,8 +132,8 @@ def check_identity(
     for key, own in ours.items():
         if not is_same(theirs.get(key), own):
             raise StateMismatchError(
-                f"{state} has another {_MEANINGS.get(key, key)}: {_short(theirs.get(key))} there, {_short(own)} here; "
-                f"build {built} with the settings of the saved run"
+                f"{state} has another {_MEANINGS.get(key, key)}: {_short(theirs.get(key))} there, {_short(own)} here. "
+                f"Build {built} with the settings of the saved run"
             )
 
 
@@ -179,16 +179,16 @@ def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
     name, shape, on_master = weight.name, weight.parameter.shape, meter.steps_master(weight)
     if on_master != (MASTER in state):
         there, way_out = ("no", "none") if on_master else ("an", "fp32")
-        raise StateMismatchError(f"the saved state has {there} fp32 master for {name}; resume with master={way_out!r}")
+        raise StateMismatchError(f"the saved state has {there} fp32 master for {name}. Resume with master={way_out!r}")
     if set(state) != {MASTER} and (missing := sorted(meter.needs(weight).keys - set(state))):
-        raise StateMismatchError(f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another")
+        raise StateMismatchError(f"the saved state of {name} lacks {missing}: it is damaged. Use another checkpoint")
     forms = dict(meter.needs(weight).forms) if set(state) != {MASTER} else {}
     forms[MASTER] = TensorForm(dtype=torch.float32, has_extent=weight.parameter.dim() > 0, is_finite=True)
     for key, value in flatten_state(dict(state), copy_objects=True).items():
         _check_form(f"{key!r} of {name}", value, forms.get(key))
         check_sign(f"{key!r} of {name}", key, value)
         if key == "step" and not is_step(value):
-            raise StateMismatchError(f"the saved state {key!r} of {name} is {value}; use another checkpoint")
+            raise StateMismatchError(f"the saved state {key!r} of {name} is {value}. Use another checkpoint")
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
@@ -196,8 +196,8 @@ def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
         fits = value.shape == shape or (key.startswith("absmax") and value.shape == blocks) or key.startswith("qmap")
         if (key == MASTER or meter.is_elementwise) and not fits:
             raise StateMismatchError(
-                f"the saved state {key!r} of {name} has shape {tuple(value.shape)}, the weight {tuple(shape)}; "
-                "the checkpoint is of another model or damaged"
+                f"the saved state {key!r} of {name} has shape {tuple(value.shape)}, and the weight {tuple(shape)}: it "
+                "is of another model, or damaged. Use another checkpoint"
             )
 
 
@@ -222,7 +222,7 @@ def _check_form(where: str, value: Any, form: TensorForm | type | None) -> None:
     if is_other and form is not None:
         raise StateMismatchError(
             f"the saved state is damaged: {where} is {describe_form(theirs)}, where this optimizer has "
-            f"{describe_form(form)}; use another checkpoint"
+            f"{describe_form(form)}. Use another checkpoint"
         )
 
 
@@ -237,7 +237,7 @@ def _check_counts(key: str, counts: Any, num_groups: int) -> None:
     if not isinstance(counts, Mapping) or not all(
         is_count(group) and group < num_groups and is_count(count) for group, count in counts.items()
     ):
-        raise StateMismatchError(f"the saved state is damaged: {key}={counts!r}; use another checkpoint")
+        raise StateMismatchError(f"the saved state is damaged: {key}={counts!r}. Use another checkpoint")
 
 
 def _same_names(their_groups: Iterable[Iterable[str]], our_groups: Iterable[Iterable[str]]) -> None:
@@ -246,7 +246,7 @@ def _same_names(their_groups: Iterable[Iterable[str]], our_groups: Iterable[Iter
     if missing or unknown:
         raise StateMismatchError(
             f"the saved state is of another model: it has no {_short(missing)}, and this model has no "
-            f"{_short(unknown)}; load it into the model that it was saved with"
+            f"{_short(unknown)}. Load it into the model that it was saved with"
         )
 
 

@@ -116,8 +116,8 @@ class HiFTConfig:
         check_bytes_or_auto("prefetch_bytes", self.prefetch_bytes)
         if self.state == "device" and self.prefetch_bytes not in ("auto", 0):
             raise ValueError(
-                f'prefetch_bytes={self.prefetch_bytes} is for state that waits off the device; with state="device" '
-                "leave it out"
+                f'prefetch_bytes={self.prefetch_bytes} is for offloaded state, and state="device" offloads none. '
+                "Leave it out"
             )
         for name, choices in (
             ("order", Order),
@@ -128,14 +128,14 @@ class HiFTConfig:
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         if self.state == "disk" and self.state_dir is None:
-            raise ValueError('state="disk" needs state_dir, the folder for its files; name one on a fast local disk')
+            raise ValueError('state="disk" needs state_dir, the folder for its files. Name one on a fast local disk')
         if self.state != "disk" and self.state_dir is not None:
-            raise ValueError(f'state_dir={str(self.state_dir)!r} is used by state="disk" alone, not {self.state!r}')
+            raise ValueError(f'state_dir={str(self.state_dir)!r} needs state="disk", not {self.state!r}. Leave it out')
         check_integer("state_ram_bytes", self.state_ram_bytes, 0)
         if self.state != "disk" and self.state_ram_bytes:
             raise ValueError(
                 f'state_ram_bytes={self.state_ram_bytes} keeps some groups of state="disk" in memory, and state='
-                f'"{self.state}" has none on a disk; leave it out, or set state="disk"'
+                f'"{self.state}" has none on a disk. Leave it out, or set state="disk"'
             )
         if self.waiting is not None:
             self._check_waiting(self.waiting)
@@ -147,13 +147,13 @@ class HiFTConfig:
         if self.weights == "device":
             if self.resident_bytes not in ("auto", 0):
                 raise ValueError(
-                    f"resident_bytes={self.resident_bytes} is for weights that wait off the device; set "
+                    f"resident_bytes={self.resident_bytes} is for offloaded weights. Set "
                     'weights="host", or leave it out'
                 )
             return
         if self.state == "device":
             raise ValueError(
-                'state="device" keeps several times the bytes on the device that weights="host" takes off it; use '
+                'state="device" takes several times the device memory that weights="host" saves. Use '
                 'state="host" or "disk"'
             )
 
@@ -161,15 +161,15 @@ class HiFTConfig:
         check_choice("waiting", waiting, get_args(WaitingForm))
         if self.state not in ("host", "disk"):
             raise ValueError(
-                f'waiting="{self.waiting}" lets exact weights wait with their state off the device, which '
-                f'state="{self.state}" does not keep there; use state="host" or "disk"'
+                f'waiting="{self.waiting}" offloads exact weights with their state, and state="{self.state}" offloads '
+                'none. Use state="host" or "disk"'
             )
 
     def _check_gradients(self) -> None:
         if self.gradients == "host" and self.state == "device":
             raise ValueError(
-                'gradients="host" brings gradients back with their piece of the state, which state="device" does not '
-                'move; use gradients="stepped", or state="host"'
+                'gradients="host" loads gradients with their chunk of the state, and state="device" does not move it. '
+                'Use gradients="stepped", or state="host"'
             )
         if self.max_grad_norm is None:
             return
@@ -179,5 +179,5 @@ class HiFTConfig:
         if self.gradients == "stepped":
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm:g} needs the norm of all gradients before the first is stepped, "
-                'and gradients="stepped" keeps none; use gradients="host", which takes about as little of the device'
+                'and gradients="stepped" keeps none. Use gradients="host", which needs about as little device memory'
             )

@@ -102,7 +102,7 @@ def make_files(folder: Path, sizes: Mapping[int, int]) -> dict[int, GroupFile]:
             reason = f"its file system can't reserve space ({error.strerror})"
         raise OSError(
             errno.EOPNOTSUPP,
-            f'state_dir={str(folder)!r} can\'t store {num_bytes:,} bytes of state="disk": {reason}; name a folder on a '
+            f'state_dir={str(folder)!r} can\'t store {num_bytes:,} bytes of state="disk": {reason}. Name a folder on a '
             'local disk, or use state="host"',
         )
 

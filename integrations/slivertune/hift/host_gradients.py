@@ -56,7 +56,7 @@ class HostGradients:
             return  # additions to it are offloaded already
         if gradient.is_sparse:
             raise ValueError(
-                "a sparse gradient can't wait in host memory; set sparse=False on its embedding, or gradients='device'"
+                "a sparse gradient can't be offloaded. Set sparse=False on its embedding, or gradients='device'"
             )
         claim(gradient, "gradients")
         known = self._living.pop(parameter, None)
@@ -125,8 +125,8 @@ class HostGradients:
     def _place_of(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.nbytes > parameter.nbytes:
             raise ValueError(
-                f"a gradient of {gradient.dtype} of a weight of {parameter.dtype} is larger than the weight, and its "
-                "place in host memory is not; set gradients='device'"
+                f"a gradient of {gradient.dtype} of a weight of {parameter.dtype} is larger than the weight and than "
+                "its place in host memory. Set gradients='device'"
             )
         if self._room is None:
             self._room = claimed_host_memory(self.streams, self._num_bytes, "gradients")

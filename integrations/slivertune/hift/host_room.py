@@ -40,6 +40,6 @@ def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter, disk: Dis
         parts = " and ".join(f"{num_bytes / 1e9:.1f} GB for {what}" for what, num_bytes in needed.items())
         raise MemoryError(
             f"HiFT needs {parts} in host memory, of which {available / 1e9:.1f} GB are free (or the container's limit "
-            'leaves no more); use state="disk" on a fast local disk with few layers a group, 8-bit state (adamw8bit), '
-            "or a machine with more memory"
+            'leaves no more). Use state="disk" on a fast local disk with few layers per group, 8-bit state '
+            "(adamw8bit), or a machine with more memory"
         )

@@ -25,7 +25,7 @@ from slivertune.hift.host_gradients import HostGradients
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.piece import Weight
 
-_WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"
+_WAY_OUT = "Continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"
 
 
 class SteppedGradient(GradientPlaceholder):
@@ -59,8 +59,8 @@ class SteppedGradient(GradientPlaceholder):
         if func is torch.ops.aten.add_.Tensor and running_backward() != NO_BACKWARD:
             args[0]._refuse()
         raise RuntimeError(
-            "gradients='stepped' has stepped on this gradient in the backward and dropped it, so that it can't be "
-            "clipped, read or changed; leave that out, or set gradients='host', which takes about as little memory"
+            "gradients='stepped' has stepped on this gradient in the backward and dropped it, so it can't be clipped, "
+            "read or changed. Leave that out, or set gradients='host', which takes about as little memory"
         )
 
     @staticmethod
@@ -152,9 +152,9 @@ class BackwardSteps:
         weight.parameter.grad = None
         if self._broken is None:
             self._broken = (
-                f"{weight.name} got a second gradient before step(). gradients='stepped' steps on the first: call "
-                "step() after every backward; to accumulate over several, run all but the last in `with "
-                "optimizer.accumulating():` (the Trainer and accelerate's accumulate() say so themselves); and where "
+                f"{weight.name} got a second gradient before step(), and gradients='stepped' steps on the first. Call "
+                "step() after every backward. To accumulate over several, run all but the last in `with "
+                "optimizer.accumulating():` (the Trainer and accelerate's accumulate() do so themselves). If "
                 "a layer is used twice under reentrant checkpointing, set gradients='host'"
             )
         raise RuntimeError(self._broken)
@@ -180,7 +180,7 @@ class BackwardSteps:
         except BaseException as error:
             self._broken = (
                 f"the update failed at {weight.name} ({type(error).__name__}), after {len(self._stepped) - 1} other "
-                f"weights of its group were stepped; {_WAY_OUT}"
+                f"weights of its group were stepped. {_WAY_OUT}"
             )
             raise
 
@@ -198,7 +198,7 @@ class BackwardSteps:
         if self._stepped and self._running:
             self._broken = (
                 f"the backward of this update did not end (an error, or Ctrl-C), after {len(self._stepped)} weights of "
-                f"its group were stepped, {next(iter(self._stepped))} among them; {_WAY_OUT}"
+                f"its group were stepped, {next(iter(self._stepped))} among them. {_WAY_OUT}"
             )
             raise RuntimeError(self._broken)
         # Gradients of earlier backward passes, whose weights the last one has not reached.
@@ -208,8 +208,8 @@ class BackwardSteps:
         given = [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
         if given:
             raise RuntimeError(
-                f"{given[0]} has a gradient that did not come from a backward; gradients='stepped' steps inside the "
-                "backward alone, so set gradients='device' where gradients are set by hand"
+                f"{given[0]} has a gradient that did not come from a backward, and gradients='stepped' steps only "
+                "inside the backward. Set gradients='device' to set gradients by hand"
             )
         had_one = bool(self._stepped)
         self._stepped.clear()
@@ -259,8 +259,8 @@ def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:
     is_fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
     if is_fp16 and torch.is_grad_enabled():
         raise RuntimeError(
-            "fp16 autocast needs a GradScaler, which unscales gradients after the backward, where gradients='stepped' "
-            "has stepped on them; take bf16, or gradients='device'"
+            "fp16 autocast needs a GradScaler, which unscales gradients after the backward, and gradients='stepped' "
+            "has stepped on them by then. Use bf16, or gradients='device'"
         )
 
 

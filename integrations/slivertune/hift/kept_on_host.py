@@ -18,7 +18,7 @@ class BlocksOnHost(ModelHandle):
         model: Model in host memory.
     """
 
-    refusal_to_copy = "a handle belongs to one model; a copy of the model is moved as any other"
+    refusal_to_copy = "a handle belongs to one model. A copy of the model moves to a device as a whole"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def keep_blocks_on_host(model: nn.Module) -> BlocksOnHost:
         for name, parameter in block.named_parameters():
             if parameter.device.type != "cpu":
                 raise ValueError(
-                    f"{path}.{name} is on {parameter.device}, where all blocks have had room; call "
+                    f"{path}.{name} is on {parameter.device} already, where all blocks fit. Call "
                     "keep_blocks_on_host(model) before the model is moved, or leave it out"
                 )
     return BlocksOnHost(model)

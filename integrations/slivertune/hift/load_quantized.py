@@ -97,7 +97,7 @@ def _files_of(folder: Path) -> Mapping[str, str]:
         return weight_map
     if not (folder / SAFE_WEIGHTS_NAME).is_file():
         raise FileNotFoundError(
-            f"{folder} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; save the model by "
+            f"{folder} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}. Save the model by "
             "save_pretrained(folder) first"
         )
     with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
@@ -112,8 +112,8 @@ def _check_names(model: nn.Module, files: Mapping[str, str]) -> None:
     if lost or strange:
         raise ValueError(
             f"the names in the files are not those of {type(model).__name__} (without a tensor: {lost[:3]}; unknown: "
-            f"{strange[:3]}), which from_pretrained may convert: load it by that in host memory, save it, or call "
-            "slivertune.quantize_layers(model, ...) before it is moved to the device"
+            f"{strange[:3]}). Load it by from_pretrained, which may convert them, in host memory and save it again, or "
+            "call slivertune.quantize_layers(model, ...) before it is moved to the device"
         )
 
 

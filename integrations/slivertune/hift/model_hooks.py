@@ -229,12 +229,12 @@ class ModelHooks:
                 raise RuntimeError(
                     f"{name}, which HiFT trains, is no longer in the model: it was replaced after HiFT was "
                     "built (by resize_token_embeddings, a new head, load_state_dict(assign=True), offloading, or "
-                    f"the like), and the new tensor would never be trained; do that before HiFT is built, or detach() "
-                    "this one and build a new HiFT"
+                    f"the like), and the new tensor would never be trained. Do that before HiFT is built, or call "
+                    "detach() and build a new HiFT"
                 )
             check_form("HiFT", name, parameter, dtype, shape)
             if parameter.device.type == "meta":
-                raise RuntimeError(f"{name} is on meta, where nothing can be trained; load its values first")
+                raise RuntimeError(f"{name} is on meta, where nothing can be trained. Load its values first")
         if others:
             self._judge(others)
 
@@ -256,14 +256,13 @@ class ModelHooks:
         if new:
             raise RuntimeError(
                 f"{self._names(new)} came into the model after HiFT was built and would never be trained (PEFT, new "
-                "embeddings or heads); add it before HiFT is built (detach() an older one first), or freeze what is "
-                "not to train"
+                "embeddings or heads). Add it before HiFT is built (call detach() on an older one first), or freeze it"
             )
         if unfrozen:
             self._of_the_user.update(map(id, unfrozen))  # said once
             warnings.warn(
                 f"{self._names(unfrozen)} was frozen when HiFT was built and requires a gradient now: HiFT does not "
-                "train it, though clip_grad_norm_ counts its gradient; freeze it again, unfreeze it before HiFT is "
+                "train it, though clip_grad_norm_ counts its gradient. Freeze it again, unfreeze it before HiFT is "
                 "built, or train it by another optimizer",
                 UserWarning,
                 stacklevel=5,
@@ -319,8 +318,8 @@ class ModelHooks:
             return
         self._has_warned_of_compilation = True
         warnings.warn(
-            f"{type(self.model).__name__} is compiled as a whole, and is another graph in every "
-            "turn of HiFT: after torch's limit of graphs it runs eagerly. Compile its blocks instead, which share a "
+            f"{type(self.model).__name__} is compiled as a whole, and has another graph in every "
+            "turn of HiFT. After torch's limit of graphs it runs eagerly. Compile its blocks instead, which share a "
             "few graphs: slivertune.compile_blocks(model) in place of torch.compile(model) or model.compile()",
             UserWarning,
             stacklevel=2,

@@ -144,7 +144,7 @@ def _mapped(directory: Path, num_bytes: int) -> torch.Tensor:
         raise OSError(
             error.errno,
             f"state_dir={str(directory)!r} has no room for {num_bytes:,} bytes of a group's state "
-            f"({os.strerror(error.errno or 0)}); free space there, name another state_dir, or use state='host'",
+            f"({os.strerror(error.errno or 0)}). Free space there, name another state_dir, or use state='host'",
         ) from error
     finally:
         os.close(handle)
@@ -374,6 +374,6 @@ def _like_whole(value: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
     if value.numel() != one.stop - one.start:
         raise ValueError(
             f"the state {key!r} of {one.weight.name} has {value.numel()} elements for {one.stop - one.start} of the "
-            "weight, so the base optimizer is not element-wise; set elementwise=False"
+            "weight, so the base optimizer is not element-wise. Set elementwise=False"
         )
     return value.new_empty(one.weight.parameter.shape, device="meta")

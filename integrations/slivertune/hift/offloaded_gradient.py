@@ -81,9 +81,9 @@ class OffloadedGradient(GradientPlaceholder):
         many = any(isinstance(each, (list, tuple)) and _any_offloaded(each) for each in args)
         if many or func.is_view:
             raise RuntimeError(
-                f"{func} on a gradient that waits in host memory (gradients='host') is not supported: "
-                "it would bring many to the device at once, or give a view of what is not there; take a copy first "
-                "(parameter.grad.clone()), or set gradients='device'"
+                f"{func} on a gradient in host memory (gradients='host') is not supported: it would load many to the "
+                "device at once, or return a view of an absent tensor. Copy it first (parameter.grad.clone()), or set "
+                "gradients='device'"
             )
         copies: dict[int, torch.Tensor] = {}
 
@@ -189,8 +189,8 @@ class OffloadedGradient(GradientPlaceholder):
     def _lying(self) -> torch.Tensor:
         if self._host is None:
             raise RuntimeError(
-                "this gradient belongs to an update that is over, or was dropped; take a copy of it "
-                "(parameter.grad.clone()) before step() if it is to be kept"
+                "this gradient belongs to a finished update, or was dropped. To keep it, copy it "
+                "(parameter.grad.clone()) before step()"
             )
         return self._host
 

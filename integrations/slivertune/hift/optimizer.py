@@ -78,9 +78,9 @@ class HiFT(CheckpointedSliver):
     without_state = "masters, moments and the turn would start from zero in the middle of a run"
     may_differ = frozenset({"state_dir", "state_ram_bytes"})
     title = "HiFT"
-    refusal_to_add = "HiFT's groups are fixed for the whole run; pass all parameters when it is built"
+    refusal_to_add = "HiFT's groups are fixed for the whole run. Pass all parameters when it is built"
     refusal_to_copy = (
-        "HiFT can't be copied or pickled: it is hooked on its model and steps that one; save state_dict(), and "
+        "HiFT can't be copied or pickled: it is attached to its model and steps that one. Save state_dict(), and "
         "load it into a HiFT that is built over the other model"
     )
 
@@ -115,7 +115,7 @@ class HiFT(CheckpointedSliver):
         if type(optimizer).__module__.startswith("accelerate."):
             inner = optimizer.optimizer  # type: ignore[attr-defined]
         if isinstance(inner, HiFT):
-            raise ValueError("the optimizer to wrap is HiFT already; wrap the base optimizer once")
+            raise ValueError("the optimizer to wrap is HiFT already. Wrap the base optimizer once")
         base = BaseOptimizer.of_instance(inner, config.elementwise)
         wrapped = cls.__new__(cls)
         # The same dictionaries: a scheduler that was built over the optimizer before goes on writing to them.
@@ -127,7 +127,7 @@ class HiFT(CheckpointedSliver):
     ) -> None:
         if config.steps_in_backward and base.slicing.unit == "group":
             raise ValueError(
-                f"gradients='stepped' steps each tensor alone, and {base.name} may look at the whole group; declare "
+                f"gradients='stepped' steps each tensor alone, and {base.name} may look at the whole group. Declare "
                 "elementwise=True if it does not, or set gradients='host'"
             )
         check_free(model.named_parameters(), "HiFT")
@@ -431,13 +431,13 @@ class HiFT(CheckpointedSliver):
         if may_initialise and self._is_initialising():
             return None
         if self.is_detached:
-            raise RuntimeError("step() was called after detach(), which ended HiFT; reattach() goes on")
+            raise RuntimeError("step() was called after detach(), which ended HiFT. Call reattach() to go on")
         loss = None
         if closure is not None:
             if self._in_backward is not None:
                 raise RuntimeError(
                     "step(closure) would run the backward inside the step, and gradients='stepped' steps inside the "
-                    "backward; run the backward, then call step()"
+                    "backward. Run the backward, then call step()"
                 )
             with torch.enable_grad():
                 loss = closure()
@@ -512,7 +512,7 @@ class HiFT(CheckpointedSliver):
         self._check_param_groups()
         if self._layout is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
-                f"HiFT runs on {dist.get_world_size()} ranks that know nothing of each other's gradients; prepare it "
+                f"HiFT runs on {dist.get_world_size()} ranks, and nothing averages their gradients. Prepare it "
                 "with slivertune.prepare(accelerator, ...), slivertune.initialize(...) for bare DeepSpeed, or "
                 "slivertune.attach(trainer, ...) for the Trainer"
             )
@@ -524,7 +524,7 @@ class HiFT(CheckpointedSliver):
     def _check_not_delegated(self) -> None:
         if self._engine is not None:
             raise RuntimeError(
-                f"{self._engine} steps in HiFT's place; step, save and load with what slivertune.prepare or "
+                f"{self._engine} steps in HiFT's place. Step, save and load with the object that slivertune.prepare or "
                 "slivertune.initialize returned"
             )
 
@@ -564,12 +564,12 @@ class HiFT(CheckpointedSliver):
         """
         if self.config.steps_in_backward:
             raise RuntimeError(
-                "a GradScaler unscales gradients after the backward, where gradients='stepped' has stepped on them: "
-                "the weights were updated by scaled gradients, so start again, in bf16 or with gradients='device'"
+                "a GradScaler unscales gradients after the backward, and gradients='stepped' has updated the weights "
+                "by scaled gradients before. Start again, in bf16 or with gradients='device'"
             )
         if self.config.gradients == "host":
             raise RuntimeError(
-                "a GradScaler unscales all gradients at once, and gradients='host' keeps them in host memory; train in "
+                "a GradScaler unscales all gradients at once, and gradients='host' keeps them in host memory. Train in "
                 "bf16, or set gradients='device'"
             )
         return False
@@ -623,7 +623,7 @@ class HiFT(CheckpointedSliver):
         for weight in self.trained_weights:
             if weight.trained not in parameters:
                 raise ValueError(
-                    f"the HiFT trains {weight.name} of another model than the one that was passed; build it over this "
+                    f"the HiFT trains {weight.name} of another model than the one that was passed. Build it over this "
                     "model, before anything wraps or copies that"
                 )
 
@@ -662,7 +662,7 @@ class HiFT(CheckpointedSliver):
         """
         if self.rotation.steps:
             raise RuntimeError(
-                f"HiFT has made {self.rotation.steps} steps; parameters can only be replaced before the first"
+                f"HiFT has made {self.rotation.steps} steps, and parameters can only be replaced before the first"
             )
         self._take_off()
         release(self._parameters_of_state(), self)
@@ -720,7 +720,7 @@ class HiFT(CheckpointedSliver):
     def _check_no_update_is_open(self) -> None:
         self._check_not_delegated()
         if self._in_backward is not None and self._in_backward.is_open:
-            raise RuntimeError("an update is open: a backward has stepped weights; call step() before state_dict()")
+            raise RuntimeError("an update is open: a backward has stepped weights. Call step() before state_dict()")
 
     @property
     def has_own_files(self) -> bool:

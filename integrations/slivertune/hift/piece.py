@@ -118,8 +118,8 @@ class Slice:
             return
         if gradient.is_sparse:
             raise ValueError(
-                f"{self.weight.name} has a sparse gradient, which can't be cut or cast to a master; "
-                "set sparse=False on its embedding, or train fp32 weights with stream_bytes=0"
+                f"{self.weight.name} has a sparse gradient, which can't be cut or cast to a master. "
+                "Set sparse=False on its embedding, or train fp32 weights with stream_bytes=0"
             )
         part = gradient if self.is_whole else gradient.reshape(-1)[self.start : self.stop]
         self.leaf.grad = part.to(self.leaf.dtype)

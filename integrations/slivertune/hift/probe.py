@@ -182,12 +182,12 @@ def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weight
         flat = flatten_state(optimizer.state.get(dummy, {}))
     except UnsupportedStateError as error:
         reason = f"its state {error}, which can't be moved to host memory or to disk"
-        raise refusal(name, reason, "take an optimizer that keeps dense tensors") from error
+        raise refusal(name, reason, "Use an optimizer that keeps dense tensors") from error
     cut = [key for key, value in flat.items() if isinstance(value, Structure) and value.is_subclass]
     if cut and base.slicing.unit == "elements":
         raise ValueError(
-            f"elementwise=True can't be kept for {name}: its state {cut[0]!r} is a tensor subclass, whose blocks must "
-            "stay whole; leave elementwise out"
+            f"{name} does not support elementwise=True: its state {cut[0]!r} is a tensor subclass, whose blocks must "
+            "stay whole. Leave elementwise out"
         )
 
 

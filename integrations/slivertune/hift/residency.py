@@ -141,8 +141,8 @@ class ResidentGroup:
                 known = common.setdefault(index, values)
                 if known.keys() != values.keys() or any(differs(known[key], values[key]) for key in known):
                     raise RuntimeError(
-                        f"the pieces of one group adapted {sorted(known | values)} differently, so "
-                        f"{self._meter.base.name} is not element-wise; set elementwise=False"
+                        f"the chunks of one group changed {sorted(known | values)} differently, so "
+                        f"{self._meter.base.name} is not element-wise. Set elementwise=False"
                     )
         # Restored hyperparameters count until all chunks have got them.
         return common or (self._restored_own if len(instances) < max(1, len(self._pieces)) else {})

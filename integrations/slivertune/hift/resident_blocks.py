@@ -207,8 +207,8 @@ def compute_device(model: nn.Module) -> torch.device:
     lies = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
     if len(lies) > 1:
         raise ValueError(
-            f"the model lies on {sorted(map(str, lies))}; weights='host' brings its blocks to one device: load it on "
-            "the CPU, or on one device"
+            f"the model lies on {sorted(map(str, lies))}, and weights='host' loads its blocks to one device. Load the "
+            "model on the CPU, or on one device"
         )
     if lies:
         return lies.pop()
@@ -223,22 +223,22 @@ def _check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         for name, parameter in block.named_parameters():
             if not parameter.is_floating_point():
                 raise ValueError(
-                    f"{path}.{name} is {parameter.dtype}, codes whose scales lie elsewhere; weights='host' streams "
-                    "floating-point weights: load the model without quantisation, or set weights='device'"
+                    f"{path}.{name} is {parameter.dtype} (quantised codes), and weights='host' streams only "
+                    "floating-point weights. Load the model without quantisation, or set weights='device'"
                 )
             if parameter.device.type == "meta":
-                raise ValueError(f"{path}.{name} is on meta, without values; load the model on the CPU")
+                raise ValueError(f"{path}.{name} is on meta, without values. Load the model on the CPU")
             if within.setdefault(id(parameter), path) != path:
                 raise ValueError(
-                    f"{path}.{name} is a weight of {within[id(parameter)]}, too; weights='host' brings each block by "
-                    "itself: set weights='device'"
+                    f"{path}.{name} is also a weight of {within[id(parameter)]}, and weights='host' loads each block "
+                    "separately. Set weights='device'"
                 )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holder = within.get(id(parameter), "")
         if holder and not name.startswith(f"{holder}."):
             raise ValueError(
-                f"{name} is a weight of the block {holder}, too, and is read outside of it; weights='host' brings a "
-                "block's weights for its own forward alone: set weights='device'"
+                f"{name} is a weight of the block {holder} and is also read outside of it, and weights='host' loads a "
+                "block's weights for its own forward only. Set weights='device'"
             )
 
 

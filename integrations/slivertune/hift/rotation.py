@@ -49,7 +49,7 @@ def cut_groups(layers: Sequence[Layer], layers_per_group: int, trainable: frozen
         raise ValueError(NOTHING_TRAINS)
     if layers_per_group > len(training):
         raise ValueError(
-            f"layers_per_group={layers_per_group} must be in [1, {len(training)}], the layers that train; "
+            f"layers_per_group={layers_per_group} must be in [1, {len(training)}], the number of layers that train. "
             f"{len(training)} trains the whole model in every step"
         )
     groups = []
@@ -179,9 +179,9 @@ class Rotation:
             first, *others = groups[group].parameter_names
             warnings.warn(
                 f"no gradient reached group {group} ({f'{first} and {len(others)} more' if others else first}): its "
-                "turn passes without an update; optimizer.skipped_turns counts such steps, and this warning comes once "
-                "a group. If torch.utils.checkpoint runs a function of these weights, use_reentrant=True loses their "
-                "gradients; pass use_reentrant=False",
+                "turn passes without an update. optimizer.skipped_turns counts such steps, and this warning comes once "
+                "per group. If torch.utils.checkpoint runs a function of these weights, pass use_reentrant=False: "
+                "use_reentrant=True loses their gradients",
                 UserWarning,
                 stacklevel=5,
             )
@@ -213,7 +213,7 @@ class Rotation:
             warnings.warn(
                 f"no batch of a whole cycle reached group {group}, so it is not trained: "
                 f"{', '.join(groups[group].parameter_names)}. If the loss does not depend on them, freeze them before "
-                "HiFT is built; if they only now and then have a gradient, put them into one layer with others by "
+                "HiFT is built. If they only now and then have a gradient, put them into one layer with others by "
                 f"{setting_name('--layers', 'layers=')}, or raise layers_per_group",
                 UserWarning,
                 stacklevel=5,

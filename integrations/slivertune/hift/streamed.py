@@ -282,8 +282,8 @@ class StreamedGroup(ResidentGroup):
         devices = {weight.device for weight in self.weights}
         if len(devices) > 1:
             raise ValueError(
-                f"a group's weights lie on {sorted(map(str, devices))}; a group must lie on one device: "
-                "lower layers_per_group, or move the model"
+                f"a group's weights lie on {sorted(map(str, devices))} and must lie on one device. "
+                "Lower layers_per_group, or move the model"
             )
         return devices.pop()
 

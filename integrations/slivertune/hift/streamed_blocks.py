@@ -265,8 +265,8 @@ class _CheckedApply(StandIn):
                     self.before_move()
                     return self.function(change, recurse)
                 raise RuntimeError(
-                    f"blocks whose weights wait on the host (weights='host') can't become {after.dtype} on "
-                    f"{after.device}: HiFT brings them to {before.device} in {before.dtype} when they run; cast the "
-                    "model before HiFT is built, or detach() first"
+                    f"offloaded blocks (weights='host') can't become {after.dtype} on "
+                    f"{after.device}: HiFT loads them to {before.device} in {before.dtype} when they run. Cast the "
+                    "model before HiFT is built, or call detach() first"
                 )
         return None if self._is_block else self.function(change, recurse)

@@ -79,7 +79,7 @@ class StreamedCodes:
         """
         if number != self._num_taken:
             raise RuntimeError(
-                f"{self._name} was quantised anew since this forward, whose codes are gone with weights='host'; run "
+                f"{self._name} was quantised again since this forward, and weights='host' has dropped its codes. Run "
                 "the backward before the weights are stepped or loaded, or set weights='device'"
             )
         self._weights().bring(self._block)

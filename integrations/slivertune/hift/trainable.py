@@ -25,8 +25,8 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
     """
     if uncompiled_module(model) is not model:
         raise ValueError(
-            f"this is {type(uncompiled_module(model)).__name__} as torch.compile returned it, another graph in every "
-            "turn of HiFT; give HiFT the model itself, and compile its blocks, which share a few graphs: "
+            f"this is {type(uncompiled_module(model)).__name__} as torch.compile returned it, with another graph in "
+            "every turn of HiFT. Give HiFT the model itself, and compile its blocks, which share a few graphs: "
             "slivertune.compile_blocks(model)"
         )
     group_of: dict[int, int] = {}
@@ -36,8 +36,8 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
     num_foreign = len(group_of.keys() - {id(parameter) for parameter in named.values()})
     if num_foreign:
         raise ValueError(
-            f"{num_foreign} of the optimizer's {len(group_of)} parameters are not the model's; "
-            "build the optimizer over the parameters of the model that is passed here"
+            f"{num_foreign} of the optimizer's {len(group_of)} parameters are not the model's. "
+            "Build the optimizer over the parameters of the model that is passed here"
         )
     weights = {
         name: Weight(name=name, parameter=parameter, trained=parameter, param_group=group_of[id(parameter)])
@@ -47,8 +47,8 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
     for name, weight in weights.items():
         if weight.parameter.dtype == torch.float16:
             raise ValueError(
-                f"{name} is stored in float16, whose range is too small for weights that are trained; "
-                "load the model in bfloat16, or in float32 with fp16 autocast and a GradScaler"
+                f"{name} is stored in float16, whose range is too small for weights that are trained. "
+                "Load the model in bfloat16, or in float32 with fp16 autocast and a GradScaler"
             )
     _refuse_offloaded(model, weights)
     return weights
@@ -91,8 +91,8 @@ def _refuse_offloaded(model: nn.Module, weights: Mapping[str, Weight]) -> None:
         if id(weight.parameter) in away or (on_meta and is_alone):
             raise ValueError(
                 f"{name} is {'on meta' if on_meta else 'offloaded'} (accelerate's cpu_offload, disk_offload or a "
-                "device_map, or a model that was built without values), where it can't be trained; load the model "
-                "whole on one device: HiFT keeps masters and state off it"
+                "device_map, or a model that was built without values), where it can't be trained. Load the whole "
+                "model on one device: HiFT offloads masters and state"
             )
 
 

@@ -40,27 +40,27 @@ def clash_with_layout(
     if weights == "host" and layout != "ddp":
         own = "CPUOffloadPolicy" if layout == "fsdp2" else "offload_param"
         return (
-            f"weights='host' brings whole blocks to one device, and {name} shares them out; set weights='device' and "
+            f"weights='host' brings whole blocks to one device, and {name} shards them. Set weights='device' and "
             f"let {name} keep them on the host ({own}), or use one device or DDP"
         )
     if gradients == "stepped":
         return (
-            f"gradients='stepped' updates a tensor before the other ranks' gradients have arrived; under {name}, set "
+            f"gradients='stepped' updates a tensor before the other ranks' gradients have arrived. Under {name}, set "
             "gradients='device'" + (", or 'host'" if layout == "ddp" else "")
         )
     if layout == "ddp":
         return None
     if waiting is not None:
         return (
-            f"waiting='{waiting}' is not available under {name}, whose ranks hold shards of exact weights; leave it "
+            f"waiting='{waiting}' is not available under {name}, whose ranks hold shards of exact weights. Leave it "
             "out, or train under DDP"
         )
     if gradients == "host":
-        return f"gradients='host' is not available under {name}, which shares gradients out; set gradients='device'"
+        return f"gradients='host' is not available under {name}, which shards gradients. Set gradients='device'"
     if state_ram_bytes:
         return (
-            f"state_ram_bytes={state_ram_bytes} is for one device and DDP; under {name}, whose files are memory-mapped "
-            "where there are some, leave it out"
+            f"state_ram_bytes={state_ram_bytes} is for one device and DDP, and {name} memory-maps its files, if "
+            "there are any. Leave it out"
         )
     clash = _clash_of_shards(base, name)
     if clash is None and name == "ZeRO":
@@ -73,14 +73,14 @@ def _clash_of_shards(base: BaseOptimizer, layout: str) -> str | None:
     name = base.optimizer_class.__name__
     if base.optimizer_class.__module__.startswith("bitsandbytes."):
         return (
-            f"{name} keeps its state by blocks of a whole weight, which the shards of {layout} would cut elsewhere; "
-            "use torch.optim.AdamW (adamw), whose state HiFT keeps off the device, or DDP"
+            f"{name} keeps its state by blocks of a whole weight, which the shards of {layout} would cut elsewhere. "
+            "Use torch.optim.AdamW (adamw), whose state HiFT offloads, or DDP"
         )
     if base.slicing.unit != "elements":
         return (
-            f"{name} looks at whole tensors, or is not known not to, and a rank holds only a part of each under "
-            f"{layout}; use torch.optim.AdamW (adamw) or another element-wise optimizer, say "
-            "HiFTConfig(elementwise=True) of one that is, or train under DDP"
+            f"{name} looks at whole tensors, or is not known not to, and a rank has only a shard of each under "
+            f"{layout}. Use torch.optim.AdamW (adamw) or another element-wise optimizer, declare "
+            "HiFTConfig(elementwise=True) for one that is, or train under DDP"
         )
     return None
 
@@ -88,17 +88,17 @@ def _clash_of_shards(base: BaseOptimizer, layout: str) -> str | None:
 def _clash_with_engine(optimizer_class: type, state: StatePlace, master: MasterKind) -> str | None:
     if optimizer_class.__name__ == "Adagrad":
         return (
-            "DeepSpeed builds a new Adagrad and loses its param groups; use torch.optim.AdamW (adamw) or RMSprop, or "
+            "DeepSpeed builds a new Adagrad and loses its param groups. Use torch.optim.AdamW (adamw) or RMSprop, or "
             "DDP or FSDP2"
         )
     if state not in ("host", "device"):
         return (
             f'state="{state}" is not available under ZeRO, where each rank keeps its share of the state in host '
-            'memory; use state="host", or "device"'
+            'memory. Use state="host", or "device"'
         )
     if master != "fp32":
         return (
             f'master="{master}" is not available under ZeRO, whose optimizers always step fp32 masters (a share '
-            'on each rank); use master="fp32", or DDP or FSDP2'
+            'on each rank). Use master="fp32", or DDP or FSDP2'
         )
     return None

@@ -34,32 +34,32 @@ def _demands_closure(kind: type) -> bool:
 
 _PAGED = UnsupportedOptimizer(
     reason="it pages its state by itself, and HiFT already keeps it off the device",
-    way_out="take its variant without Paged (paged_)",
+    way_out="Use its variant without Paged (paged_)",
     holds=lambda kind: kind.__module__.startswith("bitsandbytes.") and kind.__name__.startswith("Paged"),
     names=lambda name: name.startswith("paged_"),
 )
 NEEDS_CLOSURE = UnsupportedOptimizer(
     reason="it evaluates the model again inside its step, on weights that HiFT writes back only afterwards",
-    way_out="use an optimizer whose step needs no closure",
+    way_out="Use an optimizer whose step needs no closure",
     holds=_demands_closure,
 )
 
 UNSUPPORTED = (
     UnsupportedOptimizer(
-        reason="it swaps the weights between training and evaluation, also those of groups that wait",
-        way_out="take torch.optim.AdamW (adamw_torch) with a schedule",
+        reason="it swaps the weights between training and evaluation, also of offloaded groups",
+        way_out="Use torch.optim.AdamW (adamw_torch) with a schedule",
         holds=lambda kind: callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)),
         names=lambda name: name.startswith("schedule_free"),
     ),
     UnsupportedOptimizer(
         reason="it updates weights inside backward and keeps no gradient to step with",
-        way_out="take torch.optim.AdamW (adamw_torch) with gradients='stepped', which frees each gradient as early",
+        way_out="Use torch.optim.AdamW (adamw_torch) with gradients='stepped', which frees each gradient as early",
         holds=lambda kind: kind.__name__ in ("Lomo", "LOMO", "AdaLomo", "AdaLOMO"),
         names=lambda name: name in ("lomo", "adalomo"),
     ),
     UnsupportedOptimizer(
         reason="it steps each layer from hooks inside backward, past HiFT",
-        way_out="take its variant without _layerwise: HiFT keeps only one group's gradients anyway",
+        way_out="Use its variant without _layerwise (HiFT keeps only one group's gradients anyway)",
         holds=lambda kind: kind.__name__ == "LayerWiseDummyOptimizer",
         names=lambda name: name.endswith("_layerwise"),
     ),
@@ -67,12 +67,12 @@ UNSUPPORTED = (
     NEEDS_CLOSURE,
     UnsupportedOptimizer(
         reason="it takes sparse gradients alone, and a model's blocks have dense ones",
-        way_out="set sparse=False on the embedding and take torch.optim.Adam",
+        way_out="Set sparse=False on the embedding and use torch.optim.Adam",
         holds=lambda kind: issubclass(kind, torch.optim.SparseAdam),
     ),
     UnsupportedOptimizer(
         reason="it moves gradients and state to the host by hooks of its own",
-        way_out="take the class that it offloads: HiFT keeps its state on the host",
+        way_out="Use the class that it offloads, whose state HiFT keeps on the host",
         holds=lambda kind: kind.__module__.startswith("torchao.") and kind.__name__ == "CPUOffloadOptimizer",
     ),
 )
@@ -117,26 +117,26 @@ def refuse_instance(optimizer: Any) -> None:
     """
     name = type(optimizer).__name__
     if getattr(optimizer, "is_paged", False):
-        raise refusal(f"{name} with is_paged=True", _PAGED.reason, "leave is_paged out")
+        raise refusal(f"{name} with is_paged=True", _PAGED.reason, "Leave is_paged out")
     if optimizer.defaults.get("gradient_release"):
         raise refusal(
             f"{name} with gradient_release=True",
             "it updates weights inside backward and keeps no gradient to step with",
-            "leave gradient_release out, and set gradients='stepped'",
+            "Leave gradient_release out, and set gradients='stepped'",
         )
     by_place = ", ".join(sorted(_lists_beside_parameters(optimizer)))
     if by_place:
         raise refusal(
             name,
-            f"its param groups list {by_place} of each parameter by place, and HiFT steps some parameters at a time",
-            "take torch.optim.AdamW (adamw_torch)",
+            f"its param groups list {by_place} per parameter, and HiFT steps some parameters at a time",
+            "Use torch.optim.AdamW (adamw_torch)",
         )
     inner = next(_optimizers_in(vars(optimizer)), None)
     if inner is not None:
         raise refusal(
             name,
-            f"it steps {type(inner).__name__} in a way of its own, which would be left out",
-            f"give HiFT the {type(inner).__name__} itself",
+            f"it steps {type(inner).__name__} in its own way, which HiFT would skip",
+            f"Give HiFT the {type(inner).__name__} itself",
         )
 
 
@@ -148,7 +148,7 @@ def refusal(name: str, reason: str, way_out: str) -> ValueError:
         reason: Reason why it can't be, as the middle of a sentence.
         way_out: Alternative for the user.
     """
-    return ValueError(f"{name} can't be HiFT's base optimizer: {reason}; {way_out}, or train densely")
+    return ValueError(f"{name} can't be HiFT's base optimizer: {reason}. {way_out}, or train densely")
 
 
 def _lists_beside_parameters(optimizer: Any) -> set[str]:

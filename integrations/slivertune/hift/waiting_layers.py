@@ -151,8 +151,8 @@ class WaitingLayers:
         if room is None or num_bytes <= room:
             return True
         warnings.warn(
-            f"{num_bytes:,} bytes of exact weights have no room on {device}, of which {room:,} bytes are free: the "
-            "layers go on waiting in fewer bits, and what is saved is exact",
+            f"{num_bytes:,} bytes of exact weights do not fit on {device}, which has {room:,} bytes free. The layers "
+            "stay quantised, and checkpoints are exact",
             UserWarning,
             stacklevel=5,
         )
@@ -265,13 +265,10 @@ def linear_modules(model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str
         num_bytes = sum(parameter.nbytes for parameter in stacked.values())
         raise ValueError(
             f"{next(iter(stacked))} and {len(stacked) - 1} more are stacks of experts of {num_bytes:,} bytes, which "
-            "can't wait in fewer bits: their forward reads single matrices out of them. Leave out waiting="
+            "can't be quantised: their forward reads single matrices out of them. Leave out waiting="
         )
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no torch.nn.Linear in its blocks, whose weights could wait in fewer bits; "
-            "leave out waiting="
-        )
+        raise ValueError(f"{type(model).__name__} has no torch.nn.Linear in its blocks to quantise. Leave out waiting=")
     return found
 
 
@@ -292,15 +289,15 @@ def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str
     assert isinstance(weight, nn.Parameter)
     if len(names[id(weight)]) > 1:
         raise ValueError(
-            f"{name} is tied to {next(each for each in names[id(weight)] if each != name)}, and a tied weight can't "
-            "wait in fewer bits; untie them, or leave out waiting="
+            f"{name} is tied to {next(each for each in names[id(weight)] if each != name)}, and a tied weight can't be "
+            "quantised. Untie them, or leave out waiting="
         )
     if weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{name} is {weight.dtype}; waiting= takes models in bfloat16 or float32")
+        raise ValueError(f"{name} is {weight.dtype}. Load the model in bfloat16 or float32 to use waiting=")
     if "forward" in vars(module) and held_by(module) is None:
         raise ValueError(
-            f"the layer of {name} runs through something that was put on it before (TokenTune, SFT, offloading), which "
-            "would read the weight while it waits; build HiFT first, then attach that"
+            f"the forward of the layer of {name} was replaced (by TokenTune, SFT or offloading), and would read the "
+            "quantised weight. Build HiFT first, then attach that"
         )
 
 

@@ -348,7 +348,7 @@ class _Forward(StandIn):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"a model whose layers wait in fewer bits can't be pickled ({self.weight.name}); save model.state_dict(), "
+            f"a model with quantised layers (waiting=) can't be pickled ({self.weight.name}). Save model.state_dict(), "
             "or model.save_pretrained(folder), which hold the exact weights, or call the optimizer's detach() first"
         )
 
@@ -394,8 +394,8 @@ def waiting_weight_on(module: nn.Module, name: str, form: WaitingForm) -> Waitin
     held = held_by(module)
     if held is not None and held.form != form:
         raise ValueError(
-            f"{name} waits as {held.form} already, and waiting={form!r} was asked for; take the same, or load the "
-            "model again"
+            f"{name} is quantised as {held.form} already, and waiting={form!r} was asked for. Use the same, or load "
+            "the model again"
         )
     return held or WaitingWeight(module, name, form)
 

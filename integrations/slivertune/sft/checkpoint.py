@@ -33,20 +33,20 @@ def check_header(
     its_selection, selection, names = saved["sft"].get("selection"), identity["selection"], identity["tensors"]
     if not is_same(its_selection, selection):
         raise StateMismatchError(
-            f"the saved state was selected by {its_selection!r}, this optimizer by {selection!r}; "
-            "build it with the settings of the saved run"
+            f"the saved state was selected by {its_selection!r}, this optimizer by {selection!r}. "
+            "Build it with the settings of the saved run"
         )
     if len(saved["param_groups"]) != len(param_groups):
         raise StateMismatchError(
-            f"the saved state has {len(saved['param_groups'])} param groups, this optimizer {len(param_groups)}; "
-            "the checkpoint is of another optimizer or damaged"
+            f"the saved state has {len(saved['param_groups'])} param groups, and this optimizer {len(param_groups)}: "
+            "it is of another optimizer, or damaged. Use another checkpoint"
         )
     check_hyperparameters(saved["param_groups"], param_groups)
     missing, unknown = sorted(set(names) - set(saved["state"])), sorted(set(saved["state"]) - set(names))
     if missing or unknown:
         raise StateMismatchError(
             f"the saved state is of another model or other targets: it lacks {_short(missing)}, and this optimizer "
-            f"does not train {_short(unknown)}; build it with the targets of the saved run"
+            f"does not train {_short(unknown)}. Build it with the targets of the saved run"
         )
 
 
@@ -74,10 +74,10 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any], oldest: int) ->
     ages = state.get("age", state.get("cohort_ages"))
     if ages is not None and bool(((ages < 0) | (ages > oldest)).any()):
         raise StateMismatchError(
-            f"the saved state of {name} has ages outside of [0, {oldest}]; the checkpoint is damaged"
+            f"the saved state of {name} is damaged: it has ages outside of [0, {oldest}]. Use another checkpoint"
         )
     if "cohort" in expected and num_active and int(state["cohort"].max()) >= len(state["cohort_ages"]):
-        raise StateMismatchError(f"the saved state of {name} has cohorts without an age; the checkpoint is damaged")
+        raise StateMismatchError(f"the saved state of {name} is damaged: a cohort has no age. Use another checkpoint")
     estimates = state.get("estimates", {}).values()
     for estimate in estimates:
         candidates = estimate.get("indices")
@@ -102,13 +102,13 @@ def _check_tensors(
         tensor = state.get(key)
         if not isinstance(tensor, torch.Tensor):
             raise StateMismatchError(
-                f"the saved state of {name} lacks {key!r}; build the optimizer as the saved run did"
+                f"the saved state of {name} lacks {key!r}. Build the optimizer as the saved run did"
             )
         fits = tensor.ndim == len(shape) and all(b in (a, -1) for a, b in zip(tensor.shape, shape, strict=True))
         if not fits or tensor.dtype != dtype:
             raise StateMismatchError(
                 f"the saved state of {name} has {key!r} of shape {tuple(tensor.shape)} and {tensor.dtype}, expected "
-                f"{shape} and {dtype}; the checkpoint is of another model, of other settings (packed) or damaged"
+                f"{shape} and {dtype}. Use a checkpoint of this model with these settings (packed), not a damaged one"
             )
         check_finite(f"{key!r} of {name}", tensor)
         check_sign(f"{key!r} of {name}", key, tensor)
@@ -125,7 +125,7 @@ def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:
     if num_foreign := int(((present != base) & (present != merged)).sum()):
         raise StateMismatchError(
             f"{num_foreign} of {indices.numel()} saved entries of {weight.name} belong to other pretrained values "
-            "than the model has; load the weights that the saved run began with, or those of its checkpoint"
+            "than the model has. Load the weights that the saved run began with, or those of its checkpoint"
         )
 
 

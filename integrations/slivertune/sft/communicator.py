@@ -51,8 +51,8 @@ class Communicator:
         """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
-                f"{dist.get_world_size()} ranks train with SFT, and nothing averages their gradients and candidates; "
-                "pass model and optimizer through slivertune.prepare(accelerator, model, optimizer, ...) in place of "
+                f"{dist.get_world_size()} ranks train with SFT, and nothing averages their gradients and candidates. "
+                "Pass model and optimizer through slivertune.prepare(accelerator, model, optimizer, ...) in place of "
                 "accelerator.prepare, slivertune.initialize in place of deepspeed.initialize, or slivertune.attach "
                 "with a Trainer"
             )

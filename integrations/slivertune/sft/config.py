@@ -94,40 +94,40 @@ class SFTConfig:
         targets: Sequence[object] = self.targets or ()
         for target in targets:
             if not (isinstance(target, str) or (isinstance(target, type) and issubclass(target, nn.Module))):
-                raise ValueError(f"targets has {target!r}; it takes names and classes of modules")
+                raise ValueError(f"targets has {target!r}. Give names and classes of modules")
 
     def _rules(self) -> tuple[tuple[bool, str], ...]:
         """Return the rules for settings, each as whether it is broken and the error's text."""
         given = [name for name in ("density", "num_weights", "equivalent_lora_rank") if getattr(self, name) is not None]
         ends_before = self.reselection_interval is not None and self.reselection_interval <= self.estimation_steps
         return (
-            (len(given) > 1, f"{' and '.join(given)} say the same thing, how many weights are trained; give one"),
+            (len(given) > 1, f"{' and '.join(given)} set the same thing, the number of trained weights. Give one"),
             (
                 self.density is not None and not 0 < self.density <= 1,
-                f"density={self.density} must be in (0, 1]; the paper trains 0.003 to 0.023 of a model",
+                f"density={self.density} must be in (0, 1]. The paper trains 0.003 to 0.023 of a model",
             ),
             (
                 not 0 <= self.replacement_rate <= 1,
-                f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2",
+                f"replacement_rate={self.replacement_rate} must be in [0, 1]. The paper uses 0.2",
             ),
             (
                 self.max_grad_norm is not None and not self.max_grad_norm > 0,
-                f"max_grad_norm={self.max_grad_norm} must be positive; None does not clip",
+                f"max_grad_norm={self.max_grad_norm} must be positive, or None for no clipping",
             ),
             (
                 isinstance(self.targets, str),
-                f"targets is the string {self.targets!r}; write a list of names, [{self.targets!r}]",
+                f"targets is the string {self.targets!r}. Write a list of names, [{self.targets!r}]",
             ),
             (
                 self.targets is not None and not self.targets,
-                "targets is empty; name modules, parameters or classes, or leave it None for all blocks",
+                "targets is empty. Name modules, parameters or classes, or leave it None for all blocks",
             ),
             (
                 self.selection == "accumulated_gradient" and ends_before,
                 (
                     f"reselection_interval={self.reselection_interval} must be greater than "
-                    f"estimation_steps={self.estimation_steps}, which are the last updates of each interval; raise the "
-                    'one or lower the other, or use selection="momentum", which has no estimation phase'
+                    f"estimation_steps={self.estimation_steps}, the last updates of each interval. Raise it, "
+                    'lower estimation_steps, or use selection="momentum", which has no estimation phase'
                 ),
             ),
         )
@@ -169,11 +169,11 @@ def checked_options(
         (0 <= momentum < 1, f"momentum={momentum} must be in [0, 1)"),
         (
             not (by_sm3 and betas is not None),
-            f'betas={betas} are AdamW\'s; selection="momentum" trains by SM3, which takes momentum=',
+            f'betas={betas} are for AdamW, and selection="momentum" trains by SM3. Use momentum= instead',
         ),
         (
             by_sm3 or not momentum,
-            f'momentum={momentum} is SM3\'s; selection="accumulated_gradient" trains by AdamW, with betas=',
+            f'momentum={momentum} is for SM3, and selection="accumulated_gradient" trains by AdamW. Use betas= instead',
         ),
         (all(0 <= beta < 1 for beta in betas or ()), f"betas={betas} must be in [0, 1)"),
     )

@@ -24,9 +24,9 @@ def copy_deltas(weights: Sequence[SparseWeight]) -> dict[str, SparseDelta]:
     for weight in weights:
         if count := weight.num_foreign():
             raise RuntimeError(
-                f"{count} of {weight.num_active} trained entries of {weight.name} were set by something else than "
-                "SFT since its last step (load_state_dict of the model, averaged weights), so that their deltas "
-                "don't describe the model; bring the weights back, load the optimizer's state of the same moment, "
+                f"{count} of {weight.num_active} trained entries of {weight.name} were changed outside of "
+                "SFT since its last step (load_state_dict of the model, averaged weights), so their deltas "
+                "don't describe the model. Restore the weights, load the optimizer's state of the same step, "
                 "or go on training: the next step takes them for pretrained ones"
             )
     return {weight.name: weight.delta() for weight in weights}

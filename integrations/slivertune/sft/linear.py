@@ -33,13 +33,13 @@ def check_layer_form(target: Target, phi_gradient: PhiGradient) -> None:
     module, weight = target.module, target.parameter
     if target.attribute != "weight" or not (target.is_4bit or type(module).forward is nn.Linear.forward):
         raise ValueError(
-            f"{target.name} belongs to {type(module).__name__}; the layer form takes weights of nn.Linear and of "
+            f"{target.name} belongs to {type(module).__name__}, and the layer form takes weights of nn.Linear and of "
             'bitsandbytes\' Linear4bit. Use form="optimizer" ("auto" beside 4-bit layers), or '
             "leave it out of targets"
         )
     if phi_gradient == "sampled" and (target.is_4bit or weight.dtype != torch.float32 or weight.device.type != "cpu"):
         raise ValueError(
-            f'phi_gradient="sampled" takes fp32 weights on a CPU; {target.name} is {weight.dtype} on {weight.device}. '
+            f'phi_gradient="sampled" takes fp32 on a CPU, and {target.name} is {weight.dtype} on {weight.device}. '
             'Use "chunked"'
         )
 
@@ -147,7 +147,7 @@ def dequantised(target: Target) -> torch.Tensor:
 
     if getattr(state, "packing_format_for_cpu", False):
         raise RuntimeError(
-            f"{target.name} was repacked by bitsandbytes for inference on the CPU; call model.train() before the first "
+            f"{target.name} was repacked by bitsandbytes for inference on the CPU. Call model.train() before the first "
             "forward, or load the model again"
         )
     dense: torch.Tensor = bitsandbytes.functional.dequantize_4bit(parameter.data, state)

@@ -150,8 +150,8 @@ class ModelHooks:
             if version_of(weight.phi) != version:
                 self._gradient_sync.communicator.check()
                 raise RuntimeError(
-                    f"the deltas of {weight.name} were written by something else than SFT, which trains them; they are "
-                    "parameters of the model only to be clipped and scaled: call detach() before anything else trains "
+                    f"the deltas of {weight.name} were written by something else than SFT, which trains them. They are "
+                    "parameters of the model only for clipping and scaling. Call detach() before anything else trains "
                     "the model, and set its weights in place of the deltas"
                 )
         missing, added, modules = dict(self._trained), [], set()
@@ -166,8 +166,8 @@ class ModelHooks:
             missing = {i: each.name for i, each in enumerate(self._weights) if id(each.target.module) not in modules}
         for name in missing.values():
             raise RuntimeError(
-                f"{name} was replaced after SFT was built, so that the model would not compute with what is trained; "
-                "do what replaced it (a new module, resize_token_embeddings, load_state_dict(assign=True), an offload) "
+                f"{name} was replaced after SFT was built, so the model would not compute with the trained weight. "
+                "Replace it (a new module, resize_token_embeddings, load_state_dict(assign=True), an offload) "
                 "before SFT(...), or call detach() first and build a new SFT"
             )
         for weight in self._weights:
@@ -175,8 +175,8 @@ class ModelHooks:
         for new in added:
             name = next(name for name, each in self._model.named_parameters() if each is new)
             raise RuntimeError(
-                f"{name} came into the model after SFT was built and requires a gradient, but SFT does not train it; "
-                "add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
+                f"{name} came into the model after SFT was built and requires a gradient, but SFT does not train it. "
+                "Add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
                 "requires_grad_(False) on it"
             )
 
@@ -192,8 +192,8 @@ class ModelHooks:
         if changed and bool(torch.stack([each for _, each in changed]).any()):
             name = next(name for name, each in changed if each)
             raise RuntimeError(
-                f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
-                "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
+                f"trained entries of {name} were changed outside of SFT (load_state_dict of the model) after "
+                "the weights were sharded, which SFT can't follow. Load weights before "
                 "slivertune.prepare or initialize, or load a checkpoint of this run, which includes the deltas"
             )
 

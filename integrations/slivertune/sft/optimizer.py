@@ -81,9 +81,9 @@ class SFT(CheckpointedSliver):
     method = "sft"
     without_state = "its deltas can't be told from pretrained weights"
     title = "SFT"
-    refusal_to_add = "SFT's targets are fixed for the whole run; name all of them in SFTConfig(targets=...)"
+    refusal_to_add = "SFT's targets are fixed for the whole run. Name all of them in SFTConfig(targets=...)"
     refusal_to_copy = (
-        "SFT can't be copied or pickled, as it is attached to its model; save state_dict(), and load it into an "
+        "SFT can't be copied or pickled, as it is attached to its model. Save state_dict(), and load it into an "
         "SFT that was built over the other model"
     )
 
@@ -103,7 +103,7 @@ class SFT(CheckpointedSliver):
         options = checked_options(config, lr, betas, eps, weight_decay, momentum)
         self._schedule = Schedule.of(config, total_steps)
         if any(isinstance(module, DeltaParameters) for module in model.modules()):
-            raise ValueError(f"{type(model).__name__} has SFT attached already; call detach() of that optimizer first")
+            raise ValueError(f"{type(model).__name__} has SFT attached already. Call detach() of that optimizer first")
         check_free(model.named_parameters(), "SFT")
         targets = find_targets(model, config)
         counts = count_weights(targets, config)
@@ -146,7 +146,7 @@ class SFT(CheckpointedSliver):
             check_layer_form(target, config.phi_gradient)
         elif target.is_4bit:
             raise ValueError(
-                f'{target.name} is a 4-bit weight, which form="optimizer" can\'t write; use "auto" or "layer"'
+                f'{target.name} is a 4-bit weight, which form="optimizer" can\'t write. Use "auto" or "layer"'
             )
         return SparseWeight(target, indices, moments, merged=not in_layer, packed=config.packed, seed=config.seed)
 
@@ -254,7 +254,7 @@ class SFT(CheckpointedSliver):
                 after `detach`.
         """
         if not self._hooks.is_on:
-            raise RuntimeError("step() was called after detach(), which ends SFT's training; build a new SFT to go on")
+            raise RuntimeError("step() was called after detach(), which ends SFT's training. Build a new SFT to go on")
         self._hooks.check()
         self._hooks.check_shards()
         self._check_param_groups()
@@ -273,8 +273,8 @@ class SFT(CheckpointedSliver):
         self._num_idle_steps = 0
         if self._gradient_sync.has_own:
             raise RuntimeError(
-                "the gradients are those of this rank alone, as no backward came to its end while the Accelerator was "
-                "to synchronise gradients; step when accelerator.sync_gradients is true, and drop the gradients of a "
+                "the gradients are those of this rank alone, as no backward ended while the Accelerator was to "
+                "synchronise gradients. Step only if accelerator.sync_gradients is true, and drop the gradients of a "
                 "backward that raised with zero_grad()"
             )
         self.grad_norm = self.clip_(self.config.max_grad_norm or math.inf)
@@ -299,7 +299,7 @@ class SFT(CheckpointedSliver):
         if self._num_idle_steps == IDLE_STEPS:
             warnings.warn(
                 f"no gradient has reached any of the {len(self._weights)} trained tensors (the first is "
-                f"{self._weights[0].name}) in the last {IDLE_STEPS} steps, none of which was an update; check that the "
+                f"{self._weights[0].name}) in the last {IDLE_STEPS} steps, none of which was an update. Check that the "
                 "loss depends on them, call torch.utils.checkpoint.checkpoint with use_reentrant=False, or name others "
                 "with SFTConfig(targets=...)",
                 stacklevel=4,
@@ -324,7 +324,7 @@ class SFT(CheckpointedSliver):
         if merge and quantised:
             raise ValueError(
                 f"{quantised[0]} is a 4-bit weight: most deltas would vanish and inactive weights change if it were "
-                "quantised again; save deltas() and detach(merge=False), then merge them into the 16-bit model"
+                "quantised again. Save deltas(), call detach(merge=False), and merge them into the 16-bit model"
             )
         if merge:
             self._hooks.check_shards()
@@ -373,7 +373,7 @@ class SFT(CheckpointedSliver):
         """
         if self.model is not model:
             raise ValueError(
-                "the SFT was built over another model than the one that was passed; build it over this model, before "
+                "the SFT was built over another model than the one that was passed. Build it over this model, before "
                 "anything wraps that"
             )
 

@@ -84,7 +84,7 @@ def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no weight to train sparsely: no linear layer or expert of its blocks has a "
-            "weight that requires a gradient; name what to train with targets=, or unfreeze it"
+            "weight that requires a gradient. Name the weights to train with targets=, or unfreeze it"
         )
     for target in found:
         _check(target)
@@ -115,14 +115,14 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
     if rank * one_rank > sum(sizes) >= one_rank and config.equivalent_lora_rank is None:
         rank = sum(sizes) // one_rank
         warnings.warn(
-            f"as many weights as LoRA of rank {DEFAULT_LORA_RANK} would train, the default, are more than the "
-            f"{sum(sizes)} that the targets have; SFT trains {rank * one_rank} of them, as LoRA of rank {rank} would; "
-            "give density, num_weights or equivalent_lora_rank for another number",
+            f"the default number of weights (as many as LoRA of rank {DEFAULT_LORA_RANK} trains) is larger than the "
+            f"{sum(sizes)} of the targets. SFT trains {rank * one_rank} of them, as LoRA of rank {rank} would. "
+            "To change that, give density, num_weights or equivalent_lora_rank",
             stacklevel=2,
         )
     if rank * one_rank > sum(sizes):
         raise ValueError(
-            f"LoRA of rank {rank} would train {rank * one_rank} numbers, the targets have {sum(sizes)}; lower "
+            f"LoRA of rank {rank} would train {rank * one_rank} numbers, and the targets have {sum(sizes)}. Lower "
             "equivalent_lora_rank, or give density or num_weights"
         )
     return spread_weights(sizes, rank * one_rank)
@@ -131,7 +131,7 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
 def _default_names(model: nn.Module) -> list[str]:
     if not find_blocks(model, are_needed=False):
         way_out = setting_name("--sft_target_modules", "SFTConfig(targets=[...])")
-        raise ValueError(f"{no_blocks(model)}; name what to train with {way_out}")
+        raise ValueError(f"{no_blocks(model)}. Name the targets with {way_out}")
     layers = find_layers(model)
     in_blocks = {name for layer in layers if layer.kind == "block" for name in layer.parameter_names}
     parameters = list(model.parameters())
@@ -171,7 +171,7 @@ def _listed_names(model: nn.Module, targets: Sequence[str | type[nn.Module]]) ->
         if not found:
             raise ValueError(
                 f"targets has {shown}, which matches no module with a weight and no parameter of "
-                f"{type(model).__name__}; see model.named_modules() and model.named_parameters()"
+                f"{type(model).__name__}. See model.named_modules() and model.named_parameters()"
             )
         names += found
     return names
@@ -202,7 +202,7 @@ def _target(model: nn.Module, name: str) -> Target:
     if is_4bit(parameter):
         state: Any = getattr(parameter, "quant_state", None)
         if state is None:
-            raise ValueError(f"{name} is a 4-bit weight that is not quantised yet; move the model to its device first")
+            raise ValueError(f"{name} is a 4-bit weight that is not quantised yet. Move the model to its device first")
         shape = tuple(state.shape)
     num_experts = matrices_of(module).get(attribute, 1)
     return Target(name=name, module=module, attribute=attribute, shape=shape, num_experts=num_experts)
@@ -214,30 +214,30 @@ def _check(target: Target) -> None:
         (
             target.parameter.is_meta,
             (
-                "is on the meta device, where it has no data to train; load the model with its weights, and without "
-                "what keeps them on the host or on disk (accelerate's cpu_offload, disk_offload, a device_map with "
+                "is on the meta device and has no data. Load the model with its weights and without "
+                "offloading (accelerate's cpu_offload, disk_offload, a device_map with "
                 '"cpu" or "disk"), or name targets that are in memory'
             ),
         ),
         (
             target.num_elements >= INDEX_LIMIT,
-            f"has {target.num_elements} elements; SFT indexes tensors of up to 2^31 - 1; leave it out of targets",
+            f"has {target.num_elements} elements, and SFT indexes at most 2^31 - 1. Leave it out of targets",
         ),
         (
             isinstance(target.module, nn.Embedding) and target.module.sparse,
-            "is an embedding with sparse gradients; build it with sparse=False",
+            "is an embedding with sparse gradients. Build it with sparse=False",
         ),
         (
             dtype == torch.float16 and not target.is_4bit,
             (
-                "is stored in float16, whose range is too small for weights that are trained; load the model in "
+                "is stored in float16, whose range is too small for weights that are trained. Load the model in "
                 "bfloat16, or in float32 with fp16 autocast and a GradScaler"
             ),
         ),
         (
             dtype not in (torch.float32, torch.bfloat16) and not target.is_4bit,
             (
-                f"is stored as {dtype}; SFT trains fp32 and bf16 weights, and bitsandbytes' 4-bit weights. "
+                f"is stored as {dtype}. SFT trains fp32 and bf16 weights, and bitsandbytes' 4-bit weights. "
                 "Load the model in one of these, or name other targets"
             ),
         ),

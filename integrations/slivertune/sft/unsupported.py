@@ -28,8 +28,8 @@ def clash_with_layout(layout: Layout, target: Target, phi_gradient: PhiGradient)
         check_layer_form(target, phi_gradient)
     except ValueError as error:
         return (
-            f'{name} shares the weights out, so that layers have to add the deltas (form="layer"): {error}; '
-            "or leave that target out, or use DDP"
+            f'{name} shards the weights, so layers have to add the deltas (form="layer"): {error}. '
+            "Or leave that target out, or use DDP"
         )
     return None
 
@@ -47,7 +47,7 @@ def clash_of_4bit(layout: Layout, weight: str) -> str | None:
     if layout not in _SHARING_WEIGHTS:
         return None
     return (
-        f"{weight} is a 4-bit weight, which {_SHARING_WEIGHTS[layout]} does not share out, as its codes belong to "
-        "scales that no shard carries (accelerate leaves such weights whole on every rank); train 4-bit models under "
+        f"{weight} is a 4-bit weight, which {_SHARING_WEIGHTS[layout]} does not shard, as its codes belong to "
+        "scales that no shard carries (accelerate leaves such weights whole on every rank). Train 4-bit models under "
         "DDP, ZeRO-1 or ZeRO-2, or load this one in bf16"
     )

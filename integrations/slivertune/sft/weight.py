@@ -192,7 +192,7 @@ class SparseWeight:
         if self.pretrained.is_whole and self.target.parameter.is_meta:
             raise RuntimeError(
                 f"{self.name} was moved to the meta device after SFT was built, as accelerate's cpu_offload and "
-                "disk_offload move weights; SFT trains weights that are in memory"
+                "disk_offload do. Keep the weights in memory while SFT trains them"
             )
 
     def place(self, merged: bool, pretrained: PretrainedValues) -> None:

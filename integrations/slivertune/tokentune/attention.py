@@ -75,8 +75,8 @@ def intercept(
     """
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
-            f"attn_implementation={implementation!r} takes no mask for single queries, which the selected tokens need; "
-            'load the model with attn_implementation="sdpa"'
+            f"attn_implementation={implementation!r} takes no mask for single queries, which the selected tokens need. "
+            'Load the model with attn_implementation="sdpa"'
         )
     registries = {id(registry): registry for module in modules for registry in _registries(module)}
     dispatchers = [_Dispatcher.of(registry, implementation) for registry in registries.values()]
@@ -131,8 +131,8 @@ class _Dispatcher:
         if not dispatcher.is_in_place():
             raise RuntimeError(
                 f"{registry.get(implementation)!r} was registered for attn_implementation={implementation!r} while a "
-                "selection of tokens was attached to another model, so this model's attention would run past it; "
-                "register a function of your own before the first TokenTune.attach"
+                "selection of tokens was attached to another model, so this model's attention would bypass it. "
+                "Register a function of your own before the first TokenTune.attach"
             )
         dispatcher.num_users += 1
         return dispatcher
@@ -177,8 +177,8 @@ class _Dispatcher:
             return function(module, query, key, value, attention_mask, **kwargs)
         if query.shape[2] != rows.length or key.shape[2] != rows.length:
             raise RuntimeError(
-                f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions where the batch "
-                f"has {rows.length}; TokenTune trains without past_key_values, prefixes and cross-attention"
+                f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions, and the batch "
+                f"has {rows.length}. Train without past_key_values, prefixes and cross-attention under TokenTune"
             )
         attend = _attend if layer.is_compiled else _attend_uncompiled
         return attend(rows, layer, function, module, query, key, value, attention_mask, kwargs)
@@ -294,8 +294,8 @@ def _make_selected_mask(
         chosen = _selected_queries(mask, rows)
     else:
         raise RuntimeError(
-            f"an attention mask of shape {tuple(mask.shape)} has no row for each of the {rows.length} queries; "
-            "TokenTune needs masks of shape (batch or 1, heads or 1, length, length)"
+            f"an attention mask of shape {tuple(mask.shape)} has no row for each of the {rows.length} queries. "
+            "Pass a mask of shape (batch or 1, heads or 1, length, length)"
         )
     if chosen.dtype == torch.bool:
         nothing = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device)

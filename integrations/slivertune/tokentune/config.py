@@ -68,16 +68,16 @@ class TokenTune:
         rules = (
             (
                 (ratio is None) != (num_tokens is None),
-                f"ratio={ratio} and num_tokens={num_tokens}: give exactly one of them, such as ratio=0.3",
+                f"ratio={ratio} and num_tokens={num_tokens}. Give exactly one of them, such as ratio=0.3",
             ),
-            (ratio is None or 0 < ratio <= 1, f"ratio={ratio} must be in (0, 1]; 0.3 keeps 30 % of the tokens"),
+            (ratio is None or 0 < ratio <= 1, f"ratio={ratio} must be in (0, 1]. 0.3 keeps 30 % of the tokens"),
             (
                 self.pattern is None or self.pattern in _PATTERNS,
                 f"pattern={self.pattern!r} must be one of {', '.join(_PATTERNS)}, or None",
             ),
             (
                 always is None or len(set(always)) == len(always),
-                f"always={always} names a position twice; leave it out once",
+                f"always={always} names a position twice. Name it once",
             ),
         )
         for holds, text in rules:

@@ -98,21 +98,19 @@ def find_targets(kind: HeadKind, arguments: dict[str, Any], shape: tuple[int, in
     labels = arguments.get("labels")
     if kind == "other" and isinstance(labels, torch.Tensor) and tuple(labels.shape) == shape:
         raise ValueError(
-            "TokenTune does not know how this model scores a label for each token: its class is none of "
-            f"{', '.join((*_CAUSAL, *_TOKEN))}; hook the part without the head, and score the selected tokens yourself"
+            "TokenTune does not know how this model scores a label per token: its class is none of "
+            f"{', '.join((*_CAUSAL, *_TOKEN))}. Hook the part without the head, and score the selected tokens yourself"
         )
     if kind not in ("causal", "token"):
         return None
     if labels is None:
         raise ValueError(
-            "TokenTune scores the selected tokens inside the model, and this training forward has no labels=; a loss "
-            "that is computed outside (label smoothing, compute_loss_func, a trainer's own compute_loss) would score "
-            "tokens that carry no gradient; pass labels to the model, or remove() the handle"
+            "TokenTune scores the selected tokens inside the model, and this training forward has no labels=. A loss "
+            "computed outside (label smoothing, compute_loss_func, a trainer's own compute_loss) would score "
+            "tokens that carry no gradient. Pass labels to the model, or call remove() on the handle"
         )
     if tuple(labels.shape) != shape:
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} don't match the tokens' {shape}; give one for each token"
-        )
+        raise ValueError(f"labels of shape {tuple(labels.shape)} don't match the tokens' {shape}. Give one per token")
     if kind == "token":
         return Targets(labels)
     shifted = arguments.get("shift_labels")
@@ -289,13 +287,13 @@ def check_call(model: Any, head: HeadKind, arguments: dict[str, Any], *, is_chec
     for name, reason in refused.items():
         asked = arguments.get(name)
         if getattr(model.config, name, False) if asked is None else asked:
-            raise ValueError(f"{name}=True in a training forward under TokenTune: {reason}; ask for it in evaluation")
+            raise ValueError(f"{name}=True in a training forward under TokenTune: {reason}. Ask for it in evaluation")
     keep = arguments.get("logits_to_keep")
     if keep is not None and not (isinstance(keep, int) and keep == 0):
-        raise ValueError(f"logits_to_keep={keep} in a training forward: TokenTune decides which logits there are")
+        raise ValueError(f"logits_to_keep={keep} in a training forward: TokenTune selects the logits. Leave it out")
     past = arguments.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise ValueError(
             "past_key_values in a training forward (prefix tuning, too): under TokenTune the keys are those of this "
-            "batch's tokens alone; leave them out"
+            "batch's tokens alone. Leave them out"
         )

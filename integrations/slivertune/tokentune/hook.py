@@ -54,8 +54,8 @@ class TokenTuneHandle(ModelHandle):
     """
 
     refusal_to_copy = (
-        "a TokenTuneHandle belongs to one model and is neither copied nor pickled; a copy of the model is not hooked: "
-        "attach handle.settings to it, and carry handle.state_dict() over"
+        "a TokenTuneHandle belongs to one model and is neither copied nor pickled. A copy of the model is not hooked. "
+        "Attach handle.settings to it, and load handle.state_dict() there"
     )
 
     def __init__(self, settings: TokenTune, model: nn.Module) -> None:
@@ -91,7 +91,7 @@ class TokenTuneHandle(ModelHandle):
         reads_single = self._head == "pooled" or pools_single_tokens(model)
         self._always = settings.always if settings.always is not None else (0, -1) if reads_single else ()
         if settings.prefer_labels and self._head not in ("causal", "token"):
-            raise ValueError(f"prefer_labels=True, but {type(self._model).__name__} has no label for each token")
+            raise ValueError(f"{type(self._model).__name__} has no label per token. Leave out prefer_labels=True")
         self._signature = inspect.signature(type(self._model).forward)
         self._selection = SelectionContext()
         self._call: Call | None = None
@@ -131,23 +131,23 @@ class TokenTuneHandle(ModelHandle):
         said: Any = state
         if not isinstance(said, dict) or any(type(said.get(key)) is not int for key in self.state_dict()):
             raise ValueError(
-                f"TokenTune's state must be integers by name (version, seed, num_draws), not {str(state)[:60]}; it is "
-                "damaged, use another checkpoint"
+                f"TokenTune's state must be integers by name (version, seed, num_draws), not {str(state)[:60]}: it is "
+                "damaged. Use another checkpoint"
             )
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
-                f"TokenTune's state has version {state.get('version')}; this library reads {_STATE_VERSION}; "
-                "resume with the release that saved it"
+                f"TokenTune's state has version {state.get('version')}, and this library reads {_STATE_VERSION}. "
+                "Resume with the release that saved it"
             )
         if state["seed"] != self.settings.seed:
             raise ValueError(
-                f"TokenTune's state was saved with seed={state['seed']}, and this run has seed={self.settings.seed}; "
-                "repeat the saved run's seed, or start again"
+                f"TokenTune's state was saved with seed={state['seed']}, and this run has seed={self.settings.seed}. "
+                "Set the saved run's seed, or start again"
             )
         if not is_count(state["num_draws"]):
             raise ValueError(
-                f"TokenTune's state has num_draws={state['num_draws']}, which must lie in [0, 2^62); it is damaged, "
-                "use another checkpoint"
+                f"TokenTune's state has num_draws={state['num_draws']}, which must lie in [0, 2^62): it is damaged. "
+                "Use another checkpoint"
             )
         self.num_draws = state["num_draws"]
 
@@ -165,8 +165,8 @@ class TokenTuneHandle(ModelHandle):
             self._wrap_layer(layer, layer_rows)
         if self.settings.checkpoint_mlp and not any(each.checkpointed for each in self._wrapped):
             raise ValueError(
-                f"checkpoint_mlp=True, but {type(self._layers[0]).__name__} has no module for its feed-forward part; "
-                "use the model's own gradient checkpointing instead"
+                f"checkpoint_mlp=True, but {type(self._layers[0]).__name__} has no module for its feed-forward part. "
+                "Use the model's own gradient checkpointing instead"
             )
         for parent, name in norms_outside(model, self._layers):
             self._wrap(parent, name, None)
@@ -280,7 +280,7 @@ class TokenTuneHandle(ModelHandle):
         if not selection.in_forward and layer.training and torch.is_grad_enabled() and not in_backward():
             raise RuntimeError(
                 f"{type(layer).__name__} runs outside of a call of {type(self._model).__name__}, where TokenTune draws "
-                "its selection; call the model that was hooked, not its forward, or attach to the part that you call"
+                "its selection. Call the model that was hooked, not its forward, or attach to the part that you call"
             )
         if not selection.in_forward or self._call is None:
             return
@@ -300,8 +300,8 @@ class TokenTuneHandle(ModelHandle):
         if rows.is_shrunk:
             if getattr(output, "hidden_states", None) is not None:
                 raise ValueError(
-                    f"{type(self._model).__name__} reads the hidden states of all layers by itself, of which the last "
-                    "is not computed for tokens that are not selected; this model is not supported"
+                    f"{type(self._model).__name__} reads the hidden states of all layers by itself, and TokenTune "
+                    "skips the last one for tokens that are not selected. Train it without TokenTune"
                 )
             hidden = rows.split(hidden, "tokens")[0]
             if isinstance(output, torch.Tensor):
@@ -328,7 +328,7 @@ class TokenTuneHandle(ModelHandle):
             if not call.targets.was_scored:
                 raise RuntimeError(
                     f"{type(model).__name__} computes its loss without model.loss_function{describe_forward(model)}, "
-                    "so that TokenTune can't score the selected tokens on their next ones; train it without TokenTune"
+                    "so TokenTune can't score the selected tokens on their next ones. Train it without TokenTune"
                 )
             return None
         loss = zero_without_labels(output[0], call.targets)
@@ -362,11 +362,11 @@ def find_model(model: nn.Module) -> Any:
 def _check_supported(model: Any) -> None:
     name = type(model).__name__
     if any(is_hooked(each) or each in _hooked_models for each in model.modules()):
-        raise RuntimeError(f"{name} has TokenTune attached already; remove() that handle first")
+        raise RuntimeError(f"{name} has TokenTune attached already. Call remove() on that handle first")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"{name} is an encoder-decoder: encoder and decoder have tokens of their own, and one selection can't "
-            "serve both; TokenTune hooks encoders and decoders"
+            "serve both. Train it without TokenTune"
         )
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError(

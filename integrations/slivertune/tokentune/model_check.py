@@ -46,13 +46,13 @@ def model_check(
             if attention_of(config) != implementation:
                 raise RuntimeError(
                     f"the attention was changed from {implementation!r} to {attention_of(config)!r} after "
-                    "TokenTune was attached; remove() the handle, and attach again"
+                    "TokenTune was attached. Call remove() on the handle, and attach again"
                 )
         if not has_attention():
             raise RuntimeError(
                 f"another function was registered for attn_implementation={implementations[0][1]!r} after "
-                "TokenTune was attached, and would not be used, or run past it; remove() the handle, register the "
-                "function, then attach again"
+                "TokenTune was attached, and would not be used, or would bypass it. Call remove() on the handle, "
+                "register the function, then attach again"
             )
 
     return check
@@ -73,14 +73,14 @@ def check_run_in_backward(model: nn.Module, *, shrinks: bool, is_awaited: bool) 
     """
     if is_awaited or shrinks:
         raise RuntimeError(
-            "the whole model runs again in the backward, and would draw another selection; checkpoint its layers, "
+            "the whole model runs again in the backward, and would draw another selection. Checkpoint its layers, "
             "as transformers' own gradient checkpointing does, not the model"
         )
     if any(map(_drops, model.modules())):
         raise RuntimeError(
             "the model runs again in the backward (gradient caching), where dropout under TokenTune would drop other "
-            "values than in the forward, since selected and other tokens run apart; set the model's dropout to 0, or "
-            "take the loss without caching (MultipleNegativesRankingLoss for the cached one)"
+            "values than in the forward, since selected and other tokens run apart. Set the model's dropout to 0, or "
+            "use the loss without caching (MultipleNegativesRankingLoss for the cached one)"
         )
 
 
@@ -90,8 +90,8 @@ def _drops(module: nn.Module) -> bool:
 
 
 _REPLACED = (
-    "{} was replaced after TokenTune was attached, as PEFT does; remove() the handle, change the model, then attach "
-    "again"
+    "{} was replaced after TokenTune was attached, as PEFT does. Call remove() on the handle, change the model, then "
+    "attach again"
 )
 
 

@@ -24,10 +24,10 @@ def refuse_unknown_loss(model: Any) -> None:
         ValueError: Always.
     """
     raise ValueError(
-        f"{type(model).__name__} was called with {FUSED_HEAD}=True, by a trainer of TRL that makes its loss of the "
+        f"{type(model).__name__} was called with {FUSED_HEAD}=True, by a trainer of TRL that computes its loss from "
         "log-probabilities itself. Under SFTTrainer attach by slivertune.attach(trainer, TokenTune(...)), which scores "
-        "the selected tokens; DPO, GRPO, KTO and their like need the log-probabilities of whole completions: train "
-        "them without TokenTune"
+        "the selected tokens. Train DPO, GRPO, KTO and the like without TokenTune: they need the log-probabilities of "
+        "whole completions"
     )
 
 
@@ -51,4 +51,4 @@ def describe_forward(model: Any) -> str:
     if function is None or hasattr(function, "__wrapped__"):
         return ""
     name = getattr(function, "__qualname__", type(function).__name__)
-    return f" (in {function.__module__}.{name}, which took the place of its forward)"
+    return f" (in {function.__module__}.{name}, which replaced its forward)"

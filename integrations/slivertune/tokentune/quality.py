@@ -70,14 +70,14 @@ class GradientQuality:
             raise ImportError(missing_library("the plot", "matplotlib")) from error
         figure = Figure(figsize=(9, 4), layout="constrained")
         panels: Any = figure.subplots(1, 2)
-        titles = {"cosine": "cosine to the dense gradient", "norm_ratio": "norm, as a share of the dense one"}
+        titles = {"cosine": "cosine to the dense gradient", "norm_ratio": "norm / dense norm"}
         for axes, (name, title) in zip(panels, titles.items(), strict=True):
             for pattern in dict.fromkeys(row.pattern for row in self.rows):
                 rows = sorted((row for row in self.rows if row.pattern == pattern), key=lambda row: row.ratio)
                 spread = [row.cosine_deviation for row in rows] if name == "cosine" else None
                 values = [getattr(row, name) for row in rows]
                 axes.errorbar([row.ratio for row in rows], values, spread, marker="o", capsize=3, label=pattern)
-            axes.set(title=title, xlabel="selected share of the tokens")
+            axes.set(title=title, xlabel="share of selected tokens")
             axes.axhline(1, color="grey", linewidth=0.8, linestyle="--")
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
@@ -126,7 +126,7 @@ def gradient_quality(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, given in (("batches", known), ("ratios and patterns", settings), ("trainable parameters", parameters)):
         if not given:
-            raise ValueError(f"there are no {name} to compare gradients with; give at least one")
+            raise ValueError(f"there are no {name} to compare gradients with. Give at least one")
     if num_draws < 1:
         raise ValueError(f"num_draws={num_draws} must be at least 1")
     tunes = [TokenTune(ratio=r, pattern=p, chunk_size=chunk_size, seed=seed) for p, r in settings]
@@ -138,7 +138,7 @@ def gradient_quality(
             dense = _gradient(model, parameters, batch)
             dense_norm = math.sqrt(_dot(dense, dense))
             if not dense_norm > 0:
-                raise ValueError(f"the dense gradient of batch {index} has norm {dense_norm}; give batches with labels")
+                raise ValueError(f"the dense gradient of batch {index} has norm {dense_norm}. Give batches with labels")
             bar.advance(task)
             for which, tune in enumerate(tunes):
                 with tune.attach(model) as handle:

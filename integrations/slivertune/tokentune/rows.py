@@ -268,8 +268,8 @@ def mark_passed(output: Any, selection: SelectionContext, rows: Rows) -> Any:
     def enter(gradient: torch.Tensor) -> None:
         if selection.is_removed and rows.is_checkpointed:
             raise RuntimeError(
-                "TokenTune was removed between the forward and the backward of checkpointed layers, which would now be "
-                "computed again without it; run the backward before remove(), or inside of the context"
+                "TokenTune was removed between the forward and the backward of checkpointed layers, which would be "
+                "recomputed without it. Run the backward before remove(), or inside of the context"
             )
         selection.of_backward = rows
         selection.not_passed.discard(mark)

@@ -26,7 +26,7 @@ def count_selected(ratio: float | None, num_tokens: int | None, length: int, num
     """
     if num_tokens is not None and num_tokens > length:
         raise ValueError(
-            f"num_tokens={num_tokens} is more than the {length} positions of this batch; lower it, pad to a fixed "
+            f"num_tokens={num_tokens} is more than the {length} positions of this batch. Lower it, pad to a fixed "
             "length, or give a ratio"
         )
     wanted = num_tokens if ratio is None else round(ratio * length)

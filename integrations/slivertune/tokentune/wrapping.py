@@ -169,14 +169,14 @@ def find_layer_list(model: nn.Module) -> nn.ModuleList:
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and any(map(_is_layer, each))]
     if len(lists) != 1:
         raise ValueError(
-            f"{type(model).__name__} has {len(lists) or 'no'} lists of transformer layers with attention; TokenTune "
-            "hooks models with one, in which every layer checks in with transformers' GradientCheckpointingLayer"
+            f"{type(model).__name__} has {len(lists) or 'no'} lists of transformer layers with attention. TokenTune "
+            "hooks models with one, in which every layer is a GradientCheckpointingLayer of transformers"
         )
     others = [type(layer).__name__ for layer in lists[0] if not _is_layer(layer)]
     if others:
         raise ValueError(
             f"{type(model).__name__} has layers without attention ({', '.join(sorted(set(others)))}), which mix tokens "
-            "in a way that TokenTune does not know"
+            "in a way that TokenTune does not support"
         )
     return lists[0]
 
@@ -210,13 +210,12 @@ def token_wise_children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, bool
     for child in children_beside_attention(layer):
         if child.convolution is not None:
             raise ValueError(
-                f"{child.convolution} in {child.name} mixes tokens inside a layer, and TokenTune can't split what "
-                "mixes them"
+                f"{child.convolution} in {child.name} mixes tokens inside a layer, which TokenTune can't split"
             )
         if child.places:
             raise ValueError(
-                f"{child.name} ({type(child.module).__name__}) is given {', '.join(child.places)}, so it sees which "
-                "tokens stand where, and is no attention that TokenTune knows; it can't be split by token: train this "
-                "model without TokenTune"
+                f"{child.name} ({type(child.module).__name__}) is given {', '.join(child.places)}, so it sees the "
+                "positions of tokens, and is no attention that TokenTune knows, so it can't be split by token. Train "
+                "this model without TokenTune"
             )
         yield child.parent, child.name, child.in_attention

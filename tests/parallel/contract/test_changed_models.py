@@ -264,5 +264,5 @@ def test_sft_takes_whole_weights_for_pretrained_ones(layout: Layout, rank: int, 
 def test_sft_refuses_weights_that_were_put_into_shards(layout: Layout, act: str, rank: int, of_sft: OnRanks) -> None:
     found = of_sft(layout)[rank]
     assert found["updates"] == 2
-    assert "self_attn.q_proj.weight were set by something else than SFT" in found[act]
+    assert "self_attn.q_proj.weight were changed outside of SFT" in found[act]
     assert "before slivertune.prepare" in found[act]

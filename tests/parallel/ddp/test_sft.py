@@ -55,7 +55,7 @@ def test_4_bit_models_are_trained_alike_under_ddp_and_refused_under_fsdp2() -> N
     shared = sum(len(set(delta.indices.tolist()) & set(first["ddp"][n][0].tolist())) for n, delta in alone.items())
     assert 0.97 * sft.num_weights < shared <= sft.num_weights
     for found in (first, second):
-        assert "is a 4-bit weight" in found["fsdp2"] and "train 4-bit models under DDP" in found["fsdp2"]
+        assert "is a 4-bit weight" in found["fsdp2"] and "Train 4-bit models under DDP" in found["fsdp2"]
 
 
 def train_in_another_order(rank: int, num_ranks: int) -> dict[str, Any]:

@@ -97,10 +97,10 @@ OTHERS: dict[str, OtherCase] = {
 LOOKS_BEYOND = "looks at whole tensors, or is not known not to"
 SAID: dict[str, tuple[str, ...]] = {
     **{
-        name: (f"ValueError: {name} {LOOKS_BEYOND}", "use torch.optim.AdamW")
+        name: (f"ValueError: {name} {LOOKS_BEYOND}", "Use torch.optim.AdamW")
         for name in ("Adafactor", "Unknown", "Muon")
     },
-    "AdamW8bit": ("blocks of a whole weight", "use torch.optim.AdamW"),
+    "AdamW8bit": ("blocks of a whole weight", "Use torch.optim.AdamW"),
 }
 """Of each optimizer that is refused."""
 

@@ -22,7 +22,7 @@ def refuse(rank: int, num_ranks: int, what: str) -> str:
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_layers_cannot_add_is_refused_and_says_why(what: str) -> None:
     for message in run_ranks(refuse, 2, what):
-        assert "FSDP2 shares the weights out" in message and 'form="layer"' in message
+        assert "FSDP2 shards the weights" in message and 'form="layer"' in message
         assert "or use DDP" in message
 
 

@@ -31,7 +31,7 @@ SAID = {
     "no file of ours": ["was not saved by HiFT"],
     "one rank's file is gone": [
         f"{TAG} can't be loaded, and nothing of it was",
-        "use an older",
+        "Use an older",
         "slivertune_hift_rank_1_of_2.pt is missing",
     ],
     "one rank's file is damaged": ["slivertune_hift_rank_1_of_2.pt has 11 bytes where"],

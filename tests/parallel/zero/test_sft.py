@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Changes of a config, and what is said to them."""
 SAID = {
     **{what: said for what, (_, said) in REFUSED.items()},
-    "embeddings under ZeRO-3": "ZeRO-3 shares the weights out, so that layers have to add the deltas",
+    "embeddings under ZeRO-3": "ZeRO-3 shards the weights, so layers have to add the deltas",
     "another model": "the SFT was built over another model than the one that was passed",
 }
 

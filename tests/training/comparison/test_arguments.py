@@ -31,7 +31,7 @@ def test_rates_may_be_left_to_the_rows() -> None:
         ("--seeds -1", "--seeds -1 must be at least 0 and at most 4294967295"),
         ("--seeds 1.5", "--seeds '1.5' must be a whole number"),
         ("--search_rates 1e6 1e7", "--search_rates 1000000.0 must be at least 0 and at most 100"),
-        ("--output_dir /dev/null", "output_dir /dev/null is a file; name a folder"),
+        ("--output_dir /dev/null", r"output_dir /dev/null is a file\. Name a folder"),
         ("--seeds 1 1", "one of them stands there twice"),
         ("--rows", "expected at least one argument"),
     ],

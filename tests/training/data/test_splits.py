@@ -325,7 +325,7 @@ def test_text_in_another_encoding_is_refused(
     file.write_bytes((row % "plain" * 1200 + row % "na\u00efve").encode(encoding))
     with pytest.raises(ValueError, match=re.escape(f"{file} is not UTF-8 text: {place}")) as refused:
         rows_of(file)
-    assert f"convert it, such as by iconv -f {named} -t utf-8" in str(refused.value)
+    assert f"Convert it, such as by iconv -f {named} -t utf-8" in str(refused.value)
 
 
 def test_json_without_a_row_and_parquet_that_was_cut_are_named(

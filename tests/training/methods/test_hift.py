@@ -146,5 +146,5 @@ def test_waiting_layers_do_not_go_with_compilation(tmp_path: Path, monkeypatch: 
     for option, value in (("--waiting", "int8"), ("--weights", "host")):
         with pytest.raises(ValueError, match=f"{option} {value} does not go with --torch_compile"):
             parse_train_arguments([option, value, "--torch_compile", "true"])
-    with pytest.raises(ValueError, match=r'state="device" does not keep there'):
+    with pytest.raises(ValueError, match=r'state="device" offloads none'):
         parse_train_arguments(["--waiting", "int8", "--state", "device"])

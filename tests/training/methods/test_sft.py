@@ -161,7 +161,7 @@ def test_the_embedded_model_has_a_share_and_a_rate_for_each_update_rule_of_its_o
     ("arguments", "message"),
     [
         (["--density", "0"], "density=0.0 must be in (0, 1]"),
-        (["--density", "0.1", "--num_weights", "5"], "density and num_weights say the same thing"),
+        (["--density", "0.1", "--num_weights", "5"], "density and num_weights set the same thing"),
         (["--num_weights", "0"], "num_weights=0 must be at least 1"),
         (["--equivalent_lora_rank", "0"], "equivalent_lora_rank=0 must be at least 1"),
         (["--selection", "magic"], "invalid choice: 'magic'"),

@@ -121,9 +121,9 @@ def test_what_is_no_readable_file_is_an_error_that_names_it(tmp_path: Path, monk
     Path("latin.yaml").write_bytes("run_name: café\n".encode("latin-1"))
     Path("qlora.yaml").write_text("seed: 1\n", encoding="utf-8")
     for name, message in (
-        ("folder.yaml", "config file folder.yaml is a folder; name a file in it"),
-        (".", "config file . is a folder; name a file in it"),
-        ("latin.yaml", "config file latin.yaml is not UTF-8 text: line 1 has the byte 0xe9; convert it"),
+        ("folder.yaml", "config file folder.yaml is a folder. Name a file in it"),
+        (".", "config file . is a folder. Name a file in it"),
+        ("latin.yaml", "config file latin.yaml is not UTF-8 text: line 1 has the byte 0xe9. Convert it"),
         ("qlroa.yaml", "config file qlroa.yaml is not there; did you mean qlora.yaml?"),
         ("none/at/all.yaml", "config file none/at/all.yaml is not there"),
         ("qlora.yaml/run.yaml", "config file qlora.yaml/run.yaml can't be read: Not a directory"),

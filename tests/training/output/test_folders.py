@@ -51,7 +51,7 @@ def test_a_folder_that_was_asked_for_must_hold_nothing() -> None:
 def test_a_file_where_a_folder_is_asked_for_or_above_it_is_called_a_file(resume: str | None) -> None:
     Path("thesis.txt").touch()
     for asked, text in (
-        ("thesis.txt", "thesis.txt is a file; name a folder"),
+        ("thesis.txt", "thesis.txt is a file. Name a folder"),
         ("thesis.txt/runs/one", "thesis.txt/runs/one lies under .*thesis.txt, which is a file"),
     ):
         with pytest.raises(FileExistsError, match=f"output_dir {text}"):
@@ -62,7 +62,7 @@ def test_a_link_that_leads_nowhere_is_called_one() -> None:
     Path("loop").symlink_to("loop")
     Path("old").symlink_to("gone")
     for asked in ("loop", "loop/x", "old", "old/x"):
-        with pytest.raises(FileExistsError, match=f"output_dir {asked} .*is a link that leads nowhere; name a folder"):
+        with pytest.raises(FileExistsError, match=rf"output_dir {asked} .*link that leads nowhere\. Name a folder"):
             choose_run_folder("hift", asked, None)
 
 
@@ -78,7 +78,7 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(m
     Path("mine").mkdir()
     # The folder, and the nearest one that is there.
     for folder, nearest in (("there/too", Path.cwd()), ("mine", Path("mine"))):
-        reason = f"{nearest} is not writable for this user; it needs a folder {nearest} in which"
+        reason = f"{nearest} is not writable for this user. It needs a folder {nearest} in which"
         with pytest.raises(ValueError, match=f"output_dir {folder} could not be written: {reason}"):
             choose_run_folder("hift", folder, None)
     assert [call.args[0] for call in refuse.call_args_list] == [Path.cwd(), Path("mine")]
@@ -89,11 +89,11 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(m
     [
         (
             "/proc/mine",
-            "output_dir /proc/mine could not be written: No such file or directory; it needs a folder /proc",
+            "output_dir /proc/mine could not be written: No such file or directory. It needs a folder /proc",
         ),
-        ("x" * 300, "can't be a folder: File name too long; name another"),
-        ("new/" + "x" * 300, "can't be a folder: File name too long; name another"),
-        ("a\0b", "can't be a folder: embedded null byte; name another"),
+        ("x" * 300, "can't be a folder: File name too long. Name another"),
+        ("new/" + "x" * 300, "can't be a folder: File name too long. Name another"),
+        ("a\0b", "can't be a folder: embedded null byte. Name another"),
     ],
     ids=["proc", "long", "long below a new one", "null"],
 )

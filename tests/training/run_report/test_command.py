@@ -54,7 +54,7 @@ def test_without_matplotlib_the_verb_fails_and_a_run_says_so_once(
     said: list[str] = []
     assert draw_at_the_end(tmp_path, said.append) is None
     (line,) = said
-    needed = "matplotlib, which is not installed; pip install matplotlib"
+    needed = "matplotlib, which is missing. Run pip install matplotlib"
     assert line == f"note: no report.png: a picture of the run needs {needed}"
     assert not (tmp_path / "report.png").exists()
 

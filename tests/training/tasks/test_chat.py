@@ -246,7 +246,7 @@ def test_a_generation_prompt_that_ends_otherwise_than_the_data_is_said(template:
         (
             "{% filter length | string %}" + MARKED + "{% endfilter %}",
             TWO_TURNS,
-            r"it changes {% generation %} blocks after they",
+            r"it changes {% generation %} blocks after writing",
         ),
         (CHATML, [{"role": "assistant", "content": "Hello"}], "no assistant turn after another message"),
         ("{{ messages[0]['content'] + 1 }}", TWO_TURNS, "the chat template refuses them: can only concatenate"),
