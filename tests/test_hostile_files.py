@@ -648,7 +648,7 @@ def test_files_that_somebody_made_up(kind: str, data: st.DataObject, tmp_path: P
 @pytest.mark.parametrize("names", [1, True, "LlamaForCausalLM", {"a": 1}, [1], [None], ["LlamaForCausalLM", 2]])
 def test_architectures_that_are_no_names_are_refused(names: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {**FIGURES, "architectures": names})
-    with pytest.raises(ValueError, match=r"architectures=.* must be a list of the names of classes"):
+    with pytest.raises(ValueError, match=r"architectures=.* must be a list of class names"):
         find_model(str(tmp_path))
 
 

@@ -74,7 +74,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         "given/rows.jsonl is not UTF-8 text: line 2 has the byte 0xe9. Convert it",
     ),
     "a length that is no number": ((*PLAN, "--seq_length", "-1e3"), "--seq_length '-1e3' must be a whole number"),
-    "a size of 5,000 digits": ((*PLAN, "--fit", DIGITS), f"argument --fit: '{SHOWN_DIGITS}' is no size"),
+    "a size of 5,000 digits": ((*PLAN, "--fit", DIGITS), f"argument --fit: '{SHOWN_DIGITS}' is not a size"),
     "a picture nowhere": ((*PLAN, "--plot", "new/peak.png"), "--plot new/peak.png: there is no folder new"),
     "a negative seed of a comparison": (("compare", "--seeds", "-1"), "--seeds -1 must be at least 0"),
     "a comparison in a file": (

@@ -215,10 +215,8 @@ def test_an_impossible_fit_is_code_2_and_the_size_that_it_names_fits(
     captured = capfd.readouterr()
     assert captured.out == ""
     error = captured.err.splitlines()[-1]
-    assert error.startswith(
-        "slivertune plan: error: nothing that may be changed makes this fit 500.0 MiB; the smallest"
-    )
-    assert error.endswith("; not changed, as you set it: --weights")
+    assert error.startswith("slivertune plan: error: no setting that may change makes this fit 500.0 MiB. The smallest")
+    assert error.endswith(". Not changed, as you set it: --weights")
     smallest = error.partition("(")[2].partition(" bytes")[0].replace(",", "")
     assert main([*words, "--fit", smallest]) == 0
 
@@ -270,8 +268,8 @@ def test_bad_input_is_one_line_and_code_2(
 
 def test_a_configuration_that_is_no_transformer_is_code_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name, figures, part in (
-        ("resnet", {"model_type": "resnet"}, "which has no head for one of causal_lm"),
-        ("unet", {"_class_name": "UNet2DConditionModel"}, "is no configuration of a transformer"),
+        ("resnet", {"model_type": "resnet"}, "which has no head for any of causal_lm"),
+        ("unet", {"_class_name": "UNet2DConditionModel"}, "is not a configuration of a transformer"),
         ("mamba", {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}, ""),
     ):
         (tmp_path / name).mkdir()

@@ -185,14 +185,14 @@ def test_the_fastest_come_first_then_what_does_not_fit_then_what_cannot_be_plann
 
 def test_the_advice_is_what_trains_each_weight_on_the_most_tokens_and_what_reads_more() -> None:
     assert advice([LORA, HIFT, HIFT_SHARE]) == (
-        "take HiFT: of what fits and trains all weights on all tokens, it trains each weight on the most tokens a "
-        "second, 256; LoRA reads 4.0 x as many, and trains 0.0% as many values"
+        "use HiFT: it trains all weights on all tokens, and each weight on the most tokens/s, 256; LoRA reads 4.0 x as "
+        "many, and trains 0.0% as many values"
     )
     assert advice([HIFT, HIFT_SHARE]).endswith(
         "HiFT + TokenTune reads 2.0 x as many, and trains all weights, on 30% of the tokens"
     )
     assert advice([HIFT, DENSE]).endswith("256, and nothing reads more")
-    assert advice([LORA, DENSE]).startswith("take LoRA: nothing that trains all weights fits")
+    assert advice([LORA, DENSE]).startswith("use LoRA, the fastest that fits: nothing that trains all weights fits")
     assert advice([DENSE, REFUSED]).startswith("nothing fits")
 
 
@@ -204,8 +204,8 @@ def test_one_group_of_many_is_not_taken_for_reading_tokens_faster() -> None:
     assert (in_groups.speed, in_groups.weight_speed) == (512, 512 / 34)
     whole = replace(HIFT, way=replace(HIFT.way, title="HiFT, all layers"))
     assert advice([in_groups, whole]) == (
-        "take HiFT, all layers: of what fits and trains all weights on all tokens, it trains each weight on the most "
-        "tokens a second, 256; HiFT reads 2.0 x as many, and trains all weights, each in one update of 34"
+        "use HiFT, all layers: it trains all weights on all tokens, and each weight on the most tokens/s, 256; HiFT "
+        "reads 2.0 x as many, and trains all weights, each in one of 34 updates"
     )
 
 
@@ -232,7 +232,7 @@ def test_what_is_trained_is_said_as_a_number_and_a_share() -> None:
     assert HIFT.requirement is not None
     plan = replace(HIFT.requirement.plan, num_parameters=8_030_000_000, num_trainable_peak=218_000_000)
     row = replace(HIFT, requirement=replace(HIFT.requirement, plan=plan))
-    assert describe_trained(row) == "all, 218M a step"
+    assert describe_trained(row) == "all, 218M/step"
     assert describe_trained(
         replace(row, requirement=replace(HIFT.requirement, plan=replace(plan, num_parameters=7)))
     ) == ("all")
@@ -293,7 +293,7 @@ def test_the_command_prints_one_json_object(
         (["--sweep", "seq_length=1,2"], "--compare is one question, and --sweep another"),
         (["--max", "seq_length"], "--compare is one question, and --max another"),
         (["--layers_per_group", "auto"], "--compare is one question, and --layers_per_group auto another"),
-        (["--bf16"], "--bf16 true is another precision to each method"),
+        (["--bf16"], "--bf16 true means another precision for each method"),
     ],
 )
 def test_what_a_row_decides_is_not_given(words: list[str], message: str, tmp_path: Path) -> None:

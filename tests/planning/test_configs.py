@@ -133,12 +133,12 @@ def test_what_the_hub_refuses_is_told_apart(kind: Any, when: str, part: str, mon
     ("content", "part"),
     [
         ("{", "can't be read as JSON"),
-        ("[1]", "is no configuration of a transformer: it has no model_type"),
-        (json.dumps({"hidden_size": 3}), "is no configuration of a transformer: it has no model_type; name the folder"),
+        ("[1]", "is not a configuration of a transformer: it has no model_type"),
+        (json.dumps({"hidden_size": 3}), "is not a configuration of a transformer: it has no model_type. Name the"),
         (json.dumps({"_class_name": "UNet2DConditionModel"}), "it has no model_type, but is of a UNet2DConditionModel"),
         (json.dumps({"model_type": 3}), "it has no model_type"),
-        (json.dumps({"model_type": "resnet"}), "'resnet', which has no head for one of causal_lm, cl"),
-        (json.dumps({"model_type": "never_heard_of"}), "none of the installed transformers library's; a newer"),
+        (json.dumps({"model_type": "resnet"}), "'resnet', which has no head for any of causal_lm, cl"),
+        (json.dumps({"model_type": "never_heard_of"}), "the installed transformers library does not know. Try a newer"),
         (
             json.dumps({"model_type": "never_heard_of", "auto_map": {}}),
             "library does not know (it brings code of its own, which a plan never runs)",
@@ -155,7 +155,7 @@ def test_a_file_that_is_no_transformers_configuration_is_an_error_that_says_what
 
 
 def test_a_folder_without_a_configuration_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape("has no config.json; name one that a model was saved in")):
+    with pytest.raises(ValueError, match=re.escape("has no config.json. Name one in which a model was saved")):
         find_model(str(tmp_path))
 
 

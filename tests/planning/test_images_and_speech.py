@@ -189,11 +189,11 @@ def test_an_image_takes_as_many_tokens_as_the_model_gives_it(
 @pytest.mark.parametrize(
     ("config", "settings", "said"),
     [
-        (GEMMA, {"image_size": 112}, "image_size=112: a 'gemma3' takes images of 56 pixels a side; leave it out"),
-        (QWEN, {}, "image_size=None: a 'qwen2_5_vl' takes images of any size, in steps of 28 pixels; give"),
-        (QWEN, {"image_size": 100}, "give image_size as a multiple of 28"),
-        (GEMMA, {"images": 13}, "images=13 take 4 tokens each, 65 with one of text beside each, and seq_length=64"),
-        (LlavaConfig(), {}, "images of a 'llava' have no plan; images=0 plans its sequences of text."),
+        (GEMMA, {"image_size": 112}, "image_size=112: a 'gemma3' takes images of 56 pixels per side. Leave it out"),
+        (QWEN, {}, "image_size=None: a 'qwen2_5_vl' takes images of any size, in steps of 28 pixels. Give"),
+        (QWEN, {"image_size": 100}, "Give image_size as a multiple of 28"),
+        (GEMMA, {"images": 13}, "images=13 take 4 tokens each, 65 with one text token per image, and seq_length=64"),
+        (LlavaConfig(), {}, "images of a 'llava' have no plan. Use images=0 to plan its sequences of text"),
     ],
 )
 def test_images_that_do_not_fit_are_refused_with_the_way_out(
@@ -204,15 +204,15 @@ def test_images_that_do_not_fit_are_refused_with_the_way_out(
 
 
 def test_sound_of_another_form_than_whispers_is_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("the sound that a 'moonshine' takes has no plan; that")):
+    with pytest.raises(ValueError, match=re.escape("the sound that a 'moonshine' takes has no plan, only that")):
         make_batch(PlanRequest(task="speech"), MoonshineConfig())
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"images": 1}, "images=1 with task='causal_lm', which has none; take task='image_text', or images=0"),
-        ({"task": "image_text", "image_size": 112}, "image_size=112 with images=0; say how many images a sequence has"),
+        ({"images": 1}, "images=1 with task='causal_lm', which has none. Use task='image_text', or images=0"),
+        ({"task": "image_text", "image_size": 112}, "image_size=112 with images=0. Give images, their number per"),
         ({**IMAGES, "token_ratio": 0.3}, "token_ratio=0.3 selects tokens of text, and has no plan with images"),
     ],
 )
@@ -222,7 +222,7 @@ def test_settings_that_contradict_the_task_are_refused(settings: dict[str, Any],
 
 
 def test_adapters_beside_a_router_that_returns_several_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"can't stand beside .*router \(Llama4Router\), .*; plan another method"):
+    with pytest.raises(ValueError, match=r"can't stand beside .*router \(Llama4Router\), .*\. Plan another method"):
         make_plan(PlanRequest(**TEXT_ALONE, **LORA), LLAMA_4)
 
 

@@ -70,7 +70,7 @@ def test_lengths_go_by_128_up_to_what_the_model_takes() -> None:
 
 def test_what_does_not_fit_at_all_is_an_error_with_a_way_out() -> None:
     estimate, _ = estimator(PEAKS["straight"])
-    with pytest.raises(ValueError, match=r"batch_size 1 needs .*leave out --max batch_size and let --fit"):
+    with pytest.raises(ValueError, match=r"batch_size 1 needs .*Leave out --max batch_size, and let --fit"):
         find_largest(PlanRequest(), "batch_size", Limits(device_bytes=GIB), estimate)
 
 
@@ -92,7 +92,7 @@ def test_the_command_finds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--max", "batch_size"], "--max batch_size needs a limit; name a card by --gpu"),
+        (["--max", "batch_size"], r"--max batch_size needs a limit\. Name a card by --gpu"),
         (["--max", "batch_size", "--batch_size", "3", "--fit", "2GiB"], "--batch_size 3 and --max batch_size both"),
         (["--max", "seq_length", "--sweep", "batch_size=1,2", "--fit", "2GiB"], "and --sweep another"),
         (["--max", "seq_length", "--layers_per_group", "auto"], "--layers_per_group auto another"),

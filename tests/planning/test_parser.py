@@ -28,13 +28,13 @@ def test_the_help_fits_the_terminal_and_names_defaults(
     assert titles == expected
     whole = " ".join(text.split())
     for part in (
-        "--method {dense,hift,sft,lora} how it is trained (default: hift)",
-        "--seq_length N, --max_length unpadded tokens in a sequence (default: 512)",
+        "--method {dense,hift,sft,lora} training method (default: hift)",
+        "--seq_length N, --max_length unpadded tokens per sequence (default: 512)",
         "--fit [SIZE]",
         "--sft_target_modules NAME ...",
         "--layers_per_group N|auto",
-        "--optimizer NAME trains what the method trains",
-        "all logits; a classifier has no need of it (default: true)",
+        "--optimizer NAME optimizer of the trained weights",
+        "all logits; no effect on a classifier (default: true)",
     ):
         assert part in whole, part
     assert "object at 0x" not in whole and "default: None" not in whole and "default: false" not in whole

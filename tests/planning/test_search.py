@@ -205,7 +205,7 @@ def test_a_disk_too_small_for_the_state_is_spared_as_the_host_is() -> None:
     assert chosen(find(40 * GIB, disk=59 * GIB, state="disk")) == {"optimizer": "adamw8bit"}
     # 60 GiB wait; on the disk there is less room than on the host.
     assert chosen(find(40 * GIB, host=50 * GIB, disk=10 * GIB)) == {"optimizer": "adamw8bit"}
-    with pytest.raises(DoesNotFitError, match=r"21\.00 GiB short of disk; .*, and 30\.00 GiB of disk, with "):
+    with pytest.raises(DoesNotFitError, match=r"21\.00 GiB short of disk\. .*, and 30\.00 GiB of disk, with "):
         find(40 * GIB, disk=9 * GIB, state="disk", precision="mixed_hi")
 
 
@@ -275,8 +275,8 @@ def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does()
     with pytest.raises(DoesNotFitError) as caught:
         find(2 * GIB, batch_size=4, weights="device", waiting=None, precision="mixed_hi")
     text = str(caught.value)
-    assert text.startswith("nothing that may be changed makes this fit 2.00 GiB; the smallest GPU that would do has 1")
-    assert "--weights" in text and "not changed, as you set it" in text
+    assert text.startswith("no setting that may change makes this fit 2.00 GiB. The smallest GPU that would do has 1")
+    assert "--weights" in text and "Not changed, as you set it" in text
     match = re.search(r"\(([\d,]+) bytes", text)
     assert match is not None
     smallest = int(match[1].replace(",", ""))
@@ -287,7 +287,7 @@ def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does()
 
 
 def test_an_impossible_fit_of_the_host_names_what_waits_there() -> None:
-    with pytest.raises(DoesNotFitError, match=r"and 60\.00 GiB of host memory, as asked; not changed, as you set it"):
+    with pytest.raises(DoesNotFitError, match=r"and 60\.00 GiB of host memory, as asked\. Not changed, as you set it"):
         find(40 * GIB, host=GIB, state="host", master="fp32", precision="mixed_hi", optimizer="adamw")
 
 
@@ -298,8 +298,8 @@ def test_an_impossible_fit_says_where_it_is_short_and_what_was_assumed() -> None
     with pytest.raises(DoesNotFitError) as caught:
         search(PlanRequest(**given), all_candidates(), limits, memory_of, fixed=given, tell=lines.append)
     assert str(caught.value).startswith(
-        "nothing that may be changed makes this fit 40.00 GiB and 1.00 GiB of host memory that this machine has free; "
-        "the run is 59.00 GiB short of host memory; the smallest GPU that would do has "
+        "no setting that may change makes this fit 40.00 GiB and 1.00 GiB of host memory that this machine has "
+        "free. The run is 59.00 GiB short of host memory. The smallest GPU that would do has "
     )
     assert lines[0].endswith("does not fit, 59.00 GiB short of host memory")
 
@@ -322,7 +322,7 @@ def test_what_can_not_change_the_peak_is_not_planned() -> None:
     reasons = dict(found.skipped)
     for title in ("smaller pieces of masters and state on the GPU", "8-bit optimizer state"):
         assert reasons[title] == "no masters or optimizer state are on the GPU at the peak"
-    assert reasons["masters and state on disk"] == "it would spare the host, which is large enough"
+    assert reasons["masters and state on disk"] == "it would save host memory, which is large enough"
     assert len(seen) == len(set(seen)) == found.num_plans, "nothing is planned twice"
 
 

@@ -60,11 +60,11 @@ def test_words_of_train_become_fields_of_the_request(words: str, given: dict[str
         ("--bf16 --precision fp32", "--bf16 true means --precision mixed_hi here, and --precision fp32 says otherwise"),
         (
             "--method dense --bf16 --weights_dtype fp32 --precision bf16",
-            "--bf16 true --weights_dtype fp32 means --precision mixed here, and --precision bf16 says otherwise; leave",
+            "--bf16 true --weights_dtype fp32 means --precision mixed here, and --precision bf16 says otherwise. Leave",
         ),
         ("--optim sgd --optimizer adamw", "--optim sgd means --optimizer sgd here, and --optimizer adamw says"),
-        ("--optim rmsprop", "a plan does not know --optim rmsprop, but adamw_torch, "),
-        ("--optim_args momentum=0.9", "--optim_args momentum=0.9 is read with --optim alone"),
+        ("--optim rmsprop", "a plan does not know --optim rmsprop, only adamw_torch, "),
+        ("--optim_args momentum=0.9", "--optim_args momentum=0.9 takes effect only with --optim"),
     ],
 )
 def test_words_that_contradict_a_field_are_refused_with_the_way_out(words: str, part: str) -> None:

@@ -54,7 +54,7 @@ def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
     [
         (
             AUTO[:2],
-            "--layers_per_group auto: there is no CUDA device here whose rates could be taken; name one by --gpu",
+            "--layers_per_group auto: there is no CUDA device here whose rates could be used. Name one by --gpu",
         ),
         ((*AUTO[:3], "none"), "--layers_per_group auto: card='none' must be one of '3090', '4060Ti-16GB'"),
         (("--gpu", "4090"), "--gpu 4090 is read with --layers_per_group auto alone"),
@@ -73,7 +73,7 @@ def test_what_can_not_be_chosen_is_said_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("--state", "discard"), "state='discard' others or none decide; give a number, or take state='host'"),
+        (("--state", "discard"), "state='discard' others or none decide. Give a number, or use state='host'"),
         (("--optim", "rmsprop"), "a plan does not know --optim rmsprop"),
     ],
 )

@@ -123,7 +123,7 @@ def test_named_layers_are_planned(kind: str, runs: Runs, tmp_path: Path, capsys:
     assert main(plan) == 0
     assert "backbone.layers.0" in capsys.readouterr().out
     message = complaint(capsys, [*plan, "--layout", "ddp", "--num_gpus", "2"])
-    assert "take layout='single'" in message
+    assert "Use layout='single'" in message
 
 
 def test_sft_names_its_own_way_out(runs: Runs, tmp_path: Path) -> None:

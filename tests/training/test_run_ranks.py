@@ -204,7 +204,7 @@ def test_4_bit_weights_under_zero3_are_refused_before_anything_is_loaded(ranks: 
     first, second = ranks("refused-four-bit")
     assert (first.code, second.code) == (2, 2)
     assert "error: --load_in_4bit does not go with ZeRO-3" in first.printed
-    assert "take DDP, ZeRO-1 or ZeRO-2" in first.printed
+    assert "Use DDP, ZeRO-1 or ZeRO-2" in first.printed
     assert "loaded" not in second.printed
     assert not (folder / "refused-four-bit").exists()
 

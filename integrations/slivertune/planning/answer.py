@@ -51,7 +51,7 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
         Command, with `DATASET` in place of the data.
     """
     if request.task in ("image_text", "speech"):
-        note = f"slivertune train has no task={request.task!r}; a script of your own makes the run (docs/plan.md)"
+        note = f"slivertune train has no task={request.task!r}: run it in a script of your own (docs/plan.md)"
         return TrainCommand(arguments=None, notes=(note,))
     is_classifier, method = request.task == "classification", planned(request.method)
     has_all_logits = not request.chunked_cross_entropy and not is_classifier
@@ -85,7 +85,7 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
     )
     notes = ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment keeps fragmentation within the allowance"]
     if request.state == "disk" and request.method == "hift":
-        notes.append("--state_dir names a folder on a fast local disk")
+        notes.append("set --state_dir to a folder on a fast local disk")
     if request.layout == "single":
         return TrainCommand(arguments=arguments, notes=tuple(notes))
     # Presets have the names of layouts; ZeRO-3 with offloaded parameters has a preset of its own.

@@ -46,13 +46,13 @@ def _sweep(text: str) -> Sweep:
     read = SWEPT_FIELDS.get(name)
     if read is None or not separator:
         meant = did_you_mean(name, SWEPT_FIELDS)
-        raise ValueError(f"{text!r} is no sweep; write FIELD=V1,V2,... with one of {', '.join(SWEPT_FIELDS)}{meant}")
+        raise ValueError(f"{text!r} is not a sweep. Write FIELD=V1,V2,... with one of {', '.join(SWEPT_FIELDS)}{meant}")
     try:
         values = tuple(read(value) for value in listed.split(","))
     except ValueError as error:
         raise ValueError(f"{text!r} has a value that {name} can't take: {error}") from error
     if len(set(values)) < len(values):
-        raise ValueError(f"{text!r} has a value twice")
+        raise ValueError(f"{text!r} has a value twice. Give each once")
     return Sweep(field=name, values=values)
 
 
@@ -63,7 +63,7 @@ def _count(text: str) -> int:
     except ValueError:
         value = 0.0
     if not 1 <= value < float("inf"):
-        raise ValueError(f"{text!r} is no number of at least 1; write it as 3000000 or 3e6")
+        raise ValueError(f"{text!r} is not a number of at least 1. Write it as 3000000 or 3e6")
     return round(value)
 
 
@@ -76,7 +76,7 @@ class PlanArguments:
     model: str = field(
         metadata=option(
             "the run",
-            f"a folder with config.json, a hub id, or one of {', '.join(SHIPPED_MODELS)}",
+            f"folder with config.json, hub id, or one of {', '.join(SHIPPED_MODELS)}",
             names=("--model", "--model_name_or_path"),
             metavar="MODEL",
             required=True,
@@ -88,31 +88,31 @@ class PlanArguments:
         default=None,
         metadata=option(
             _QUESTION,
-            f"the card, one of {', '.join(known_cards())}: say how long an update takes there, and whether the run "
-            "fits its memory, which --fit without a size means, too; by default the one that is here",
+            f"GPU, one of {', '.join(known_cards())}: report the time per update there, and whether the run fits its "
+            "memory, also the limit of --fit without a size; by default this machine's GPU",
             metavar="NAME",
         ),
     )
     efficiency: float = field(
         default=EFFICIENCY,
-        metadata=option(_QUESTION, "share of the card's peak that matrix products are taken to reach, in (0, 1]"),
+        metadata=option(_QUESTION, "share of the card's peak that matrix products are assumed to reach, in (0, 1]"),
     )
     disk_bandwidth: float = field(
         default=DISK_BANDWIDTH,
-        metadata=option(_QUESTION, "bytes a second that reading and writing share on the disk of --state disk"),
+        metadata=option(_QUESTION, "bytes/s that reads and writes share on the disk of --state disk"),
     )
     num_tokens: int | None = field(
         default=None,
         metadata=option(
             _QUESTION,
-            "tokens of the data, on all GPUs together (3e6): say how many hours the run takes",
+            "tokens of the data, on all GPUs together (3e6): report the hours of the run",
             names=("--tokens",),
             read=_count,
             metavar="N",
         ),
     )
     num_train_epochs: float = field(
-        default=1.0, metadata=option(_QUESTION, "with --tokens: how often they are trained on", metavar="N")
+        default=1.0, metadata=option(_QUESTION, "with --tokens: passes over them", metavar="N")
     )
     fits_card: bool = False
     """Whether `--fit` was given without a size."""
@@ -120,9 +120,9 @@ class PlanArguments:
         default=None,
         metadata=option(
             _QUESTION,
-            "find settings that fit a GPU of this size (24GiB; without one that of --gpu), the least costly first, and "
-            "print the command to run; what else is given here stays as it is, but for the batch, which may be split. "
-            "With --sweep: mark what fits",
+            "find settings that fit a GPU of this size (24GiB; by default that of --gpu), the least costly first, and "
+            "print the command to run. Settings that are given here stay as they are, except the batch, which may be "
+            "split. With --sweep: mark what fits",
             names=("--fit",),
             read=parse_memory_size,
             metavar="SIZE",
@@ -134,8 +134,8 @@ class PlanArguments:
         default=None,
         metadata=option(
             _QUESTION,
-            "with --fit: what may wait in host memory (64GiB), of each process; by default what is free here, if a GPU "
-            "is here, and else no limit, but a warning",
+            "with --fit: limit of host memory (64GiB) per process; by default the free memory here if a GPU is here, "
+            "else no limit, with a warning",
             names=("--fit_host",),
             read=parse_memory_size,
             metavar="SIZE",
@@ -145,7 +145,7 @@ class PlanArguments:
         default=None,
         metadata=option(
             _QUESTION,
-            "with --fit: what may wait on disk (500GiB), where --state disk puts it; by default as --fit_host",
+            "with --fit: limit of disk (500GiB) for --state disk; by default as --fit_host",
             names=("--fit_disk",),
             read=parse_memory_size,
             metavar="SIZE",
@@ -154,7 +154,8 @@ class PlanArguments:
     min_seq_length: int | None = field(
         default=None,
         metadata=option(
-            _QUESTION, "with --fit: sequences may become as short as this, if nothing else helps; never by default"
+            _QUESTION,
+            "with --fit: shortest sequence length to which --fit may go; by default it changes none",
         ),
     )
     sweep: Sweep | None = field(
@@ -170,7 +171,7 @@ class PlanArguments:
         default=None,
         metadata=option(
             _QUESTION,
-            "the largest value of this under which the run fits --gpu or --fit SIZE, all else as it is given",
+            "find the largest value of this with which the run fits --gpu or --fit SIZE, all else as given",
             names=("--max",),
         ),
     )
@@ -178,8 +179,8 @@ class PlanArguments:
         default=False,
         metadata=option(
             _QUESTION,
-            "plan every way of training the model on --gpu, each with the largest batch that fits, and say which to "
-            "take; minutes for a large model",
+            "plan every way of training the model on --gpu, each with the largest batch that fits, and recommend one; "
+            "takes minutes for a large model",
         ),
     )
     plot: Path | None = field(
@@ -193,7 +194,7 @@ class PlanArguments:
     )
     json: bool = field(
         default=False,
-        metadata=option(_QUESTION, "standard output is one JSON object; everything else goes to standard error"),
+        metadata=option(_QUESTION, "print one JSON object on standard output, and everything else on standard error"),
     )
 
     def __post_init__(self) -> None:
@@ -205,30 +206,29 @@ class PlanArguments:
             ("min_seq_length", self.min_seq_length, "at least 1"),
         ):
             if value is not None and name != "fit" and not self.has_limit:
-                raise ValueError(f"--{name} is read with --fit alone; give --fit the size of the GPU, or leave it out")
+                raise ValueError(f"--{name} needs --fit. Give --fit the size of the GPU, or leave it out")
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value} must be {rule}")
         if self.min_seq_length is not None and self.sweep is not None:
             raise ValueError(
-                f"--min_seq_length {self.min_seq_length} is read by the search of --fit alone, without --sweep; leave "
-                "it out"
+                f"--min_seq_length {self.min_seq_length} is for the search of --fit, without --sweep. Leave it out"
             )
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"--efficiency {self.efficiency} must be in (0, 1], a share of the card's peak")
         if not 0 < self.disk_bandwidth < float("inf"):
-            raise ValueError(f"--disk_bandwidth {self.disk_bandwidth} must be more than 0, bytes a second")
+            raise ValueError(f"--disk_bandwidth {self.disk_bandwidth} must be more than 0 bytes/s")
         if not 0 < self.num_train_epochs < float("inf"):
             raise ValueError(f"--num_train_epochs {self.num_train_epochs} must be more than 0")
         if self.num_train_epochs != 1 and self.num_tokens is None:
             raise ValueError(
-                f"--num_train_epochs {self.num_train_epochs} is read with --tokens alone, the tokens of an epoch; give "
-                "these, or leave it out"
+                f"--num_train_epochs {self.num_train_epochs} takes effect only with --tokens, the tokens per epoch. "
+                "Give these, or leave it out"
             )
         if self.chooses_layers and self.sweep is not None:
-            raise ValueError("--layers_per_group auto chooses for one run, without --sweep; give a number")
+            raise ValueError("--layers_per_group auto chooses for one run, without --sweep. Give a number")
         if self.sweep is not None and self.sweep.field in self.given:
             name = self.sweep.field
-            raise ValueError(f"--{name} {self.given[name]} and --sweep {name}=... both set it; leave out one")
+            raise ValueError(f"--{name} {self.given[name]} and --sweep {name}=... both set it. Leave out one")
         if self.largest is not None:
             self._check_largest(self.largest)
         if self.compare:
@@ -238,20 +238,20 @@ class PlanArguments:
                 raise ValueError(f"--plot {self.plot} must end in .png")
             check_file_place(self.plot, "--plot")
             if not self.plot.parent.is_dir():
-                raise ValueError(f"--plot {self.plot}: there is no folder {self.plot.parent}; make it first")
+                raise ValueError(f"--plot {self.plot}: there is no folder {self.plot.parent}. Make it first")
 
     def _check_largest(self, name: str) -> None:
         if name in self.given:
-            raise ValueError(f"--{name} {self.given[name]} and --max {name} both set it; leave out one")
+            raise ValueError(f"--{name} {self.given[name]} and --max {name} both set it. Leave out one")
         if self.sweep is not None or self.chooses_layers:
             other = "--layers_per_group auto" if self.chooses_layers else "--sweep"
-            raise ValueError(f"--max {name} is one question, and {other} another; ask one at a time")
+            raise ValueError(f"--max {name} is one question, and {other} another. Ask one at a time")
         if self.min_seq_length is not None:
-            raise ValueError(f"--min_seq_length {self.min_seq_length} is read by the search of --fit, not by --max")
+            raise ValueError(f"--min_seq_length {self.min_seq_length} is for the search of --fit, not for --max")
 
     def _check_compare(self) -> None:
         for name in sorted(DECIDED_BY_COMPARISON.intersection(self.given)):
-            raise ValueError(f"--{name} {self.given[name]} is set by each row of --compare; leave out one of the two")
+            raise ValueError(f"--{name} {self.given[name]} is set by each row of --compare. Leave out one of the two")
         others = (
             ("--sweep", self.sweep is not None),
             ("--max", self.largest is not None),
@@ -260,7 +260,7 @@ class PlanArguments:
         )
         for name, is_asked in others:
             if is_asked:
-                raise ValueError(f"--compare is one question, and {name} another; ask one at a time")
+                raise ValueError(f"--compare is one question, and {name} another. Ask one at a time")
 
     @property
     def all_tokens(self) -> float | None:
@@ -295,8 +295,8 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     sweep: Sweep | None = values.get("sweep")
     if words.bf16 is not None and (values.get("compare") or (sweep is not None and sweep.field == "method")):
         raise ValueError(
-            f"--bf16 {str(words.bf16).lower()} is another precision to each method; --compare has them all as "
-            "slivertune train --bf16 makes them, so leave it out there, and with --sweep method=... give --precision"
+            f"--bf16 {str(words.bf16).lower()} means another precision for each method. Leave it out with --compare, "
+            "which plans each method as slivertune train --bf16 does. Give --precision with --sweep method=..."
         )
     _check_method_reads(given, sweep, is_comparison="compare" in values)
     given = words.settle(given)

@@ -68,8 +68,8 @@ def image_form(config: PreTrainedConfig, image_size: int | None) -> ImageForm:
     find = _FORMS.get(config.model_type)
     if find is None:
         raise ValueError(
-            f"images of a {config.model_type!r} have no plan; images=0 plans its sequences of text. Those of "
-            f"{', '.join(map(repr, _FORMS))} have one"
+            f"images of a {config.model_type!r} have no plan. Use images=0 to plan its sequences of text, or a model "
+            f"of type {', '.join(map(repr, _FORMS))}"
         )
     return find(config, image_size)
 
@@ -77,8 +77,8 @@ def image_form(config: PreTrainedConfig, image_size: int | None) -> ImageForm:
 def _sound(request: PlanRequest, config: Any) -> torch.Tensor:
     if config.model_type != "whisper":
         raise ValueError(
-            f"the sound that a {config.model_type!r} takes has no plan; that of 'whisper' has one, whose encoder takes "
-            "a spectrogram of a fixed length"
+            f"the sound that a {config.model_type!r} takes has no plan, only that of 'whisper', whose encoder takes a "
+            "spectrogram of a fixed length"
         )
     # Two convolutions precede the encoder's positions. One has stride 2, so the input is twice as long.
     shape = (request.batch_size, config.num_mel_bins, 2 * config.max_source_positions)
@@ -91,8 +91,8 @@ def _add_images(batch: dict[str, torch.Tensor], request: PlanRequest, config: An
     num_tokens = request.images * (form.num_tokens + 1)
     if num_tokens > request.seq_length:
         raise ValueError(
-            f"images={request.images} take {form.num_tokens} tokens each, {num_tokens} with one of text beside each, "
-            f"and seq_length={request.seq_length}; lengthen the sequence, or take fewer or smaller images"
+            f"images={request.images} take {form.num_tokens} tokens each, {num_tokens} with one text token per image, "
+            f"and seq_length={request.seq_length}. Lengthen the sequence, or use fewer or smaller images"
         )
     num_images = request.batch_size * request.images
     with outside_of_modes():
@@ -122,7 +122,7 @@ def _fixed_size(config: Any, image_size: int | None) -> int:
     size: int = config.vision_config.image_size
     if image_size not in (None, size):
         raise ValueError(
-            f"image_size={image_size}: a {config.model_type!r} takes images of {size} pixels a side; leave it out"
+            f"image_size={image_size}: a {config.model_type!r} takes images of {size} pixels per side. Leave it out"
         )
     return size
 
@@ -146,8 +146,8 @@ def _qwen2_5_vl(config: Any, image_size: int | None) -> ImageForm:
     step = vision.patch_size * vision.spatial_merge_size
     if image_size is None or image_size % step:
         raise ValueError(
-            f"image_size={image_size}: a {config.model_type!r} takes images of any size, in steps of {step} pixels; "
-            f"give image_size as a multiple of {step}"
+            f"image_size={image_size}: a {config.model_type!r} takes images of any size, in steps of {step} pixels. "
+            f"Give image_size as a multiple of {step}"
         )
     side = image_size // vision.patch_size
     numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

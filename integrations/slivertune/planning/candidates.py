@@ -70,21 +70,21 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
         ),
         Candidate(
             title="the batch in parts, with accumulation",
-            cost=f"the same update; a forward keeps {BUSY_TOKENS:,} tokens or more, which keep a GPU busy",
+            cost=f"the same update; forwards of {BUSY_TOKENS:,} tokens or more keep a GPU busy",
             fields=("gradient_accumulation_steps",),
             options=partial(_parts_of_batch, fewest_tokens=BUSY_TOKENS),
             cannot_help=_no_activations_too_large,
         ),
         Candidate(
             title="gradient checkpointing",
-            cost="the same update; each block is computed once more, about a third of a dense step's time",
+            cost="the same update; each block is recomputed, about a third of a dense step's time",
             fields=("gradient_checkpointing",),
             options=_checkpointing,
             cannot_help=_no_activations_at_peak,
         ),
         Candidate(
             title="inputs of blocks on the host",
-            cost="the same update to the bit; each input crosses the bus, out and back, under its block's computation",
+            cost="the same update to the bit; each input crosses the bus twice, overlapped with its block's compute",
             fields=("offload_activations",),
             needs=("gradient_checkpointing",),
             options=_offload_activations,
@@ -92,29 +92,29 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
         ),
         Candidate(
             title="the batch in smaller parts, with accumulation",
-            cost=f"the same update; forwards of less than {BUSY_TOKENS:,} tokens may leave a GPU waiting for memory",
+            cost=f"the same update; forwards of less than {BUSY_TOKENS:,} tokens may stall for memory",
             fields=("gradient_accumulation_steps",),
             options=partial(_parts_of_batch, fewest_tokens=1),
             cannot_help=_no_activations_too_large,
         ),
         Candidate(
             title="gradients on the host",
-            cost="the same update; each gradient leaves for host memory and comes back in the step",
+            cost="the same update; each gradient is offloaded to host memory and copied back for its step",
             fields=("gradients",),
             options=_gradients_on_host,
             cannot_help=_no_gradients_at_peak,
         ),
         Candidate(
             title="MLPs and norms in tiles of tokens",
-            cost="the same update but for the order of sums; MLPs are computed once more, in more and smaller products",
+            cost="the same update except for the order of sums; MLPs are recomputed, in more and smaller products",
             fields=("token_tile_size",),
             options=_token_tiles,
             cannot_help=_nothing_to_tile,
         ),
         Candidate(
             title="weights on the host, streamed layer by layer",
-            cost="the same update to the bit; a step brings the blocks' weights up to twice, which a few thousand "
-            "tokens hide and shorter steps wait for",
+            cost="the same update to the bit; a step copies the blocks' weights up to twice, which overlaps with a "
+            "few thousand tokens; shorter steps stall",
             fields=("weights",),
             options=_weights_on_host,
             cannot_help=_gpu_is_large_enough,
@@ -136,15 +136,15 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
         ),
         Candidate(
             title="masters and state on disk",
-            cost="the same update; each turn reads and writes a group's state, and waits where the disk is slower",
+            cost="the same update; each turn reads and writes a group's state, and stalls if the disk is slower",
             fields=("state",),
             options=_state_on_disk,
             cannot_help=_host_is_large_enough,
         ),
         Candidate(
             title="weights that do not train in fewer bits",
-            cost="forwards run on blocks rounded to int8, or to NF4, and unpacked at each use; what trains, and what "
-            "is saved, is exact",
+            cost="forwards run on blocks rounded to int8, or to NF4, and unpacked at each use; trained and saved "
+            "weights are exact",
             fields=("waiting",),
             options=_waiting_in_fewer_bits,
             cannot_help=_gpu_is_large_enough,
@@ -152,7 +152,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
         ),
         Candidate(
             title="bf16 weights without masters",
-            cost="steps smaller than a weight's last bit are lost (8 bits), which small learning rates feel",
+            cost="updates below a weight's last bit (of 8) are lost, which matters at small learning rates",
             fields=("precision", "master"),
             options=_no_masters,
             cannot_help=_no_masters_at_peak,
@@ -168,7 +168,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
         ),
         Candidate(
             title="weights on the host, by FSDP2's CPU offload",
-            cost="the same update; all weights cross the bus in each forward and backward, which wait for them",
+            cost="the same update; all weights cross the bus in each forward and backward, which stall for them",
             fields=("layout", "offload_parameters", "num_gpus"),
             options=_offload,
             cannot_help=_gpu_is_large_enough,
@@ -311,11 +311,11 @@ def _nothing_to_tile(requirement: MemoryRequirement, limits: Limits) -> str | No
 
 
 def _gpu_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str | None:
-    return None if requirement.missing_device_bytes(limits) else "it would spare the GPU, which is large enough"
+    return None if requirement.missing_device_bytes(limits) else "it would save GPU memory, which is large enough"
 
 
 def _host_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str | None:
-    return None if requirement.missing_host_bytes(limits) else "it would spare the host, which is large enough"
+    return None if requirement.missing_host_bytes(limits) else "it would save host memory, which is large enough"
 
 
 def _all_that_waits_has_room(requirement: MemoryRequirement, limits: Limits) -> str | None:
@@ -326,7 +326,7 @@ def _all_that_waits_has_room(requirement: MemoryRequirement, limits: Limits) -> 
 
 def _no_activations_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
     if requirement.plan.peak.phase == "step":
-        return "the peak is in the optimizer's step, where no activations live"
+        return "the peak is in the optimizer's step, without activations"
     return _gpu_is_large_enough(requirement, limits)
 
 
@@ -334,7 +334,7 @@ def _no_gradients_at_peak(requirement: MemoryRequirement, limits: Limits) -> str
     return (
         _gpu_is_large_enough(requirement, limits)
         if requirement.plan.peak.gradients
-        else "no gradients live at the peak"
+        else "no gradients are stored at the peak"
     )
 
 

@@ -65,7 +65,7 @@ class Rates:
         ):
             value = getattr(self, name)
             if not (value is None and name in ("host_bandwidth", "link_bandwidth")) and not value > 0:
-                raise ValueError(f"{name}={value} must be greater than 0; give the card's rate a second")
+                raise ValueError(f"{name}={value} must be greater than 0. Give the card's rate per second")
         for name in ("duplex", "disk_duplex"):
             check_choice(name, getattr(self, name), get_args(Duplex))
 
@@ -169,12 +169,12 @@ def find_card(name: str | None) -> Card:
     """
     if name is not None:
         return card_named(name)
-    choices = f"name one by --gpu ({', '.join(known_cards())})"
+    choices = f"Name one by --gpu ({', '.join(known_cards())})"
     if not torch.cuda.is_available():
-        raise ValueError(f"there is no CUDA device here whose rates could be taken; {choices}")
+        raise ValueError(f"there is no CUDA device here whose rates could be used. {choices}")
     found = card_here()
     if found is None:
-        raise ValueError(f"the rates of {torch.cuda.get_device_name()} are not known; {choices}")
+        raise ValueError(f"the rates of {torch.cuda.get_device_name()} are not known. {choices}")
     return found
 
 

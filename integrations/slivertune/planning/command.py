@@ -116,7 +116,7 @@ def _check_card_is_asked(arguments: PlanArguments, card: Card | None) -> None:
     for name, default in (("efficiency", EFFICIENCY), ("disk_bandwidth", DISK_BANDWIDTH)):
         value = getattr(arguments, name)
         if card is None and value != default:
-            raise ValueError(f"--{name} {value:g} is read with a card alone. Name one with --gpu, or leave it out")
+            raise ValueError(f"--{name} {value:g} takes effect only with a card. Name one with --gpu, or leave it out")
 
 
 def _limits(arguments: PlanArguments, card: Card | None, num_gpus: int) -> Limits | None:
@@ -183,7 +183,7 @@ def _largest(
     tell: Tell,
 ) -> Answer:
     if limits is None:
-        raise ValueError(f"--max {field} needs a limit; name a card by --gpu, or its memory by --fit 24GiB")
+        raise ValueError(f"--max {field} needs a limit. Name a card by --gpu, or its memory by --fit 24GiB")
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) if field == "seq_length" else None
     found = find_largest(
         PlanRequest(**given), field, limits, lambda request: _estimate(request, model), most=most, tell=tell
@@ -231,7 +231,7 @@ def _task(model: ModelFigures, asked: Any) -> Any:
     if asked is None or asked in tasks:
         return asked or tasks[0]
     raise ValueError(
-        f"task={asked!r}: a {model.config.model_type!r} has no head for it; take {' or '.join(map(repr, tasks))}"
+        f"task={asked!r}: a {model.config.model_type!r} has no head for it. Use {' or '.join(map(repr, tasks))}"
     )
 
 

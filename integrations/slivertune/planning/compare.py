@@ -268,15 +268,15 @@ def advice(rows: Sequence[Row]) -> str:
     """
     ready = [row for row in in_order(rows) if row.time is not None]
     if not ready:
-        return "nothing fits: take a larger card, a shorter --seq_length or a smaller model"
+        return "nothing fits. Use a larger card, a shorter --seq_length or a smaller model"
     fastest = ready[0]
     whole = [row for row in ready if row.way.trains_all and row.token_ratio is None]
     if not whole:
-        return f"take {fastest.title}: nothing that trains all weights fits, and of what does it is the fastest"
+        return f"use {fastest.title}, the fastest that fits: nothing that trains all weights fits"
     best = max(whole, key=lambda row: row.weight_speed)
     text = (
-        f"take {best.title}: of what fits and trains all weights on all tokens, it trains each weight on the most "
-        f"tokens a second, {best.weight_speed:,.0f}"
+        f"use {best.title}: it trains all weights on all tokens, and each weight on the most tokens/s, "
+        f"{best.weight_speed:,.0f}"
     )
     if best is fastest:
         return f"{text}, and nothing reads more"
@@ -289,5 +289,5 @@ def _sliver(row: Row) -> str:
     what = (
         "all weights" if row.way.trains_all else f"{plan.num_trainable_peak / plan.num_parameters:.1%} as many values"
     )
-    what += f", each in one update of {row.num_groups}" if row.num_groups > 1 else ""
+    what += f", each in one of {row.num_groups} updates" if row.num_groups > 1 else ""
     return what if row.token_ratio is None else f"{what}, on {row.token_ratio:.0%} of the tokens"

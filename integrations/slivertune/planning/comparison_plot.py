@@ -33,7 +33,7 @@ def comparison_figure(comparison: Comparison) -> Figure:
     _draw_memory(memory, comparison)
     _draw_speed(speed, comparison)
     lengths = {row.requirement.plan.request.seq_length for row in comparison.rows if row.requirement is not None}
-    tokens = "".join(f", {length:,} tokens a sequence" for length in lengths)
+    tokens = "".join(f", {length:,} tokens per sequence" for length in lengths)
     figure.suptitle(
         f"{question.model.name} on a {question.card.name}{tokens}: planned, the largest batch that fits", fontsize=10
     )
@@ -70,5 +70,5 @@ def _draw_speed(axes: Axes, comparison: Comparison) -> None:
         colour = LIMIT_COLOUR if row.time is None else "#333333"
         axes.text(row.speed + 0.01 * fastest, place, text, va="center", fontsize=9, color=colour)
     axes.set_xlim(0, 1.15 * fastest)
-    axes.set_xlabel("tokens a second")
+    axes.set_xlabel("tokens/s")
     style_axes(axes, "x")

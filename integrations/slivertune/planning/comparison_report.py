@@ -23,7 +23,7 @@ def describe_row(row: Row) -> str:
     request, need = row.requirement.plan.request, format_bytes(row.requirement.device_bytes)
     if row.time is None:
         return f"{row.title}: {need} with one sequence, which does not fit"
-    return f"{row.title}: batch_size {request.batch_size}, {need}, {row.speed:,.0f} tokens a second"
+    return f"{row.title}: batch_size {request.batch_size}, {need}, {row.speed:,.0f} tokens/s"
 
 
 def print_comparison(comparison: Comparison, num_tokens: float | None, console: Console) -> None:
@@ -36,19 +36,19 @@ def print_comparison(comparison: Comparison, num_tokens: float | None, console: 
     """
     question = comparison.question
     request = next((row.requirement.plan.request for row in comparison.rows if row.requirement is not None), None)
-    sizes = "" if request is None else f", {request.seq_length:,} tokens a sequence"
+    sizes = "" if request is None else f", {request.seq_length:,} tokens per sequence"
     title = f"{question.model.name} on a {question.card.name}, {describe_limits(question.limits)}{sizes}; planned"
     table = Table(title=title, title_justify="left")
     hours = () if num_tokens is None else ("hours",)
     for name in ("", "trains"):
         table.add_column(name)
-    for name in ("batch", "peak", "needed", "host", "an update", "tokens/s", *hours):
+    for name in ("batch", "peak", "needed", "host", "update time", "tokens/s", *hours):
         table.add_column(name, justify="right")
     for row in comparison.rows:
         table.add_row(*_cells(row, num_tokens))
     console.print(table)
     say = line_printer(console)
-    say("batch: the largest that fits, in sequences; where nothing fits, one")
+    say("batch: sequences in the largest batch that fits; one if none fits")
     needs = [row.requirement for row in comparison.rows if row.requirement is not None]
     for need in unlimited_needs(max(needs, key=lambda each: each.host_bytes), question.limits) if needs else ():
         say(f"warning: {need}")
@@ -79,7 +79,7 @@ def describe_trained(row: Row) -> str:
     number = _short(plan.num_trainable_peak)
     if not row.way.trains_all:
         return f"{number}, {plan.num_trainable_peak / plan.num_parameters:.1%}"
-    return "all" if plan.num_trainable_peak >= plan.num_parameters else f"all, {number} a step"
+    return "all" if plan.num_trainable_peak >= plan.num_parameters else f"all, {number}/step"
 
 
 def _short(number: int) -> str:

@@ -77,8 +77,8 @@ def find_model(model: str) -> ModelFigures:
     figures = _find(model)
     if not figures.tasks():
         raise ValueError(
-            f"{figures.source} is of type {figures.config.model_type!r}, which has no head for one of "
-            f"{', '.join(get_args(TaskName))}; a plan needs a transformer with one of these"
+            f"{figures.source} is of type {figures.config.model_type!r}, which has no head for any of "
+            f"{', '.join(get_args(TaskName))}. Name a transformer with such a head"
         )
     return figures
 
@@ -89,7 +89,7 @@ def _find(model: str) -> ModelFigures:
         check_no_adapter(path)
         file = path / CONFIG_NAME if path.is_dir() else path
         if not file.is_file():
-            raise ValueError(f"the folder {model} has no {CONFIG_NAME}; name one that a model was saved in")
+            raise ValueError(f"the folder {model} has no {CONFIG_NAME}. Name one in which a model was saved")
         config = _read_config(file)
         return ModelFigures(name=model, source=str(file), name_or_path=str(file.parent), config=config)
     for name, shipped in SHIPPED_MODELS.items():
@@ -148,9 +148,9 @@ def _read_config(file: Path) -> PreTrainedConfig:
     if not isinstance(figures, dict) or not isinstance(figures.get("model_type"), str):
         made_by = figures.get("_class_name") if isinstance(figures, dict) else None
         raise ValueError(
-            f"{file} is no configuration of a transformer: it has no model_type"
+            f"{file} is not a configuration of a transformer: it has no model_type"
             + (f", but is of a {made_by}" if isinstance(made_by, str) else "")
-            + f"; name the folder of a transformers model, or one of {', '.join(SHIPPED_MODELS)}"
+            + f". Name the folder of a transformers model, or one of {', '.join(SHIPPED_MODELS)}"
         )
     return _make_config(figures, str(file))
 
@@ -168,8 +168,8 @@ def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
     except (ValueError, KeyError) as error:
         own_code = " (it brings code of its own, which a plan never runs)" if "auto_map" in figures else ""
         raise ValueError(
-            f"{name} has model_type={kind!r}, which is none of the installed transformers library's{own_code}; a newer "
-            "version may know it"
+            f"{name} has model_type={kind!r}, which the installed transformers library does not know{own_code}. Try a "
+            "newer version"
         ) from error
     try:
         _check_counts(figures)
@@ -187,7 +187,7 @@ def _check_architectures(figures: dict[str, Any]) -> None:
     """Refuse `architectures` unless it is a list of class names (transformers accepts any value)."""
     names = figures.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"architectures={names!r}, which must be a list of the names of classes; the file is damaged")
+        raise ValueError(f"architectures={names!r} must be a list of class names, so the file is damaged")
 
 
 def _check_counts(figures: dict[str, Any]) -> None:
@@ -196,4 +196,4 @@ def _check_counts(figures: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _check_counts(value)
         elif isinstance(value, (int, float)) and _COUNTS_LAYERS.search(str(key)) and value > _MOST_LAYERS:
-            raise ValueError(f"{key}={value}, and no model has more than {_MOST_LAYERS:,}; the file is damaged")
+            raise ValueError(f"{key}={value}, and no model has more than {_MOST_LAYERS:,}, so the file is damaged")

@@ -130,7 +130,7 @@ class PlannedLora(PlannedDense):
             if type(module).__name__ in _WITHOUT_ADAPTER:
                 raise ValueError(
                     f"method='lora' puts adapters beside all linear layers, and PEFT's can't stand beside {name} "
-                    f"({type(module).__name__}), which returns several tensors; plan another method"
+                    f"({type(module).__name__}), which returns several tensors. Plan another method"
                 )
         try:
             from peft import LoraConfig, get_peft_model

@@ -44,9 +44,9 @@ def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"this model's step depends on the values of its tensors ({error}), and a plan has none. Mixtures of "
-            "experts that transformers multiplies in groups (Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3) can be planned; "
-            "those that look up the tokens of one expert after the other can't: plan a dense model of the same sizes "
-            "for a bound, or run a few steps of slivertune train with the memory ledger"
+            "experts that transformers multiplies in groups (Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3) can be "
+            "planned, but not those that look up the tokens of one expert after the other. Plan a dense model of the "
+            "same sizes for a bound, or run a few steps of slivertune train with the memory ledger"
         ) from error
 
 

@@ -43,14 +43,14 @@ def multiply_in_groups(
     """
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
         raise ValueError(
-            f"grouped_mm of shapes {tuple(mat_a.shape)} and {tuple(mat_b.shape)} has no plan; it must be of rows "
-            "sorted by group and a matrix for each group, without a bias"
+            f"grouped_mm of shapes {tuple(mat_a.shape)} and {tuple(mat_b.shape)} has no plan. It needs rows sorted by "
+            "group and one matrix per group, without a bias"
         )
     for width in (mat_a.shape[1], mat_b.shape[2]):
         if width * mat_b.element_size() % _ALIGNMENT_BYTES:
             raise ValueError(
                 f"experts of width {width} in {mat_b.dtype} have rows that are no multiple of {_ALIGNMENT_BYTES} "
-                "bytes, which torch's grouped products refuse; change the model's hidden or intermediate size"
+                "bytes, which torch's grouped products refuse. Change the model's hidden or intermediate size"
             )
     result: torch.Tensor = _GroupedProduct.apply(mat_a, mat_b, tell)  # type: ignore[no-untyped-call]
     return result

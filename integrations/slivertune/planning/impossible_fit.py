@@ -34,9 +34,9 @@ def describe_impossible(
     )
     parts = f"{format_bytes(least.plan.peak_bytes)} at the peak, {format_bytes(least.allowance.total)} of allowance"
     text = (
-        f"nothing that may be changed makes this fit {describe_limits(limits)}; "
-        + "".join(f"the run is {short}; " for short in shortages(least, limits))
-        + f"the smallest GPU that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: "
+        f"no setting that may change makes this fit {describe_limits(limits)}. "
+        + "".join(f"The run is {short}. " for short in shortages(least, limits))
+        + f"The smallest GPU that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: "
         f"{parts})"
     )
     if limits.host_bytes is not None:
@@ -52,7 +52,7 @@ def describe_impossible(
         if name in fixed
     }
     if in_the_way:
-        text += f"; not changed, as you set it: {', '.join(f'--{name}' for name in in_the_way)}"
+        text += f". Not changed, as you set it: {', '.join(f'--{name}' for name in in_the_way)}"
     return text
 
 

@@ -94,8 +94,8 @@ def find_largest(
     if not fits(1):
         raise ValueError(
             f"{field} {step} needs {format_bytes(known[1].device_bytes)} on the GPU and "
-            f"{format_bytes(known[1].host_bytes)} of host memory, and there are {describe_limits(limits)}; leave out "
-            f"--max {field} and let --fit find other settings"
+            f"{format_bytes(known[1].host_bytes)} of host memory, and there are {describe_limits(limits)}. Leave out "
+            f"--max {field}, and let --fit find other settings"
         )
     low, high = 1, last + 1
     while high - low > 1:

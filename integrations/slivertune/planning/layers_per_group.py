@@ -33,10 +33,10 @@ class Trial:
 
     def describe(self) -> str:
         """Describe the trial in one line."""
-        layers = f"{self.layers_per_group} layer{'s' if self.layers_per_group > 1 else ''} a step"
+        layers = f"{self.layers_per_group} layer{'s' if self.layers_per_group > 1 else ''} per step"
         if self.exposed_share is None or self.seconds_per_step is None:
             return f"{layers}: {format_bytes(self.requirement.device_bytes)} on the GPU, does not fit"
-        return f"{layers}: {self.exposed_share:.1%} of {self.seconds_per_step:.3g} s stands still for copies"
+        return f"{layers}: {self.exposed_share:.1%} of {self.seconds_per_step:.3g} s is stalled by copies"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +61,12 @@ class LayersChoice:
         chosen = self.chosen
         assert chosen.exposed_share is not None
         if chosen.exposed_share > HIDDEN_SHARE:
-            return f"no number hides its copies ({HIDDEN_SHARE:.0%} at most), and this has the least to copy a step"
+            return f"no number overlaps its copies (at most {HIDDEN_SHARE:.0%} stalled), and this copies least per step"
         if len(self.trials) == 1:
-            return "all layers, as dense fine-tuning trains them, fit and hide their copies"
+            return "all layers, as in dense fine-tuning, fit and overlap their copies"
         too_many = self.trials[-2]
-        what = "would not fit" if too_many.exposed_share is None else "would wait for copies"
-        return f"the most of those tried that fits and hides its copies; {too_many.layers_per_group} {what}"
+        what = "would not fit" if too_many.exposed_share is None else "would stall for copies"
+        return f"the largest number tried that fits and overlaps its copies; {too_many.layers_per_group} {what}"
 
     def lines(self) -> list[str]:
         """Return the choice with its GPU and its reason, and the trials, one line each."""
@@ -144,11 +144,11 @@ def check_has_copies(request: PlanRequest) -> None:
     """
     for name, value, known in (("method", request.method, "hift"), ("layout", request.layout, "single")):
         if value != known:
-            raise ValueError(f"layers_per_group='auto' is chosen for {name}={known!r}, not {value!r}; give a number")
+            raise ValueError(f"layers_per_group='auto' is chosen for {name}={known!r}, not {value!r}. Give a number")
     if request.state != "host":
         raise ValueError(
             f"layers_per_group='auto' is chosen by the copies between host and GPU, and with state={request.state!r} "
-            "others or none decide; give a number, or take state='host'"
+            "others or none decide. Give a number, or use state='host'"
         )
 
 
@@ -192,9 +192,9 @@ def _try(
 
 def _complaint(requirement: MemoryRequirement, limits: Limits) -> str:
     text = (
-        f"one layer a step needs {format_bytes(requirement.device_bytes)} on the GPU and "
+        f"one layer per step needs {format_bytes(requirement.device_bytes)} on the GPU and "
         f"{format_bytes(requirement.host_bytes)} of host memory, and there are {format_bytes(limits.device_bytes)}"
     )
     if limits.host_bytes is not None:
         text += f" and {format_bytes(limits.host_bytes)}"
-    return f"{text}; slivertune plan --layers_per_group 1 --fit finds settings that fit"
+    return f"{text}. Run slivertune plan --layers_per_group 1 --fit to find settings that fit"

@@ -107,7 +107,7 @@ def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
         peak=peak,
         residual_bytes=peak.residual,
         host_bytes=_host_bytes(plan, request, sizes),
-        notes=(*plan.notes, f"what layout {request.layout!r} adds and shares out is computed from sizes"),
+        notes=(*plan.notes, f"memory that layout {request.layout!r} adds and shards is computed from sizes"),
     )
 
 

@@ -163,7 +163,7 @@ def check_options_are_read(
     for other, names in own.items():
         unused = [f"--{name}" for name in names if name in given]
         if other not in methods and unused:
-            raise ValueError(f"{', '.join(unused)}: only --method {other} reads this; leave it out or choose {other}")
+            raise ValueError(f"{', '.join(unused)}: only --method {other} reads this. Leave it out or choose {other}")
 
 
 def planned_options() -> dict[str, list[str]]:
@@ -203,7 +203,7 @@ def clash_with_method(method: str) -> str | None:
     if method not in _NOT_IN_4BIT:
         return None
     return (
-        f"--load_in_4bit does not go with --method {method}: {_NOT_IN_4BIT[method]}; take --method lora or sft, which "
+        f"--load_in_4bit does not go with --method {method}: {_NOT_IN_4BIT[method]}. Use --method lora or sft, which "
         "train adapters or deltas beside them, or leave out --load_in_4bit"
     )
 
@@ -211,6 +211,6 @@ def clash_with_method(method: str) -> str | None:
 def clash_with_zero3() -> str:
     """Return why ZeRO-3 can't shard 4-bit weights, whatever the method, and the way out."""
     return (
-        "--load_in_4bit does not go with ZeRO-3, which shares weights out without the scales that belong to 4-bit "
-        "codes; take DDP, ZeRO-1 or ZeRO-2, or leave out --load_in_4bit"
+        "--load_in_4bit does not go with ZeRO-3, which shards weights without the scales that belong to 4-bit codes. "
+        "Use DDP, ZeRO-1 or ZeRO-2, or leave out --load_in_4bit"
     )

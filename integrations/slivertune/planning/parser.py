@@ -12,8 +12,8 @@ from slivertune.core.setting_checks import integer_or_auto
 from slivertune.planning.methods import planned_methods
 
 _DESCRIPTION = (
-    "Say what a run will need before it runs: its real step is made on tensors without data, every living byte "
-    "counted. Needs neither weights nor a GPU."
+    "Report what a run will need before it runs: its real step is made on tensors without data, and every byte that "
+    "it stores is counted. Needs neither weights nor a GPU."
 )
 _CHECKPOINTED = "slivertune plan --model llama-3-8b --precision mixed_hi --gradient_checkpointing"
 _EXAMPLES = (
@@ -42,7 +42,7 @@ class _PlanParser(OptionParser):
             usage="slivertune plan --model MODEL [--option value ...]",
             description=_DESCRIPTION,
             examples=_EXAMPLES,
-            groups=[*self.groups, HelpGroup("help", [HelpEntry("-h, --help", "this text")])],
+            groups=[*self.groups, HelpGroup("help", [HelpEntry("-h, --help", "show this text")])],
             notes=(ON_SPELLING,),
         )
 

@@ -61,7 +61,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     if answer.time is not None and answer.card is not None:
         print_time(answer.time, answer.card, answer.num_tokens, console)
     elif answer.card is not None:
-        say(f"how long an update takes on a {answer.card.name} is said of what fits it; --fit finds settings that do")
+        say(f"time per update on a {answer.card.name} is planned if the run fits; --fit finds settings that do")
     for note in plan.notes:
         say(f"note: {note}")
     if command.arguments is not None:
@@ -71,7 +71,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     if answer.limits is None:
         say("--fit 24GiB finds settings for a GPU of that size, the least costly first")
     if answer.card is None:
-        say("--gpu 4090 says how long an update takes there, and whether it fits")
+        say("--gpu 4090 shows the time per update there, and whether the run fits")
 
 
 def print_sweep(answer: SweepAnswer, console: Console) -> None:

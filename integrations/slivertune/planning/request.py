@@ -66,100 +66,102 @@ class PlanRequest:
 
     task: TaskName = field(
         default="causal_lm",
-        metadata=option(_RUN, "what is learned, which decides the model's head; by default what it was made for"),
+        metadata=option(_RUN, "training task, which decides the model's head; by default what the model was made for"),
     )
-    method: str = field(default="hift", metadata=option(_RUN, "how it is trained"))
+    method: str = field(default="hift", metadata=option(_RUN, "training method"))
     optimizer: OptimizerName = field(
         default="adamw",
-        metadata=option(_RUN, "trains what the method trains; sft is an optimizer itself, and takes adamw alone"),
+        metadata=option(_RUN, "optimizer of the trained weights; sft is an optimizer itself, and takes only adamw"),
     )
     precision: PrecisionName = field(
         default="fp32",
         metadata=option(
             _RUN,
             "fp32: fp32 weights; mixed: fp32 weights under bf16 autocast; mixed_hi: bf16 weights with fp32 masters, "
-            "which hift keeps (its paper's Mixed^Hi); bf16: bf16 weights and nothing behind them; lora's adapters and "
-            "sft's deltas stay fp32. With --fit by default mixed_hi for hift, mixed for dense, else bf16",
+            "hift only (Mixed^Hi of its paper); bf16: bf16 weights without masters. lora's adapters and sft's deltas "
+            "stay fp32. With --fit by default mixed_hi for hift, mixed for dense, else bf16",
         ),
     )
     batch_size: int = field(
         default=1,
         metadata=option(
-            _RUN, "sequences in a forward, on each GPU", names=("--batch_size", "--per_device_train_batch_size")
+            _RUN, "sequences per forward on each GPU", names=("--batch_size", "--per_device_train_batch_size")
         ),
     )
     gradient_accumulation_steps: int = field(
         default=1,
         metadata=option(
             _RUN,
-            "forwards and backwards before an update; from the second on, gradients of the first are alive all along",
+            "forwards and backwards per update; from the second on, gradients of the first stay allocated",
         ),
     )
     seq_length: int = field(
         default=512,
-        metadata=option(_RUN, "unpadded tokens in a sequence", names=("--seq_length", "--max_length")),
+        metadata=option(_RUN, "unpadded tokens per sequence", names=("--seq_length", "--max_length")),
     )
     images: int = field(
         default=0,
-        metadata=option(_RUN, "image_text: images in each sequence; their tokens are among seq_length", least=0),
+        metadata=option(_RUN, "image_text: images per sequence; their tokens are among seq_length", least=0),
     )
     image_size: int | None = field(
         default=None,
-        metadata=option(
-            _RUN, "image_text: pixels along each side of an image; by default what the model's config says"
-        ),
+        metadata=option(_RUN, "image_text: pixels per side of an image; by default the size in the model's config"),
     )
     num_labels: int = field(default=2, metadata=option(_RUN, "classes of a classifier"))
     attn_implementation: AttentionName | None = field(
         default=None,
         metadata=option(
             _RUN,
-            "attention of the transformers library: sdpa, its fused kernels, which store no scores; eager, all scores",
+            "attention of the transformers library: sdpa, fused kernels that store no scores; eager, which stores all "
+            "scores",
         ),
     )
     gradient_checkpointing: bool = field(
         default=False,
         metadata=option(
             _RUN,
-            "keep each block's input alone, and compute the block again in backward",
+            "store only each block's input, and recompute the block in the backward",
             names=("--gradient_checkpointing", "--activation_checkpointing"),
         ),
     )
     keep_activations: int = field(
         default=0,
-        metadata=option(_RUN, "with gradient_checkpointing: blocks, from the top, that keep all after all", least=0),
+        metadata=option(
+            _RUN, "with gradient_checkpointing: blocks, from the top, that keep their activations", least=0
+        ),
     )
     offload_activations: bool = field(
         default=False,
         metadata=option(
-            _RUN, "with gradient_checkpointing: the inputs of blocks wait in host memory from forward to backward"
+            _RUN, "with gradient_checkpointing: offload the inputs of blocks to host memory from forward to backward"
         ),
     )
     token_tile_size: int | None = field(
         default=None,
         metadata=option(
-            _RUN, "tokens of a batch that go through an MLP or a norm at a time, computed again in backward; else all"
+            _RUN, "tokens per tile that go through an MLP or a norm at once, recomputed in the backward; by default all"
         ),
     )
     chunked_cross_entropy: bool = field(
         default=True,
         metadata=option(
-            _RUN, "compute a causal model's loss in chunks, never holding all logits; a classifier has no need of it"
+            _RUN, "compute a causal model's loss in chunks, without storing all logits; no effect on a classifier"
         ),
     )
     token_ratio: float | None = field(
         default=None,
         metadata=option(
             _METHODS,
-            "any method: share of the tokens that keep activations and gradients (TokenTune), in (0, 1], or else all",
+            "any method: share of the tokens that keep activations and gradients (TokenTune), in (0, 1]; by default "
+            "all",
         ),
     )
     layers_per_group: int = field(
         default=1,
         metadata=option(
             _METHODS,
-            "hift: layers that an update trains (m); auto: the most whose state is copied behind the computation on "
-            "--gpu, and that fit there",
+            "hift: layers per group, trained in one update (m); auto: the largest number that fits --gpu and whose "
+            "transfers fully overlap with compute",
             or_auto=True,
         ),
     )
@@ -167,42 +169,42 @@ class PlanRequest:
         default=None,
         metadata=option(
             _METHODS,
-            "hift: the layers from the bottom to the top, for models in which they are not found; as for slivertune "
-            "train",
+            "hift: layers from bottom to top, for models in which they are not found; as for slivertune train",
         ),
     )
     steps_per_group: int = field(
         default=1,
         metadata=option(
             _METHODS,
-            "hift: updates before the next group's turn; with state=discard the second meets what the first has made",
+            "hift: updates per turn of a group; with state=discard the second update uses the state of the first",
         ),
     )
     stream_bytes: int = field(
         default=128 * 2**20,
         metadata=option(
             _METHODS,
-            "hift: what of a group's masters and state is on the GPU at a time while it is stepped, in pieces (by "
-            "default 128MiB); 0: the whole group",
+            "hift: chunk size of a group's masters and state on the GPU while it is stepped (by default 128MiB); 0: "
+            "the whole group",
             read=parse_bytes,
             metavar="SIZE",
             least=0,
         ),
     )
-    state: StatePlace = field(default="host", metadata=option(_METHODS, "hift: where state and masters wait"))
+    state: StatePlace = field(
+        default="host", metadata=option(_METHODS, "hift: storage of state and masters between turns")
+    )
     master: MasterKind | None = field(
         default=None,
         metadata=option(
             _METHODS,
-            "hift: what bf16 weights are trained on, an fp32 master or nothing else; by default fp32 with mixed_hi, "
-            "none with all else",
+            "hift: master weights of bf16 weights, fp32 or none; by default fp32 with mixed_hi, else none",
         ),
     )
     gradients: GradientPlace = field(
         default="device",
         metadata=option(
             _METHODS,
-            "hift: where gradients wait for their step; host: in host memory; stepped: nowhere, each tensor is stepped "
+            "hift: storage of gradients until their step; host: in host memory; stepped: none, each tensor is stepped "
             "inside the backward, without clipping",
         ),
     )
@@ -210,7 +212,7 @@ class PlanRequest:
         default=0,
         metadata=option(
             _METHODS,
-            "hift: with state=disk, host memory for groups that stay in it, as many as fit",
+            "hift: with state=disk, host memory for groups that stay resident in it, as many as fit",
             read=parse_bytes,
             metavar="SIZE",
             least=0,
@@ -220,23 +222,23 @@ class PlanRequest:
         default=None,
         metadata=option(
             _METHODS,
-            "hift: checkpoints that are kept, which count on disk together with the one that is being written; by "
-            "default none is counted",
+            "hift: checkpoints that are kept; on disk they count together with the one being written; by default none "
+            "is counted",
         ),
     )
     waiting: WaitingForm | None = field(
         default=None,
         metadata=option(
             _METHODS,
-            "hift: hold the blocks' linear weights that are not training in fewer bits, int8 or nf4; exact ones wait "
-            "on the host",
+            "hift: store the blocks' idle linear weights in fewer bits, int8 or nf4; exact weights are offloaded to "
+            "the host",
         ),
     )
     prefetch_bytes: int = field(
         default=0,
         metadata=option(
             _METHODS,
-            "hift: bytes that pieces hold ahead of their step; training takes by itself what is left",
+            "hift: GPU memory that may hold prefetched state; training itself uses the free memory",
             read=parse_bytes,
             metavar="SIZE",
             least=0,
@@ -246,14 +248,16 @@ class PlanRequest:
         default="device",
         metadata=option(
             _METHODS,
-            "hift: where blocks wait that neither run nor train; host: in host memory, each comes ahead of its use",
+            "hift: storage of blocks that neither run nor train; host: offload them to host memory, and prefetch each "
+            "before its use",
         ),
     )
     resident_bytes: int = field(
         default=0,
         metadata=option(
             _METHODS,
-            "hift: with weights=host, bytes of blocks that stay on the GPU; training takes by itself what is left",
+            "hift: with weights=host, bytes of blocks that stay resident on the GPU; training itself uses the free "
+            "memory",
             read=parse_bytes,
             metavar="SIZE",
             least=0,
@@ -262,7 +266,7 @@ class PlanRequest:
     density: float | None = field(
         default=None,
         metadata=option(
-            _METHODS, "sft: share of the weights that is trained, in (0, 1]; as LoRA of rank 64 by default"
+            _METHODS, "sft: trained share of the weights, in (0, 1]; by default as many weights as LoRA of rank 64"
         ),
     )
     num_weights: int | None = field(
@@ -276,7 +280,7 @@ class PlanRequest:
         default=None,
         metadata=option(
             _METHODS,
-            "sft: what is trained: ends of module paths, e.g. q_proj v_proj, or of parameter names; by default all "
+            "sft: ends of the paths of trained modules, e.g. q_proj v_proj, or of parameter names; by default all "
             "linear layers of the blocks",
         ),
     )
@@ -287,14 +291,14 @@ class PlanRequest:
         default=False, metadata=option(_METHODS, "sft: let a reselection move weights between tensors")
     )
     packed: bool = field(
-        default=False, metadata=option(_METHODS, "sft: about halve the bytes of state; deltas and moments in bf16")
+        default=False, metadata=option(_METHODS, "sft: deltas and moments in bf16: about half the bytes of state")
     )
     sft_momentum: float = field(
         default=0.0,
-        metadata=option(_METHODS, "sft: SM3's momentum, in [0, 1), with selection=momentum; above 0 it is state"),
+        metadata=option(_METHODS, "sft: momentum of SM3, in [0, 1), with selection=momentum; above 0 it is state"),
     )
     selection: SelectionCriterion = field(
-        default="accumulated_gradient", metadata=option(_METHODS, "sft: how weights to grow are chosen")
+        default="accumulated_gradient", metadata=option(_METHODS, "sft: criterion for growing weights")
     )
     reselection_interval: int = field(
         default=20,
@@ -308,23 +312,23 @@ class PlanRequest:
         default=5,
         metadata=option(
             _METHODS,
-            "sft: updates of AG's estimation phase before a reselection (gamma); with S < 2 gamma the first two phases "
-            "overlap, and both phases' candidates are alive",
+            "sft: updates of AG's estimation phase before a reselection (gamma); with S < 2 gamma the first two "
+            "phases overlap, and the candidates of both are stored",
         ),
     )
     replacement_rate: float = field(
         default=0.2,
         metadata=option(
             _METHODS,
-            "sft: the most that a reselection after the first replaces (alpha), in [0, 1]: how many candidates more "
-            "than that the second of two overlapping phases has",
+            "sft: largest share of weights that a reselection after the first replaces (alpha), in [0, 1]; it bounds "
+            "the candidates of the second of two overlapping phases",
         ),
     )
     lora_rank: int = field(default=16, metadata=option(_METHODS, "lora: rank of the adapters (r)"))
     lora_dropout: float = field(
         default=0.0,
         metadata=option(
-            _METHODS, "lora: dropout on an adapter's input, in [0, 1); above 0 each keeps an input of its own"
+            _METHODS, "lora: dropout on an adapter's input, in [0, 1); above 0 each adapter keeps its own input"
         ),
     )
     lora_target_modules: tuple[str, ...] | None = field(
@@ -337,29 +341,26 @@ class PlanRequest:
     )
     load_in_4bit: bool = field(
         default=False,
-        metadata=option(_METHODS, "lora, sft: whether the blocks' frozen linear layers are held in NF4"),
+        metadata=option(_METHODS, "lora, sft: store the blocks' frozen linear layers in NF4"),
     )
     kernels: Kernels = field(
         default="gpu",
         metadata=option(
             _RUN,
-            "whose kernels and copies are counted: those of a GPU, or those of the CPU, for a run of slivertune train "
-            "there",
+            "kernels and copies to count: those of a GPU, or of the CPU for a run of slivertune train there",
         ),
     )
-    layout: Layout = field(default="single", metadata=option(_LAYOUT, "how the run is spread over GPUs"))
+    layout: Layout = field(default="single", metadata=option(_LAYOUT, "distribution of the run over GPUs"))
     num_gpus: int = field(
         default=1,
-        metadata=option(
-            _LAYOUT, "GPUs of the layout; all figures are those of one GPU, and of its process on the host"
-        ),
+        metadata=option(_LAYOUT, "GPUs of the layout; all figures are per GPU, and per process on the host"),
     )
     offload_parameters: bool = field(
         default=False,
         metadata=option(
             _LAYOUT,
-            "fsdp2, zero3: parameters wait on the host and are streamed layer by layer (FSDP2's CPU offload, ZeRO-3's "
-            "offload_param)",
+            "fsdp2, zero3: offload parameters to the host and stream them layer by layer (FSDP2's CPU offload, "
+            "ZeRO-3's offload_param)",
         ),
     )
 
@@ -375,15 +376,15 @@ class PlanRequest:
                 check_choice(name, value, get_args(KINDS[name]))
         for name, value in (("token_ratio", self.token_ratio), ("density", self.density)):
             if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name}={value} must be in (0, 1]; leave it out for the default")
+                raise ValueError(f"{name}={value} must be in (0, 1]. Leave it out for the default")
         for name in ("sft_target_modules", "lora_target_modules", "layers"):
             if getattr(self, name) == ():
-                raise ValueError(f"{name} is empty; name modules, or leave it out for the default")
+                raise ValueError(f"{name} is empty. Name modules, or leave it out for the default")
         for name, value in (("sft_momentum", self.sft_momentum), ("lora_dropout", self.lora_dropout)):
             if not 0 <= value < 1:
-                raise ValueError(f"{name}={value} must be in [0, 1); 0 has none")
+                raise ValueError(f"{name}={value} must be in [0, 1). Use 0 for none")
         if not 0 <= self.replacement_rate <= 1:
-            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2")
+            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]. The paper uses 0.2")
         refusals = (
             *self._clashes_with_task(),
             *self._clashes_with_precision(),
@@ -426,23 +427,23 @@ class PlanRequest:
             (
                 self.num_labels != 2 and self.task != "classification",
                 (
-                    f"num_labels={self.num_labels} with task={self.task!r}, which has no classes; take "
+                    f"num_labels={self.num_labels} with task={self.task!r}, which has no classes. Use "
                     "task='classification', or leave it out"
                 ),
             ),
             (
                 self.images and self.task != "image_text",
-                f"images={self.images} with task={self.task!r}, which has none; take task='image_text', or images=0",
+                f"images={self.images} with task={self.task!r}, which has none. Use task='image_text', or images=0",
             ),
             (
                 self.image_size is not None and not self.images,
-                f"image_size={self.image_size} with images=0; say how many images a sequence has, or leave it out",
+                f"image_size={self.image_size} with images=0. Give images, their number per sequence, or leave it out",
             ),
             (
                 self.token_ratio is not None and (self.images or self.task == "speech"),
                 (
-                    f"token_ratio={self.token_ratio} selects tokens of text, and has no plan with images or speech; "
-                    "leave it out"
+                    f"token_ratio={self.token_ratio} selects tokens of text, and has no plan with images or speech. "
+                    "Leave it out"
                 ),
             ),
         )
@@ -452,19 +453,19 @@ class PlanRequest:
             (
                 self.precision == "mixed_hi" and "master" not in planned(self.method).settings,
                 (
-                    f"precision='mixed_hi' is HiFT's, and method={self.method!r} keeps no masters; take 'mixed' (fp32 "
+                    f"precision='mixed_hi' is HiFT's, and method={self.method!r} keeps no masters. Use 'mixed' (fp32 "
                     "weights under autocast) or 'bf16', or method='hift' with all layers in one group"
                 ),
             ),
             (
                 self.precision == "mixed_hi" and self.master == "none",
-                "precision='mixed_hi' means masters, and master='none' has none; take precision='bf16'",
+                "precision='mixed_hi' means masters, and master='none' has none. Use precision='bf16'",
             ),
             (
                 self.precision != "mixed_hi" and self.master_kind != "none",
                 (
-                    f"master={self.master!r} is for bf16 weights, which precision={self.precision!r} does not train "
-                    "on masters; take precision='mixed_hi'"
+                    f"master={self.master!r} is for bf16 weights, which precision={self.precision!r} does not train on "
+                    "masters. Use precision='mixed_hi'"
                 ),
             ),
         )
@@ -482,18 +483,18 @@ class PlanRequest:
                 method.is_optimizer and self.optimizer != "adamw",
                 (
                     f"optimizer={self.optimizer!r} does not go with method={self.method!r}, which is an optimizer "
-                    "itself; leave it out"
+                    "itself. Leave it out"
                 ),
             ),
             (
                 "density" in method.settings and len(counts) > 1,
-                f"{' and '.join(counts)} say the same thing, how many weights are trained; give one",
+                f"{' and '.join(counts)} both set how many weights are trained. Give one",
             ),
             (
                 self.sft_momentum and self.selection != "momentum",
                 (
-                    f"sft_momentum={self.sft_momentum} is SM3's, which selection={self.selection!r} does not train by; "
-                    "take selection='momentum', or leave it out"
+                    f"sft_momentum={self.sft_momentum} is SM3's, and selection={self.selection!r} does not train by "
+                    "SM3. Use selection='momentum', or leave it out"
                 ),
             ),
             (
@@ -502,53 +503,47 @@ class PlanRequest:
                 and self.reselection_interval <= self.estimation_steps,
                 (
                     f"reselection_interval={self.reselection_interval} must be greater than "
-                    f"estimation_steps={self.estimation_steps}, which are the last updates of each interval"
+                    f"estimation_steps={self.estimation_steps}, the last updates of each interval"
                 ),
             ),
             (
                 self.state != "disk" and self.state_ram_bytes,
                 (
-                    f"state_ram_bytes={self.state_ram_bytes} keeps some groups of state='disk' in memory; with "
+                    f"state_ram_bytes={self.state_ram_bytes} keeps some groups of state='disk' in memory. With "
                     f"state={self.state!r} leave it out"
                 ),
             ),
             (
                 self.state == "device" and self.prefetch_bytes,
-                (
-                    f"prefetch_bytes={self.prefetch_bytes} is for state that waits off the device; with state='device' "
-                    "leave it out"
-                ),
+                f"prefetch_bytes={self.prefetch_bytes} is for offloaded state. With state='device' leave it out",
             ),
             (
                 self.gradients != "device" and "gradients" not in method.settings,
-                f"gradients={self.gradients!r} is HiFT's; method={self.method!r} keeps them on the device",
+                f"gradients={self.gradients!r} is HiFT's. method={self.method!r} has no such choice. Leave it out",
             ),
             (
                 self.gradients == "host" and self.state == "device",
-                "gradients='host' come back with the state, which state='device' does not move; take state='host'",
+                "gradients='host' come back with the state, which state='device' does not move. Use state='host'",
             ),
             (
                 self.waiting and "waiting" not in method.settings,
-                f"waiting={self.waiting!r} is HiFT's; method={self.method!r} has no layers that wait for their turn",
+                f"waiting={self.waiting!r} is HiFT's. method={self.method!r} has no idle layers. Leave it out",
             ),
             (
                 self.waiting and self.state not in ("host", "disk"),
-                f"waiting={self.waiting!r} keeps exact weights with the state off the device; take state='host'",
+                f"waiting={self.waiting!r} stores exact weights with the offloaded state. Use state='host'",
             ),
             (
                 self.weights == "host" and "weights" not in method.settings,
-                f"weights='host' is HiFT's; method={self.method!r} keeps them on the device",
+                f"weights='host' is HiFT's. method={self.method!r} keeps weights on the device. Leave it out",
             ),
             (
                 self.weights == "host" and self.state == "device",
-                "weights='host' needs state that waits off the device; take state='host' with it",
+                "weights='host' needs offloaded state. Use state='host' with it",
             ),
             (
                 self.resident_bytes and self.weights == "device",
-                (
-                    f"resident_bytes={self.resident_bytes} is for weights that wait off the device; take "
-                    "weights='host', or leave it out"
-                ),
+                f"resident_bytes={self.resident_bytes} is for offloaded weights. Use weights='host', or leave it out",
             ),
         )
 
@@ -557,27 +552,27 @@ class PlanRequest:
             (
                 self.offload_parameters and self.layout not in ("fsdp2", "zero3"),
                 (
-                    f"offload_parameters streams parameters by FSDP2 or ZeRO-3; layout={self.layout!r} keeps them on "
-                    "the GPU: take layout='fsdp2' or 'zero3', also on one GPU"
+                    f"offload_parameters streams parameters by FSDP2 or ZeRO-3, and layout={self.layout!r} keeps them "
+                    "on the GPU. Use layout='fsdp2' or 'zero3', also on one GPU"
                 ),
             ),
             (
                 self.layers is not None and self.layout != "single",
                 (
-                    f"layers={self.layers} with layout={self.layout!r}, whose units are the blocks that "
-                    "are found in the model; take layout='single'"
+                    f"layers={self.layers} with layout={self.layout!r}, whose units are the blocks that are found in "
+                    "the model. Use layout='single'"
                 ),
             ),
             (
                 self.layout == "single" and self.num_gpus > 1,
                 (
-                    f"num_gpus={self.num_gpus} with layout='single', which is one GPU; take 'ddp', 'fsdp2', 'zero1', "
+                    f"num_gpus={self.num_gpus} with layout='single', which is one GPU. Use 'ddp', 'fsdp2', 'zero1', "
                     "'zero2' or 'zero3'"
                 ),
             ),
             (
                 self.layout != "single" and self.num_gpus < 2 and not self.offload_parameters,
-                f"layout={self.layout!r} needs at least 2 GPUs, and num_gpus={self.num_gpus}; take layout='single'",
+                f"layout={self.layout!r} needs at least 2 GPUs, and num_gpus={self.num_gpus}. Use layout='single'",
             ),
         )
 

@@ -378,7 +378,7 @@ class _Search:
                 self._reasons[id(candidate)] = (
                     "needless after a costlier setting that had to be changed"
                     if index < costliest
-                    else "needless, as cheaper settings do"
+                    else "needless, since cheaper settings suffice"
                 )
         reasons = {each.title: self._reasons.get(id(each)) for each in self._candidates if each.title not in done}
         return tuple((title, reason) for title, reason in reasons.items() if reason)

@@ -20,22 +20,22 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
         console: Console to print to.
     """
     rates = time.rates
-    table = Table(title=f"an update on a {card.name}", title_justify="left", show_header=False)
+    table = Table(title=f"update time on a {card.name}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
     for phase, seconds in time.update.computing.items():
         table.add_row(_TITLES[phase], format_seconds(seconds), "")
     for reason, seconds in time.update.waiting.items():
-        table.add_row(f"waits for {reason}", format_seconds(seconds), f"{seconds / time.seconds:.1%} of it")
+        table.add_row(f"stalls for {reason}", format_seconds(seconds), f"{seconds / time.seconds:.1%} of the total")
     table.add_section()
-    speed = f"{time.tokens_per_second:,.0f} tokens a second"
-    table.add_row("together", f"[bold]{format_seconds(time.seconds)}[/]", f"{time.num_tokens:,} tokens, {speed}")
+    speed = f"{time.tokens_per_second:,.0f} tokens/s"
+    table.add_row("total", f"[bold]{format_seconds(time.seconds)}[/]", f"{time.num_tokens:,} tokens, {speed}")
     if num_tokens is not None:
         table.add_section()
-        table.add_row("the run", f"{time.hours(num_tokens):,.1f} h", f"{num_tokens:,.0f} tokens")
+        table.add_row("run", f"{time.hours(num_tokens):,.1f} h", f"{num_tokens:,.0f} tokens")
     if time.disk_bytes_per_update:
-        table.add_row("writes to disk", format_bytes(round(time.disk_bytes_per_hour)), "an hour")
+        table.add_row("writes to disk", format_bytes(round(time.disk_bytes_per_hour)), "per hour")
     console.print(table)
     uses_disk = time.disk_bytes_per_update > 0
     for line in (describe_rates(rates, uses_disk=uses_disk), describe_range(time)):
@@ -49,11 +49,10 @@ def describe_rates(rates: Rates, *, uses_disk: bool = False) -> str:
         rates: Rates that the GPU is assumed to reach.
         uses_disk: Whether state is offloaded to files.
     """
-    disk = f", {rates.disk_bandwidth / 1e9:.3g} GB/s of the disk (--disk_bandwidth)" if uses_disk else ""
+    disk = f", {rates.disk_bandwidth / 1e9:.3g} GB/s of disk (--disk_bandwidth)" if uses_disk else ""
     return (
-        f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s ({rates.efficiency:.0%} of the card's peak, "
-        "--efficiency) and "
-        f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way{disk}; assumptions, not measurements of your machine"
+        f"note: assumes {rates.flops / 1e12:.3g} TFLOP/s ({rates.efficiency:.0%} of peak; --efficiency) and "
+        f"{rates.bus_bandwidth / 1e9:.3g} GB/s PCIe each way{disk}, not measured on your machine"
     )
 
 
@@ -64,10 +63,7 @@ def describe_range(time: PlannedTime) -> str:
         time: Planned time of an update.
     """
     (low, high), (slow, fast) = EFFICIENCIES, time.tokens_per_second_range
-    return (
-        f"note: what training reaches varies: {slow:,.0f} tokens a second at {low:.0%} of the peak, {fast:,.0f} at "
-        f"{high:.0%}"
-    )
+    return f"note: training speed varies: {slow:,.0f} tokens/s at {low:.0%} of the peak, {fast:,.0f} at {high:.0%}"
 
 
 def format_seconds(seconds: float) -> str:

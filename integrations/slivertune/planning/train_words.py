@@ -18,13 +18,11 @@ class TrainWords:
 
     bf16: bool | None = field(
         default=None,
-        metadata=option(
-            _GROUP, "in place of precision: with hift mixed_hi, with dense mixed, with sft and lora bf16; false: fp32"
-        ),
+        metadata=option(_GROUP, "in place of precision: mixed_hi with hift, mixed with dense, else bf16; false: fp32"),
     )
     weights_dtype: WeightsDtype | None = field(
         default=None,
-        metadata=option(_GROUP, "in place of precision: in what the weights are held; fp32 under bf16 is mixed"),
+        metadata=option(_GROUP, "in place of precision: dtype of stored weights; fp32 under bf16 is mixed"),
     )
     optim: str | None = field(
         default=None,
@@ -32,7 +30,9 @@ class TrainWords:
     )
     optim_args: str | None = field(
         default=None,
-        metadata=option(_GROUP, "of optim; momentum=0.9 with sgd is sgd_momentum", read=str, metavar="NAME=VALUE"),
+        metadata=option(
+            _GROUP, "arguments of optim; momentum=0.9 with sgd is sgd_momentum", read=str, metavar="NAME=VALUE"
+        ),
     )
 
     def settle(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class TrainWords:
         if self.optim is not None:
             _set(given, "optimizer", optimizer_named(self.optim, self.optim_args or ""), [f"--optim {self.optim}"])
         elif self.optim_args is not None:
-            raise ValueError(f"--optim_args {self.optim_args} is read with --optim alone; name the optimizer")
+            raise ValueError(f"--optim_args {self.optim_args} takes effect only with --optim. Name the optimizer")
         return given
 
 
@@ -66,7 +66,7 @@ WORD_KINDS = kinds_of(TrainWords)
 def _set(given: dict[str, Any], name: str, value: str, words: list[str]) -> None:
     if given.get(name, value) != value:
         raise ValueError(
-            f"{' '.join(words)} means --{name} {value} here, and --{name} {given[name]} says otherwise; leave out one "
+            f"{' '.join(words)} means --{name} {value} here, and --{name} {given[name]} says otherwise. Leave out one "
             "of the two"
         )
     given[name] = value
@@ -111,5 +111,5 @@ def optimizer_named(optim: str, optim_args: str) -> OptimizerName:
     """
     if optim not in OPTIM_NAMES:
         meant = did_you_mean(optim, OPTIM_NAMES)
-        raise ValueError(f"a plan does not know --optim {optim}, but {', '.join(OPTIM_NAMES)}{meant}")
+        raise ValueError(f"a plan does not know --optim {optim}, only {', '.join(OPTIM_NAMES)}{meant}")
     return "sgd_momentum" if optim == "sgd" and "momentum=" in optim_args else OPTIM_NAMES[optim]
