@@ -142,7 +142,7 @@ def test_an_unknown_command_or_one_without_its_arguments_is_code_2(arguments: li
             "unrecognized arguments: --learning_rat 1; did you mean --learning_rate?; see slivert",
         ),
         (["absent.yaml"], "config file absent.yaml is not there"),
-        (["chats.jsonl"], "'chats.jsonl' is no config file, whose name would end in .yaml, .yml, .json; a model is"),
+        (["chats.jsonl"], "'chats.jsonl' is not a config file: its name must end in .yaml, .yml, .json. Name a model"),
         (["--layers_per_group", "0"], "layers_per_group=0 must be at least 1"),
         (
             ["--model_name_or_path", "./nowhere", "--dataset", "rows.csv"],

@@ -68,7 +68,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "given/run.yaml"),
         "config file given/run.yaml is not UTF-8 text: line 2 has the byte 0xe9. Convert it",
     ),
-    "a folder for a run file": (("train", "given"), "config file given is a folder; name a file in it"),
+    "a folder for a run file": (("train", "given"), "config file given is a folder. Name a file in it"),
     "rows in Latin-1": (
         ("train", "--dataset", "given/rows.jsonl", "--output_dir", "out"),
         "given/rows.jsonl is not UTF-8 text: line 2 has the byte 0xe9. Convert it",

@@ -57,7 +57,7 @@ def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
             "--layers_per_group auto: there is no CUDA device here whose rates could be used. Name one by --gpu",
         ),
         ((*AUTO[:3], "none"), "--layers_per_group auto: card='none' must be one of '3090', '4060Ti-16GB'"),
-        (("--gpu", "4090"), "--gpu 4090 is read with --layers_per_group auto alone"),
+        (("--gpu", "4090"), "--gpu 4090 takes effect only with --layers_per_group auto"),
         (("--layers_per_group", "-1"), "layers_per_group=-1 must be at least 1"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_run_that_can_not_be_planned_is_not_chosen_for(words: tuple[str, ...],
 
 def test_several_processes_and_what_others_leave_of_the_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     method = parse_train_arguments(["--output_dir", "nowhere", *AUTO]).method
-    with pytest.raises(ValueError, match="chooses for one GPU, and this run has 2 processes; give a number"):
+    with pytest.raises(ValueError, match=r"chooses for one GPU, and this run has 2 processes\. Give a number"):
         method.check(frozenset(), SimpleNamespace(world_size=2, optim="adamw_torch", optim_target_modules=None))  # type: ignore[arg-type]
     assert hift._usable_bytes(SLOW, "4090") == 24 * 2**30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (700, 1000))

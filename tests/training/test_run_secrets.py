@@ -59,7 +59,7 @@ def test_a_run_keeps_and_shows_no_secret(
         kept = torch.load(runs["out"] / folder / "training_args.bin", weights_only=False)
         assert kept.hub_token == MASK and kept.seed == 42
     # What was kept is no command until the secrets are filled in.
-    assert f"has {MASK} where a secret was left out" in complaint(
+    assert f"has {MASK} in place of a secret, as in a saved command" in complaint(
         capsys, ["train", str(runs["out"] / "slivertune_run.yaml")]
     )
 

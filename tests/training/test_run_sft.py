@@ -190,7 +190,7 @@ def test_a_classifiers_new_head_is_refused_with_what_to_do_instead(
 ) -> None:
     error = runs.complaint(*SFT, *four_bit, "--task", "classification", data=write_classes(tmp_path))
     assert "score of LlamaForSequenceClassification is new, and --method sft trains a few of each tensor's" in error
-    assert "take --task prompt_classification" in error
+    assert "Use --task prompt_classification" in error
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def test_what_a_run_file_sets_can_be_unset_for_all_rows_or_for_one(
         assert "max_steps" not in values and Path(values["output_dir"]).parent == comparison.folder / name
     assert of_dense["weight_decay"] == 0.1 and "weight_decay" not in of_m
     message = complaint(capsys, [*command, "n:--weight_decay 0.2 --unset weight_decay"])
-    assert "--rows n: --unset weight_decay takes back what --weight_decay 0.2 sets" in message
+    assert "--rows n: --unset weight_decay resets what --weight_decay 0.2 sets" in message
 
 
 def test_another_program_runs_every_row(comparison: Comparison) -> None:

@@ -51,7 +51,7 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
         ({"dataset": ["./nowhere"]}, "give an existing .csv, .tsv"),
         ({"dataset": ["two words"]}, "a hub id (name or owner/name)"),
         ({"eval_file": "nowhere.csv"}, "eval_file 'nowhere.csv' is no file"),
-        ({"eval_split": "test", "eval_file": "e.csv"}, "keep one"),
+        ({"eval_split": "test", "eval_file": "e.csv"}, "Keep one"),
         ({"eval_split": "test"}, "has no split 'test'; it has train"),
         ({"eval_split": "trian[:3]"}, "use --eval_file); did you mean train?"),
         ({"train_split": "test[:3]"}, "has no split 'test[:3]'; it has train"),

@@ -24,7 +24,7 @@ def attached(folder: Path, **settings: Any) -> HiFTMethod:
 def test_a_rate_that_nobody_chose_for_hift_is_pointed_at(tmp_path: Path) -> None:
     method = attached(tmp_path)
     (note,) = method.notes(tiny_llama(), learning_rate=5e-5)
-    assert note.startswith(f"HiFT updates a parameter once in {LAYERS} updates here")
+    assert note.startswith(f"HiFT trains each parameter in one of {LAYERS} updates here")
     assert "--learning_rate was not given, so 5e-05 is used" in note
     assert method.notes(tiny_llama(), learning_rate=None) == []
     assert attached(tmp_path, layers_per_group=str(LAYERS)).notes(tiny_llama(), learning_rate=5e-5) == []
@@ -81,7 +81,7 @@ def test_lines_are_eight_updates_or_more_apart_and_show_one_group_after_the_othe
 
 @pytest.mark.parametrize("method", [HiFTMethod(HiFTArguments()), SFTMethod(SFTArguments())])
 def test_it_says_so_when_it_is_asked_before_it_is_attached(method: SliverMethod) -> None:
-    with pytest.raises(RuntimeError, match=f"{method.name} is attached to no Trainer; call attach first"):
+    with pytest.raises(RuntimeError, match=rf"{method.name} is not attached to a Trainer\. Call attach first"):
         method.lines()
 
 
@@ -102,7 +102,7 @@ def test_waiting_layers_in_fewer_bits_resume_with_the_same_bits_and_save_exact_w
         waiting,
     )
     result = runs.train("whole", *more)
-    assert f"waiting layers  in {waiting}; evaluation runs on them, what is saved is exact" in runs.printed()
+    assert f"waiting layers  in {waiting}; evaluation uses them, saved weights are exact" in runs.printed()
     assert result["settings"]["waiting"] == waiting
     runs.train("resumed", *more, "--resume_from_checkpoint", str(runs["whole/checkpoint-3"]))
     assert_same_bits(runs["resumed"], runs["whole"])

@@ -116,9 +116,9 @@ def test_a_name_or_an_option_that_is_taken_is_refused() -> None:
     class OtherOrder(FirstLayersMethod):
         name = "other_order"
 
-    with pytest.raises(ValueError, match="another method is registered as 'dense'; choose another name"):
+    with pytest.raises(ValueError, match=r"another method is registered as 'dense'\. Choose another name"):
         register_train_method(OtherDense)
-    with pytest.raises(ValueError, match="--num_first_layers is read by --method first_layers; name other_order's"):
+    with pytest.raises(ValueError, match=r"_layers is an option of --method first_layers\. Rename other_order's"):
         register_train_method(OtherOrder)
     assert list(TRAIN_METHODS) == ["dense", "hift", "sft", "lora", "first_layers"]
 

@@ -170,14 +170,14 @@ def test_the_embedded_model_has_a_share_and_a_rate_for_each_update_rule_of_its_o
         (["--estimation_steps", "0"], "estimation_steps=0 must be at least 1"),
         (["--replacement_rate", "1.5"], "replacement_rate=1.5 must be in [0, 1]"),
         ([*MOMENTUM, "--sft_momentum", "1"], "sft_momentum=1.0 must lie in [0, 1)"),
-        (["--sft_momentum", "0.5"], "--sft_momentum: it is SM3's, and read with --selection momentum alone"),
+        (["--sft_momentum", "0.5"], "--sft_momentum: only SM3 has momentum, with --selection momentum"),
         ([*MOMENTUM, "--estimation_steps", "3"], "--estimation_steps: --selection momentum trains by SM3"),
         ([*MOMENTUM, "--adam_beta2", "0.9", "--adam_epsilon", "1"], "--adam_beta2, --adam_epsilon: --selection"),
         (
             ["--reselection_interval", "0", "--replacement_rate", "0.1", "--redistribute"],
             "--redistribute, --replacement_rate: --reselection_interval 0 keeps the first choice",
         ),
-        (["--optim", "adafactor"], "--optim: --method sft is an optimizer itself, AdamW or SM3"),
+        (["--optim", "adafactor"], "--optim: --method sft is an optimizer itself: AdamW, or SM3"),
         (["--optim", "adamw_torch", "--optim_args", "x=1"], "--optim, --optim_args: --method sft is an optimizer"),
         (
             ["--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", "500", "--save_only_model"],

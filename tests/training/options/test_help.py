@@ -70,7 +70,7 @@ def test_groups_stand_in_the_order_in_which_a_run_is_put_together() -> None:
 def test_a_default_is_shown_unless_it_is_nothing() -> None:
     text = " ".join(help_text(has_all=True).split())
     for part in (
-        "--num_train_epochs X how often the data are trained on (default: 3.0)",
+        "--num_train_epochs X passes over the training data (default: 3.0)",
         "0 writes none (default: 160)",
         "label smoothing factor to prevent overconfidence. Zero means no smoothing (default: 0.0)",
         "updates in a row with a loss or gradient that is not finite (default: 10)",

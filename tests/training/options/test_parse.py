@@ -203,7 +203,7 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         ),
         (["--token_tile_size", "0"], "token_tile_size=0 must be at least 1"),
         (["--token_tile_size", "64", "--torch_compile"], "--token_tile_size does not go with --torch_compile"),
-        (["--token_tile_size", "64", "--use_liger_kernel"], "--use_liger_kernel gives MLPs and norms other forwards"),
+        (["--token_tile_size", "64", "--use_liger_kernel"], "--use_liger_kernel replaces the forwards of MLPs"),
         (
             ["--gradient_checkpointing", "--offload_activations", "--keep_activations", "auto"],
             "--keep_activations auto does not go with --offload_activations: 'auto' measures a block's activations",
@@ -220,7 +220,7 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         (["--lora_rank", "8"], "--lora_rank: only --method lora reads this. Leave it out or choose lora"),
         (["--method", "lora", "--order", "random"], "--order: only --method hift reads this"),
         (["--method", "lora", "--lora_rank", "0"], "lora_rank=0 must be at least 1"),
-        (["--method", "lora", "--lora_alpha", "0"], "lora_alpha=0 must be at least 1; leave it out for twice the rank"),
+        (["--method", "lora", "--lora_alpha", "0"], "lora_alpha=0 must be at least 1. Leave it out for twice the rank"),
         (["--method", "lora", "--lora_dropout", "1"], "lora_dropout=1.0 must lie in [0, 1)"),
         (["--density", "0.1", "--packed"], "--density, --packed: only --method sft reads this. Leave it out or"),
         (
@@ -228,10 +228,10 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
             "4-bit weights can't be changed by small steps. Use --method lora or sft, which train adapters or deltas",
         ),
         (["--load_in_4bit"], "--load_in_4bit does not go with --method hift: HiFT changes every weight in its turn"),
-        (["--token_ratio", "0"], "token_ratio=0.0 must lie in (0, 1]; leave it out to train on all tokens"),
+        (["--token_ratio", "0"], "token_ratio=0.0 must lie in (0, 1]. Leave it out to train on all tokens"),
         (["--token_ratio", "1.1"], "token_ratio=1.1 must lie in (0, 1]"),
         (["--token_ratio", "0.3", "--token_pattern", "every_other"], "invalid choice: 'every_other'"),
-        (["--token_pattern", "block"], "--token_pattern block is read with --token_ratio alone; give a ratio, or"),
+        (["--token_pattern", "block"], "--token_pattern block needs --token_ratio. Give a ratio, or"),
         (
             ["--gradients", "stepped"],
             "--gradients stepped does not go with --max_grad_norm 1: the norm of all gradients is known only when",
@@ -248,7 +248,7 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         ),
         (
             [*PROMPTS, "--token_ratio", "0.3"],
-            "outside the model, and that place may not be selected; leave it out, or take --task classification",
+            "outside the model, reads only the label word's position, which may not be selected. Leave it out, or",
         ),
         (["--lerning_rate", "1"], "unrecognized arguments: --lerning_rate"),
         (["--learning_rate"], "expected one argument"),

@@ -147,16 +147,16 @@ def test_json_is_taken_too() -> None:
         ),
         ("max_steps: 1e3", "--max_steps '1e3' must be a whole number, at least 1 and"),
         ("bf16: maybe", "Truthy value expected: got maybe"),
-        ("seed: [1, 2]", "run.yaml, line 1: seed takes one value, and this is a list of 2"),
-        ("order: {first: random}", "run.yaml, line 1: order takes one value and no mapping; options are not nested"),
+        ("seed: [1, 2]", "run.yaml, line 1: seed takes one value, not a list of 2"),
+        ("order: {first: random}", "run.yaml, line 1: order takes one value, not a mapping. Options are not nested"),
         (
             "training: {seed: 1}",
-            "line 1: there is no option 'training', and options are not nested; write each by itself",
+            "line 1: there is no option 'training', and options are not nested. Write each alone",
         ),
-        ("model: a\nmodel_name_or_path: a", "line 2: model_name_or_path sets model_name_or_path, which another line"),
+        ("model: a\nmodel_name_or_path: a", "2: model_name_or_path sets model_name_or_path, and so does another line"),
         pytest.param(
             f"{CHECKPOINTING}: true\ngradient_checkpointing: false",
-            f"line 2: gradient_checkpointing sets {CHECKPOINTING}, which another line sets, too; keep one",
+            f"line 2: gradient_checkpointing sets {CHECKPOINTING}, and so does another line. Keep one",
             marks=pytest.mark.skipif(not RENAMED, reason="before transformers 5.23 it has one name"),
         ),
     ],
@@ -174,9 +174,9 @@ def test_what_is_no_option_or_no_value_of_one_is_an_error_that_names_the_line(te
         ("--lr 1", "; did you mean --learning_rate?"),
         ("--save_strategy epochs", "'epoch', 'best'); did you mean epoch?"),
         ("--optim adamw_torh", "; did you mean adamw_torch?"),
-        ("--seed 1 run.yaml", "a config file comes before all options: slivertune train run.yaml --seed 3"),
-        ("--config run.yaml", "a config file comes before all options"),
-        ("gpt2", "'gpt2' is no config file, whose name would end in .yaml, .yml, .json; a model is named by"),
+        ("--seed 1 run.yaml", "Name a config file before all options: slivertune train run.yaml --seed 3"),
+        ("--config run.yaml", "Name a config file before all options"),
+        ("gpt2", "'gpt2' is not a config file: its name must end in .yaml, .yml, .json. Name a model by"),
     ],
 )
 def test_a_mistyped_word_is_an_error_that_says_what_was_meant(words: str, message: str) -> None:
@@ -279,12 +279,12 @@ def test_what_a_file_sets_can_be_unset(words: str, names: list[str]) -> None:
         ("--unset lr", "--unset lr: there is no such option; did you mean learning_rate?"),
         ("--unset update", "update was removed"),
         ("--unset zzz", "--unset zzz: there is no such option; see slivertune train --help"),
-        ("--unset seed --seed 4", "--unset seed takes back what --seed 4 sets. Leave out one of the two"),
+        ("--unset seed --seed 4", "--unset seed resets what --seed 4 sets. Leave out one of the two"),
         (
             "--unset gradient-checkpointing --gradient_checkpointing false",
-            f"--unset gradient-checkpointing takes back what --{CHECKPOINTING} False sets",
+            f"--unset gradient-checkpointing resets what --{CHECKPOINTING} False sets",
         ),
-        ("--unset model --model_name_or_path x", "--unset model takes back what --model_name_or_path x sets"),
+        ("--unset model --model_name_or_path x", "--unset model resets what --model_name_or_path x sets"),
         ("--unset max_steps", "--unset max_steps: run.yaml does not set it. Leave it out"),
         ("--unset", "argument --unset: expected at least one argument"),
     ],
@@ -323,7 +323,7 @@ def test_null_in_a_file_leaves_out_every_option_whose_default_is_null() -> None:
 
 @pytest.mark.parametrize("option", ["learning_rate", "layers_per_group", "packing", "method", "pakcing"])
 def test_null_in_a_file_is_refused_where_a_default_is_something(option: str) -> None:
-    message = f"run.yaml, line 2: {option} can't be null, which is not its default. Leave the key out"
+    message = f"run.yaml, line 2: {option} can't be null, since its default is not null. Leave the key out"
     if option not in train_options():
         message = f"run.yaml, line 2: there is no option '{option}'"
     with pytest.raises(ValueError, match=re.escape(message)):

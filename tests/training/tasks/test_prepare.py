@@ -180,7 +180,7 @@ def test_a_task_of_another_package_is_prepared_by_it_and_reads_what_it_says(monk
         arguments = DataArguments(task="sums", text_column="sentence")
         with pytest.raises(NotImplementedError, match=r"eval.*train"):
             prepared(sentiment_splits(), word_tokenizer(), bert_config(), task="sums")
-        with pytest.raises(ValueError, match="label_column='x' has no meaning for task=sums"):
+        with pytest.raises(ValueError, match="label_column='x' has no effect with task=sums"):
             DataArguments(task="sums", label_column="x")
         assert given_values(["--task", "sums"]) == {"task": arguments.task}
     finally:

@@ -14,7 +14,7 @@ class DenseMethod(TrainingMethod):
     """Dense fine-tuning: all weights in every update."""
 
     name = "dense"
-    help = "all weights every update"
+    help = "all weights in every update"
     _engine_keeps_masters = False
 
     @classmethod
@@ -30,4 +30,4 @@ class DenseMethod(TrainingMethod):
         """Warn of bf16 weights without master weights."""
         if self._engine_keeps_masters or all(each.dtype != torch.bfloat16 for each in model.parameters()):
             return []
-        return ["dense fine-tuning of bf16 weights keeps no fp32 masters; updates below a weight's last bit are lost"]
+        return ["dense fine-tuning of bf16 weights keeps no fp32 masters, so updates below their last bit are lost"]

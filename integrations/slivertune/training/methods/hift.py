@@ -27,8 +27,8 @@ from slivertune.training.models import LoadedModel
 from slivertune.training.tasks.task import Task
 
 RATE_HINT = (
-    "HiFT updates a parameter once in {cycle} updates here; --learning_rate was not given, so {rate:g} is used. Start "
-    "the search at the rate of dense fine-tuning, and try half and twice of it"
+    "HiFT trains each parameter in one of {cycle} updates here. --learning_rate was not given, so {rate:g} is used. "
+    "Start the search at the rate of dense fine-tuning, and try half and twice of it"
 )
 EMBEDDED_LAYERS_PER_GROUP = 4
 """Layers per group on the embedded model, which has eight layers."""
@@ -52,88 +52,88 @@ class HiFTArguments:
         default=str(_DEFAULTS.layers_per_group),
         metadata={
             "metavar": "N|auto",
-            "help": "hift: layers that an update trains (m in the paper); auto, on one GPU: the most whose state is "
-            "copied behind the computation, and that fit, found by planning the run.",
+            "help": "hift: layers per group, trained in one update (m in the paper); auto (one GPU): the largest "
+            "number that fits and whose transfers fully overlap with compute, found by planning the run.",
         },
     )
     gpu: str | None = field(
         default=None,
         metadata={
             "metavar": "NAME",
-            "help": f"hift: the card for which --layers_per_group auto chooses, one of {', '.join(known_cards())}; by "
-            "default the one that is here.",
+            "help": f"hift: GPU for which --layers_per_group auto chooses, one of {', '.join(known_cards())}; by "
+            "default this machine's.",
         },
     )
     layers: list[str] | None = field(
         default=None,
         metadata={
-            "help": "hift: the layers from the bottom to the top, for models in which they are not found: for each a "
-            "module path or a parameter name, or several with a plus between them; blocks.* is a layer per block. "
-            "Together they name every parameter.",
+            "help": "hift: layers from bottom to top, for models in which they are not found: for each a module "
+            "path or a parameter name, or several joined by plus signs; blocks.* is one layer per block. Together "
+            "they must name every parameter.",
         },
     )
     steps_per_group: int = field(
-        default=_DEFAULTS.steps_per_group, metadata={"help": "hift: updates before the next group's turn."}
+        default=_DEFAULTS.steps_per_group, metadata={"help": "hift: updates per turn of a group."}
     )
     order: Order = field(
         default=_DEFAULTS.order, metadata={"help": "hift: order of the groups; random is shuffled once, by --seed."}
     )
     state: StatePlace = field(
         default=_DEFAULTS.state,
-        metadata={"help": "hift: where optimizer state and fp32 masters wait; discard throws them away after a turn."},
+        metadata={"help": "hift: storage of state and fp32 masters between turns; discard deletes them after a turn."},
     )
     state_dir: str | None = field(
         default=None, metadata={"metavar": "FOLDER", "help": "hift: folder of the files of --state disk."}
     )
     state_ram_bytes: int = field(
         default=_DEFAULTS.state_ram_bytes,
-        metadata={"help": "hift: with --state disk, bytes of host memory for groups that stay in it, as many as fit."},
+        metadata={"help": "hift: with --state disk, bytes of host memory for resident groups, as many as fit."},
     )
     master: MasterKind = field(
         default=_DEFAULTS.master,
-        metadata={"help": "hift: what 16-bit weights are trained on: an fp32 copy, or nothing else."},
+        metadata={"help": "hift: master weights of 16-bit weights, an fp32 copy or none."},
     )
     stream_bytes: int = field(
         default=_DEFAULTS.stream_bytes,
-        metadata={"help": "hift: bytes of one piece of a group on the device while it is stepped; 0: the whole group."},
+        metadata={"help": "hift: chunk size in bytes for a step of a group on the device; 0: the whole group."},
     )
 
     gradients: GradientPlace = field(
         default=_DEFAULTS.gradients,
         metadata={
-            "help": "hift: where gradients wait for their step. device; host: each leaves for host memory at once, so "
-            "that GPU memory does not grow with --layers_per_group; stepped: nowhere, each tensor is stepped inside "
-            "the backward, with --max_grad_norm 0. The last two without --fp16."
+            "help": "hift: storage of gradients until their step. device; host: offload each at once, so that GPU "
+            "memory does not grow with --layers_per_group; stepped: none, step each tensor inside the backward, "
+            "with --max_grad_norm 0. host and stepped exclude --fp16."
         },
     )
     waiting: WaitingForm | None = field(
         default=None,
         metadata={
-            "help": "hift: on the GPU, hold the blocks' linear weights that are not training in fewer bits, int8 or "
-            "nf4; exact ones wait in host memory, and what is saved is exact. Evaluation runs on what lies on the GPU."
+            "help": "hift: on the GPU, store the blocks' idle linear weights in fewer bits, int8 or nf4. Exact "
+            "weights are offloaded to host memory, and saved. Evaluation runs on the weights on the GPU."
         },
     )
     prefetch_bytes: str = field(
         default="auto",
         metadata={
             "metavar": "N|auto",
-            "help": "hift: bytes of GPU memory that may hold a group's state ahead of its step, so that copies run "
-            "beside the computation; auto: what the first round of all groups has left unused.",
+            "help": "hift: GPU memory in bytes that may hold prefetched optimizer state, so that copies overlap "
+            "with compute; auto: the memory that the first cycle left unused.",
         },
     )
     weights: WeightPlace = field(
         default=_DEFAULTS.weights,
         metadata={
-            "help": "hift: where blocks wait that neither run nor train. device; host: in host memory, from which each "
-            "comes ahead of its use, in fewer bits with --waiting; on one device or by DDP."
+            "help": "hift: storage of blocks that neither run nor train. device; host: offload them to host memory "
+            "and prefetch each before its use, in fewer bits with --waiting; on one device or by DDP."
         },
     )
     resident_bytes: str = field(
         default="auto",
         metadata={
             "metavar": "N|auto",
-            "help": "hift: with --weights host, bytes of blocks that stay in GPU memory; auto: what the first round of "
-            "all groups has left unused.",
+            "help": "hift: with --weights host, bytes of blocks that stay resident on the GPU; auto: the memory "
+            "that the first cycle left unused.",
         },
     )
 
@@ -165,7 +165,7 @@ class HiFTMethod(SliverMethod):
     """HiFT around the Trainer's optimizer."""
 
     name = "hift"
-    help = "one group of layers an update, the rest frozen"
+    help = "one group of layers per update, the rest frozen"
     options_class = HiFTArguments
     bf16_use = "weights"
     is_planned_on_ranks = True
@@ -199,26 +199,26 @@ class HiFTMethod(SliverMethod):
                 training.max_grad_norm > 0 and self.options.gradients == "stepped",
                 f"--max_grad_norm {training.max_grad_norm:g}",
                 "the norm of all gradients is known only when they are gone",
-                "give --max_grad_norm 0, or --gradients host",
+                "Give --max_grad_norm 0 or --gradients host",
             ),
-            (training.fp16, "--fp16", "gradients are unscaled after the backward, on the device", "take --bf16"),
+            (training.fp16, "--fp16", "gradients are unscaled after the backward, on the device", "Use --bf16"),
         ):
             if is_asked:
                 raise ValueError(
-                    f"--gradients {self.options.gradients} does not go with {name}: {reason}; {way_out}, or leave out "
-                    "the former"
+                    f"--gradients {self.options.gradients} does not go with {name}: {reason}. {way_out}, or leave "
+                    "out --gradients"
                 )
 
     def _check_choice(self, training: TrainingArguments) -> None:
         options = self.options
         if options.num_layers is not None:
             if options.gpu is not None:
-                raise ValueError(f"--gpu {options.gpu} is read with --layers_per_group auto alone; leave it out")
+                raise ValueError(f"--gpu {options.gpu} takes effect only with --layers_per_group auto. Leave it out")
             return
         if training.world_size > 1:
             raise ValueError(
-                f"--layers_per_group auto chooses for one GPU, and this run has {training.world_size} processes; give "
-                "a number"
+                f"--layers_per_group auto chooses for one GPU, and this run has {training.world_size} processes. "
+                "Give a number"
             )
         try:
             find_card(options.gpu)
@@ -245,7 +245,7 @@ class HiFTMethod(SliverMethod):
         if options.num_layers is not None:
             return
         card = find_card(options.gpu)
-        say(f"choosing layers_per_group for a {card.name}: plans the run with fewer and fewer layers")
+        say(f"choosing layers_per_group for a {card.name}: planning the run with fewer and fewer layers")
         try:
             # A plan builds models, whose initial weights must not advance the run's random state.
             with torch.random.fork_rng(devices=[]):
@@ -310,10 +310,10 @@ class HiFTMethod(SliverMethod):
         """Describe the groups and their order."""
         hift = self.optimizer
         num_layers = sum(len(group.layers) for group in hift.groups)
-        turns = f"every group has had its turn after {hift.cycle_length} updates"
-        lines = [f"  groups  {hift.num_groups} of {num_layers} layers, {hift.config.order}; {turns}"]
+        turns = f"{hift.cycle_length} updates per cycle"
+        lines = [f"  groups  {hift.num_groups} groups, {num_layers} layers in all, {hift.config.order}; {turns}"]
         if hift.config.waiting is not None:
-            lines.append(f"  waiting layers  in {hift.config.waiting}; evaluation runs on them, what is saved is exact")
+            lines.append(f"  waiting layers  in {hift.config.waiting}; evaluation uses them, saved weights are exact")
         return lines
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:

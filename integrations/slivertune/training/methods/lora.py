@@ -36,7 +36,7 @@ class LoraArguments:
     lora_rank: int = field(default=16, metadata={"help": "lora: rank r of an adapter's two matrices."})
     lora_alpha: int | None = field(
         default=None,
-        metadata={"help": "lora: adapters are scaled by alpha / rank; twice the rank by default."},
+        metadata={"help": "lora: numerator of the adapters' scale alpha / rank; twice the rank by default."},
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "lora: dropout on an adapter's input, in [0, 1)."})
     lora_target_modules: list[str] | None = field(
@@ -51,9 +51,9 @@ class LoraArguments:
         if self.lora_rank < 1:
             raise ValueError(f"lora_rank={self.lora_rank} must be at least 1")
         if self.lora_alpha is not None and self.lora_alpha < 1:
-            raise ValueError(f"lora_alpha={self.lora_alpha} must be at least 1; leave it out for twice the rank")
+            raise ValueError(f"lora_alpha={self.lora_alpha} must be at least 1. Leave it out for twice the rank")
         if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout={self.lora_dropout} must lie in [0, 1); 0 drops nothing")
+            raise ValueError(f"lora_dropout={self.lora_dropout} must lie in [0, 1). Use 0 for no dropout")
 
     @property
     def alpha(self) -> int:
@@ -75,7 +75,7 @@ class LoraMethod(TrainingMethod):
     """
 
     name = "lora"
-    help = "small adapters beside frozen weights (PEFT), and --output_dir/model holds the adapter alone"
+    help = "small adapters beside frozen weights (PEFT), saved alone in --output_dir/model"
     options_class = LoraArguments
     requires = "peft"
     bf16_use = "both"
@@ -162,7 +162,7 @@ class LoraMethod(TrainingMethod):
         """Warn of adapters on a tied weight, such as a head's, which do not change the other modules that share it."""
         return [
             f"the adapter of {adapted} does not change {', '.join(others)}, which has the same weight (tied). "
-            "`slivertune merge` will write them apart; leave it out of --lora_target_modules to keep them tied"
+            "`slivertune merge` will write them apart. Leave it out of --lora_target_modules to keep them tied"
             for adapted, others in _adapted_alone(model).items()
         ]
 

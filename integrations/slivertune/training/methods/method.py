@@ -250,7 +250,7 @@ class SliverMethod(TrainingMethod):
             RuntimeError: If none is attached.
         """
         if self._attached is None:
-            raise RuntimeError(f"{self.name} is attached to no Trainer; call attach first")
+            raise RuntimeError(f"{self.name} is not attached to a Trainer. Call attach first")
         return self._attached
 
     def attach(self, trainer: Trainer) -> None:

@@ -41,11 +41,11 @@ def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
         ...     help = "a random layer per update"
     """
     if TRAIN_METHODS.get(method.name, method) is not method:
-        raise ValueError(f"another method is registered as {method.name!r}; choose another name for {method!r}")
+        raise ValueError(f"another method is registered as {method.name!r}. Choose another name for {method!r}")
     taken = {option: other.name for other in TRAIN_METHODS.values() for option in _options_of(other)}
     for option in _options_of(method):
         if taken.get(option, method.name) != method.name:
-            raise ValueError(f"--{option} is read by --method {taken[option]}; name {method.name}'s option otherwise")
+            raise ValueError(f"--{option} is an option of --method {taken[option]}. Rename {method.name}'s option")
     TRAIN_METHODS[method.name] = method
     if issubclass(method, SliverMethod) and method.trainer_method is not None:
         register_method(*method.trainer_method)
@@ -83,7 +83,7 @@ def check_method_takes_4bit(method: type[TrainingMethod]) -> None:
         others = " or ".join(name for name, each in TRAIN_METHODS.items() if each.takes_4bit)
         raise ValueError(
             clash_with_method(method.name)
-            or f"--load_in_4bit does not go with --method {method.name}, which would change 4-bit weights; take "
+            or f"--load_in_4bit does not go with --method {method.name}, which would change 4-bit weights. Use "
             f"--method {others}, which train beside them, or leave out --load_in_4bit"
         )
     _require("bitsandbytes", "--load_in_4bit")

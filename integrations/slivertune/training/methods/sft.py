@@ -23,7 +23,7 @@ from slivertune.training.tasks.task import Task
 EMBEDDED_DENSITY = 0.05
 """Share of the embedded model's block weights, which are few: LoRA of rank 64 has two thirds as many weights."""
 RATE_HINT = (
-    "the paper trains a model of 7B with 1e-4 by AdamW and 1e-3 by SM3 (--selection momentum); --learning_rate was not "
+    "the paper trains a 7B model with 1e-4 by AdamW and 1e-3 by SM3 (--selection momentum). --learning_rate was not "
     "given, so {rate:g} is used"
 )
 _TRAINER_LOG = logging.getLogger(Trainer.__module__)
@@ -41,7 +41,7 @@ class SFTArguments:
 
     density: float | None = field(
         default=_DEFAULTS.density,
-        metadata={"help": "sft: share of each target tensor that is trained, in (0, 1]; at least one weight a tensor."},
+        metadata={"help": "sft: trained share of each target tensor, in (0, 1]; at least one weight per tensor."},
     )
     num_weights: int | None = field(
         default=_DEFAULTS.num_weights,
@@ -50,16 +50,15 @@ class SFTArguments:
     equivalent_lora_rank: int | None = field(
         default=_DEFAULTS.equivalent_lora_rank,
         metadata={
-            "help": "sft: as many weights as LoRA of this rank would train on the same matrices, in place of "
-            f"--density; {DEFAULT_LORA_RANK} if none of the three is given (the embedded model: "
-            f"--density {EMBEDDED_DENSITY})."
+            "help": "sft: train as many weights as LoRA of this rank on the same matrices, in place of --density; "
+            f"{DEFAULT_LORA_RANK} if none of the three is given (the embedded model: --density {EMBEDDED_DENSITY})."
         },
     )
     selection: SelectionCriterion = field(
         default=_DEFAULTS.selection,
         metadata={
-            "help": "sft: how weights are grown: by the gradient accumulated over --estimation_steps updates, trained "
-            "by AdamW; or by the row and column accumulators of SM3, which then trains them, in less memory."
+            "help": "sft: criterion for growing weights: the gradient accumulated over --estimation_steps updates, "
+            "with AdamW; or the row and column accumulators of SM3, with SM3, which needs less memory."
         },
     )
     reselection_interval: int = field(
@@ -82,8 +81,8 @@ class SFTArguments:
     sft_target_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": "sft: what is trained: ends of module paths, e.g. q_proj v_proj, or of parameter names; by default "
-            "all linear layers of the blocks."
+            "help": "sft: ends of the paths of trained modules, e.g. q_proj v_proj, or of parameter names; by "
+            "default all linear layers of the blocks."
         },
     )
     train_embeddings: bool = field(
@@ -92,21 +91,21 @@ class SFTArguments:
     redistribute: bool = field(
         default=_DEFAULTS.redistribute,
         metadata={
-            "help": "sft: let a reselection move weights between tensors, to between a quarter and four times a "
-            "tensor's share; not in the paper."
+            "help": "sft: let a reselection move weights between tensors, within 1/4 to 4 times a tensor's share; "
+            "not in the paper."
         },
     )
     packed: bool = field(
         default=_DEFAULTS.packed,
-        metadata={"help": "sft: about halve the bytes of state; deltas and moments in bf16, rounded at random."},
+        metadata={"help": "sft: deltas and moments in bf16, rounded stochastically: about half the bytes of state."},
     )
     sft_momentum: float = field(
-        default=0.0, metadata={"help": "sft: SM3's momentum, in [0, 1); with --selection momentum alone."}
+        default=0.0, metadata={"help": "sft: momentum of SM3, in [0, 1); only with --selection momentum."}
     )
 
     def __post_init__(self) -> None:
         if not 0 <= self.sft_momentum < 1:
-            raise ValueError(f"sft_momentum={self.sft_momentum} must lie in [0, 1); 0 has none")
+            raise ValueError(f"sft_momentum={self.sft_momentum} must lie in [0, 1). Use 0 for none")
         if self.reselection_interval < 0:
             raise ValueError(
                 f"reselection_interval={self.reselection_interval} must be at least 1, or 0 to keep the first choice"
@@ -147,7 +146,7 @@ class SFTMethod(SliverMethod):
     """
 
     name = "sft"
-    help = "a sparse choice of weights, renewed now and then, and --output_dir/delta holds their deltas"
+    help = "a sparse choice of weights, reselected during training, with deltas in --output_dir/delta"
     options_class = SFTArguments
     bf16_use = "weights"
     takes_4bit = True
@@ -184,26 +183,26 @@ class SFTMethod(SliverMethod):
                 True,
                 # Options of the Trainer about the optimizer that SFT replaces.
                 ("optim", "optim_args", "optim_target_modules"),
-                "--method sft is an optimizer itself, AdamW or SM3 on the trained weights by --selection; leave it out",
+                "--method sft is an optimizer itself: AdamW, or SM3 by --selection momentum. Leave it out",
             ),
             (
                 is_by_momentum,
                 ("estimation_steps", "adam_beta1", "adam_beta2", "adam_epsilon"),
                 (
-                    "--selection momentum trains by SM3, which has no estimation phase and no moments of Adam; leave "
-                    "it out"
+                    "--selection momentum trains by SM3, which has no estimation phase and no moments of Adam. "
+                    "Leave it out"
                 ),
             ),
             (
                 not is_by_momentum,
                 ("sft_momentum",),
-                "it is SM3's, and read with --selection momentum alone; leave it out",
+                "only SM3 has momentum, with --selection momentum. Leave it out",
             ),
             (
                 self.options.reselection_interval == 0,
                 ("estimation_steps", "replacement_rate", "redistribute"),
                 (
-                    "--reselection_interval 0 keeps the first choice, so nothing is ever replaced; leave out one of "
+                    "--reselection_interval 0 keeps the first choice, so nothing is ever replaced. Leave out one of "
                     "the two"
                 ),
             ),
@@ -227,10 +226,9 @@ class SFTMethod(SliverMethod):
         model: Any = loaded.model
         if loaded.new_modules:
             raise ValueError(
-                f"{', '.join(loaded.new_modules)} of {type(model).__name__} is new, and --method sft trains a "
-                "few of each tensor's weights, which can't make up for pretrained ones; take --task "
-                "prompt_classification, which needs no new head, or --method lora or hift, or a checkpoint that has "
-                "the head"
+                f"{', '.join(loaded.new_modules)} of {type(model).__name__} is new, and --method sft trains a few of "
+                "each tensor's weights, which can't make up for pretrained ones. Use --task prompt_classification, "
+                "which needs no new head, or --method lora or hift, or a checkpoint that has the head"
             )
         self._has_4bit = any(map(is_4bit, model.parameters()))
         if self._has_4bit:
@@ -248,8 +246,8 @@ class SFTMethod(SliverMethod):
         # A checkpoint's weights are sums, and only its optimizer state holds their pretrained part.
         if checkpoint is not None and not holds_state(Path(checkpoint)) and not (Path(checkpoint) / "sft").exists():
             raise ValueError(
-                f"{checkpoint} has no optimizer.pt, so its deltas can't be told from pretrained weights; resume from a "
-                "checkpoint that was saved without --save_only_model, or start again"
+                f"{checkpoint} has no optimizer.pt, so its deltas can't be told from pretrained weights. Resume from "
+                "a checkpoint that was saved without --save_only_model, or start again"
             )
         self._is_sharded = layout_of(trainer.accelerator) in ("fsdp2", "zero3")
         names = self.options.sft_target_modules

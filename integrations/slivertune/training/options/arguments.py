@@ -43,39 +43,39 @@ class RunArguments:
     memory_ledger: LedgerUse = field(
         default="every_cycle",
         metadata={
-            "help": "Count the bytes alive by kind, and print a line per cycle where they changed: always, for the "
-            "first two cycles, never."
+            "help": "Count allocated bytes by kind, and print a line per cycle in which they changed: in every "
+            "cycle, in the first two, or never."
         },
     )
     chunked_cross_entropy: bool = field(
         default=True,
         metadata={
-            "help": "Causal language models: compute the loss from hidden states, a chunk at a time, so that logits "
-            "and their gradient never exist whole; where a model's head does not allow it, a line says why. false: "
-            "from whole logits, as transformers do."
+            "help": "Causal language models: compute the loss from hidden states in chunks, so that logits and "
+            "their gradient are never stored whole. If a model's head does not allow it, a line says why. false: "
+            "compute whole logits, as transformers does."
         },
     )
     keep_activations: str | None = field(
         default=None,
         metadata={
             "metavar": "N|auto",
-            "help": "With --gradient_checkpointing: how many blocks, from the top, keep their activations and are not "
-            "computed again: a number, or on one CUDA device auto, as many as it has room for. The bits stay the same.",
+            "help": "With --gradient_checkpointing: number of blocks, from the top, that keep their activations and "
+            "are not recomputed; auto (one CUDA device): as many as fit in memory. Results are the same to the bit.",
         },
     )
     offload_activations: bool = field(
         default=False,
         metadata={
-            "help": "With --gradient_checkpointing: the inputs of blocks wait in host memory from the forward to the "
-            "backward, for long sequences. The bits stay the same."
+            "help": "With --gradient_checkpointing: offload the inputs of blocks to host memory from the forward to "
+            "the backward, for long sequences. Results are the same to the bit."
         },
     )
     token_tile_size: int | None = field(
         default=None,
         metadata={
             "metavar": "N",
-            "help": "Let MLPs and norms go through long batches in tiles of so many tokens, which the backward "
-            "computes again; 8192, say. By default batches go whole.",
+            "help": "Tokens per tile in which MLPs and norms process long batches, such as 8192; the backward "
+            "recomputes each tile. By default batches are not tiled.",
         },
     )
     non_finite_limit: int = field(
@@ -97,10 +97,10 @@ class RunArguments:
         },
     )
     sample_tokens: int = field(
-        default=160, metadata={"help": "Tokens of the samples written before and after; 0 writes none."}
+        default=160, metadata={"help": "Tokens per sample written before and after training; 0 writes none."}
     )
     sample_prompt: str | None = field(
-        default=None, metadata={"help": "What the samples continue; by default the beginning of an evaluation row."}
+        default=None, metadata={"help": "Prompt of the samples; by default the beginning of an evaluation row."}
     )
 
     def __post_init__(self) -> None:
@@ -108,11 +108,11 @@ class RunArguments:
             raise ValueError(f"non_finite_limit={self.non_finite_limit} must be at least 1")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(
-                f"early_stopping_patience={self.early_stopping_patience} must be at least 1; leave it out to train to "
-                "the end"
+                f"early_stopping_patience={self.early_stopping_patience} must be at least 1. Leave it out to train "
+                "to the end"
             )
         if self.sample_tokens < 0:
-            raise ValueError(f"sample_tokens={self.sample_tokens} must be at least 0, which writes no samples")
+            raise ValueError(f"sample_tokens={self.sample_tokens} must be at least 0. Pass 0 to write no samples")
         if self.num_kept is not None and self.num_kept != "auto":
             check_num_kept(self.num_kept)
         if self.token_tile_size is not None:
@@ -133,7 +133,7 @@ class ModelArguments:
         metadata={
             "aliases": ["--model"],
             "metavar": "NAME",
-            "help": "A hub id or a local folder; without it, a small byte-level Llama made on this machine.",
+            "help": "Hub id or local folder of the model; by default a small byte-level Llama made on this machine.",
         },
     )
     model_revision: str | None = field(
@@ -142,18 +142,18 @@ class ModelArguments:
     weights_dtype: WeightsDtype = field(
         default="auto",
         metadata={
-            "help": "In what the weights are held. auto with hift and sft: bf16 under --bf16 (hift: each with an "
-            "fp32 master, see --master; sft: with fp32 deltas), else as stored, with fp16 read as bf16. auto with "
-            "dense: fp32; --bf16 then is autocast. auto with lora, and sft over 4 bits: frozen weights in bf16 under "
-            "--bf16, else fp32; adapters and deltas always in fp32."
+            "help": "Dtype in which weights are stored. auto with hift and sft: bf16 under --bf16 (hift: with fp32 "
+            "master weights, see --master; sft: with fp32 deltas), else the checkpoint's dtype, with fp16 read as "
+            "bf16. auto with dense: fp32, and --bf16 means autocast. auto with lora, and sft over 4 bits: frozen "
+            "weights in bf16 under --bf16, else fp32; adapters and deltas always in fp32."
         },
     )
     load_in_4bit: bool = field(
         default=False,
         metadata={
-            "help": "lora, sft: hold the frozen linear layers of the blocks in 4 bits (bitsandbytes NF4 with double "
-            "quantisation); with --method lora this is QLoRA, with --method sft the deltas are kept apart from the "
-            "codes, and --output_dir holds the deltas alone."
+            "help": "lora, sft: store the frozen linear layers of the blocks in 4 bits (bitsandbytes NF4 with "
+            "double quantisation). With --method lora, this is QLoRA. With --method sft, deltas are stored apart "
+            "from the codes, and --output_dir holds only the deltas."
         },
     )
     attn_implementation: str | None = field(
@@ -179,18 +179,16 @@ class TokenArguments:
     token_pattern: Pattern | None = field(
         default=None,
         metadata={
-            "help": "Which positions: drawn one by one, in chunks, or one block; by default chunks for causal language "
-            "models and random for others."
+            "help": "Pattern of these positions: drawn one by one, in chunks, or as one block; by default chunks "
+            "for causal language models and random for others."
         },
     )
 
     def __post_init__(self) -> None:
         if self.token_ratio is None and self.token_pattern is not None:
-            raise ValueError(
-                f"--token_pattern {self.token_pattern} is read with --token_ratio alone; give a ratio, or leave it out"
-            )
+            raise ValueError(f"--token_pattern {self.token_pattern} needs --token_ratio. Give a ratio, or leave it out")
         if self.token_ratio is not None and not 0 < self.token_ratio <= 1:
-            raise ValueError(f"token_ratio={self.token_ratio} must lie in (0, 1]; leave it out to train on all tokens")
+            raise ValueError(f"token_ratio={self.token_ratio} must lie in (0, 1]. Leave it out to train on all tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,47 +203,47 @@ class DataArguments:
         default=None,
         metadata={
             "action": PartedPaths,
-            "help": "A hub dataset id, or a local csv, tsv, json, jsonl, txt or parquet file, or a folder of such; "
-            "with --task causal_lm also several, each in a format of its own.",
+            "help": "Hub dataset id, local csv, tsv, json, jsonl, txt or parquet file, or folder of such files; "
+            "with --task causal_lm also several, each in its own format.",
         },
     )
     dataset_weights: list[float] | None = field(
         default=None,
         metadata={
-            "help": "Of several datasets: what share of the training rows comes from each, as in 0.7 0.3; the rows are "
-            "drawn with the seed until every dataset was seen whole, so that those of a small one come again. By "
-            "default the datasets are put together as they are."
+            "help": "Share of the training rows from each of several datasets, such as 0.7 0.3. Rows are drawn with "
+            "the seed until every dataset was seen whole, so rows of small datasets repeat. By default the datasets "
+            "are concatenated."
         },
     )
     dataset_format: FormatName | None = field(
         default=None,
         metadata={
-            "help": "What chat or instruction data is made of, where its columns don't say: messages (role, content), "
-            "sharegpt (conversations of from, value), alpaca (instruction, input, output), prompt_completion, "
-            "question_answer. Found by the columns otherwise."
+            "help": "Format of chat or instruction data: messages (role, content), sharegpt (conversations of from, "
+            "value), alpaca (instruction, input, output), prompt_completion, question_answer. By default detected "
+            "from the columns."
         },
     )
     chat_template: str | None = field(
         default=None,
         metadata={
             "help": "Chat template for chat and instruction data, in place of the tokenizer's: a Jinja file, or the "
-            "template itself. It is saved with the model. Loss is on its generation blocks, or else on what follows "
-            "its generation prompt."
+            "template itself. It is saved with the model. The loss covers its generation blocks or, without any, "
+            "the text after its generation prompt."
         },
     )
     chat_template_date: str | None = field(
         default=None,
         metadata={
             "metavar": "YYYY-MM-DD",
-            "help": "The date that a chat template writes where it writes today's. By default the day of the run's "
-            "start, also where it is resumed.",
+            "help": "Date that a chat template writes as today's. By default the day on which the run started, also "
+            "after a resume.",
         },
     )
     dataset_config: str | None = field(
         default=None, metadata={"help": "Configuration of a hub dataset, e.g. sst2 of nyu-mll/glue."}
     )
     dataset_cache_dir: str | None = field(
-        default=None, metadata={"help": "Where the datasets library keeps prepared data; its own cache by default."}
+        default=None, metadata={"help": "Cache folder of prepared data; that of the datasets library by default."}
     )
     column_names: list[str] | None = field(
         default=None,
@@ -256,7 +254,7 @@ class DataArguments:
     )
     sample_by: SampleBy = field(
         default="line",
-        metadata={"help": "What is one row of a txt file: a line, a paragraph (blank line), or the file."},
+        metadata={"help": "Text in a row of a txt file: a line, a paragraph (up to a blank line), or the file."},
     )
     train_split: str = field(default="train", metadata={"help": "Split to train on; slices such as train[:1000] work."})
     eval_split: str | None = field(
@@ -287,7 +285,7 @@ class DataArguments:
     )
     response_separator: str = field(default="\n", metadata={"help": "Text between a prompt and its response."})
     label_column: str | None = field(
-        default=None, metadata={"help": "Column of class labels, integers or words; `label` where there is one."}
+        default=None, metadata={"help": "Column of class labels, integers or words; by default `label` if it exists."}
     )
     template: str | None = field(
         default=None,
@@ -303,7 +301,7 @@ class DataArguments:
     )
     max_length: int | None = field(
         default=None,
-        metadata={"help": "Longest row in tokens; by default the least of 1024 and what the model and tokenizer take."},
+        metadata={"help": "Maximum tokens per row; by default 1024, or less if the model or tokenizer takes less."},
     )
     packing: bool = field(
         default=False, metadata={"help": "Concatenate rows and cut blocks of --max_length; otherwise rows are padded."}
@@ -321,23 +319,23 @@ class DataArguments:
         default=None, metadata={"help": "Use at most this many evaluation rows of each dataset."}
     )
     preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "Processes that tokenise; in the main process by default."}
+        default=None, metadata={"help": "Number of processes that tokenise; by default only the main process."}
     )
 
     def __post_init__(self) -> None:
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; leave it out for no limit")
+                raise ValueError(f"{name}={value} must be at least 1. Leave it out for no limit")
         for option in fields(self):
             # An option that another task reads would be silently ignored.
             value, tasks = getattr(self, option.name), tasks_reading(option.name)
             if value != option.default and tasks and self.task not in tasks:
                 raise ValueError(
-                    f"{option.name}={value!r} has no meaning for task={self.task}; it is for {' and '.join(tasks)}"
+                    f"{option.name}={value!r} has no effect with task={self.task}, only with {' and '.join(tasks)}"
                 )
         if self.chat_template_date is not None and not is_date(self.chat_template_date):
-            raise ValueError(f"chat_template_date={self.chat_template_date!r} is no date; write it as 2026-01-31")
+            raise ValueError(f"chat_template_date={self.chat_template_date!r} is not a date. Write it as 2026-01-31")
         for is_broken, rule in self._rules():
             if is_broken:
                 raise ValueError(rule)
@@ -348,37 +346,37 @@ class DataArguments:
             (
                 self.eval_split is not None and self.eval_file is not None,
                 (
-                    f"eval_split={self.eval_split!r} and eval_file={self.eval_file!r} both name the evaluation rows; "
-                    "keep one"
+                    f"eval_split={self.eval_split!r} and eval_file={self.eval_file!r} both name the evaluation rows. "
+                    "Keep one"
                 ),
             ),
             (
                 not 0 < self.eval_fraction < 1,
                 (
-                    f"eval_fraction={self.eval_fraction} must lie between 0 and 1; to evaluate on given rows, "
-                    "use --eval_split or --eval_file"
+                    f"eval_fraction={self.eval_fraction} must lie between 0 and 1. To evaluate on given rows, use "
+                    "--eval_split or --eval_file"
                 ),
             ),
             (
                 (self.prompt_column is None) != (self.response_column is None),
                 (
-                    f"prompt_column={self.prompt_column!r} and response_column={self.response_column!r} go together; "
-                    "name both"
+                    f"prompt_column={self.prompt_column!r} and response_column={self.response_column!r} go together. "
+                    "Name both"
                 ),
             ),
             (
                 self.text_column is not None and self.prompt_column is not None,
                 (
                     f"text_column={self.text_column!r} and prompt_column={self.prompt_column!r} exclude each other: "
-                    "the first trains on whole texts, the second on responses"
+                    "the first trains on whole texts, the second on responses. Keep one"
                 ),
             ),
             *self._rules_of_several(),
             (
                 self.dataset_format is not None and (self.text_column or self.prompt_column) is not None,
                 (
-                    f"dataset_format={self.dataset_format!r} says which columns are read, and so does "
-                    f"{'text_column' if self.text_column else 'prompt_column'}; keep one"
+                    f"dataset_format={self.dataset_format!r} and "
+                    f"{'text_column' if self.text_column else 'prompt_column'} both choose the columns. Keep one"
                 ),
             ),
             *(
@@ -399,18 +397,18 @@ class DataArguments:
         return (
             (
                 len(names) > 1 and self.task != "causal_lm",
-                f"dataset={names} names several datasets, which only task=causal_lm mixes; name one",
+                f"dataset={names} names several datasets, but only task=causal_lm mixes them. Name one",
             ),
-            (len(set(names)) < len(names), f"dataset={names} names a dataset twice; name each once"),
+            (len(set(names)) < len(names), f"dataset={names} names a dataset twice. Name each once"),
             (
                 self.dataset_weights is not None and (len(weights) != len(names) or len(names) < 2),
                 (
-                    f"dataset_weights={self.dataset_weights} are {len(weights)}, and the datasets are {len(names)}; "
-                    "give each of several datasets one weight, or leave them out"
+                    f"dataset_weights={self.dataset_weights} has {len(weights)} weights for {len(names)} datasets. "
+                    "Give each of several datasets one weight, or leave the weights out"
                 ),
             ),
             (
                 any(not (weight > 0 and math.isfinite(weight)) for weight in weights),
-                f"dataset_weights={self.dataset_weights} must all be positive numbers; leave out a dataset instead",
+                f"dataset_weights={self.dataset_weights} must all be positive numbers. Leave out a dataset instead",
             ),
         )

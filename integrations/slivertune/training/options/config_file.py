@@ -75,14 +75,14 @@ def read_settings(path: Path) -> list[Setting]:
     """
     if path.suffix.lower() not in SUFFIXES and not path.expanduser().is_dir():
         raise ValueError(
-            f"{str(path)!r} is no config file, whose name would end in {', '.join(SUFFIXES)}; a model is named by "
+            f"{str(path)!r} is not a config file: its name must end in {', '.join(SUFFIXES)}. Name a model by "
             "--model_name_or_path, data by --dataset"
         )
     text = _read_text(path)
     read = _read_json if path.suffix.lower() == ".json" else _read_yaml
     settings = read(text, path)
     if not settings:
-        raise ValueError(f"config file {path} is empty; write one option a line, as in learning_rate: 1e-4")
+        raise ValueError(f"config file {path} is empty. Write one option per line, as in learning_rate: 1e-4")
     return settings
 
 
@@ -96,7 +96,7 @@ def _read_text(path: Path) -> str:
         there = [each.name for each in beside.iterdir() if each.suffix in SUFFIXES] if beside.is_dir() else []
         raise ValueError(f"config file {path} is not there{did_you_mean(path.name, there)}") from None
     except IsADirectoryError:
-        raise ValueError(f"config file {path} is a folder; name a file in it") from None
+        raise ValueError(f"config file {path} is a folder. Name a file in it") from None
     except OSError as error:
         raise ValueError(f"config file {path} can't be read: {error.strerror}") from error
 
@@ -108,7 +108,7 @@ def _read_yaml(text: str, path: Path) -> list[Setting]:
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise ValueError(f"config file {path} must be a mapping, a line for each option: learning_rate: 1e-4")
+            raise ValueError(f"config file {path} must be a mapping with a line per option, as in learning_rate: 1e-4")
         _check_keys(root, path)
         return [
             Setting(str(key.value), _value(str(key.value), node, place := _place(path, key), loader), place)
@@ -132,14 +132,14 @@ def _check_keys(root: Any, path: Path) -> None:
         seen: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
-                raise ValueError(f"{_place(path, key)}: a key must be a name, and merging (<<) is not known here")
+                raise ValueError(f"{_place(path, key)}: a key must be a name, and merging (<<) is not supported")
             if key.value in seen:
                 raise _said_twice(_place(path, key), key.value, f", first in line {seen[key.value]}")
             seen[key.value] = key.start_mark.line + 1
 
 
 def _said_twice(place: str, key: str, first: str = "") -> ValueError:
-    return ValueError(f"{place}: {key} is set twice{first}; keep one of the two")
+    return ValueError(f"{place}: {key} is set twice{first}. Keep one of the two")
 
 
 def _mappings(node: Any, visited: set[int]) -> Iterator[Any]:
@@ -170,7 +170,7 @@ def _scalar(key: str, node: Any, place: str) -> str:
     if node.tag == f"{_TAG}null":
         raise _has_no_value(key, place)
     if node.tag not in _TEXT_TAGS:
-        raise ValueError(f"{place}: {key} has a value of the type {node.tag}, which no option takes; leave the tag out")
+        raise ValueError(f"{place}: {key} has a value of type {node.tag}, which no option takes. Leave the tag out")
     return str(node.value)
 
 
@@ -179,12 +179,12 @@ def _nested(key: str, place: str) -> ValueError:
 
 
 def _has_no_value(key: str, place: str) -> ValueError:
-    return ValueError(f"{place}: {key} has no value; give it one (in quotes if it is a text), or leave the key out")
+    return ValueError(f"{place}: {key} has no value. Give it one (in quotes if it is a text), or leave the key out")
 
 
 def _checked_list(key: str, items: list[str], place: str) -> list[str]:
     if not items:
-        raise ValueError(f"{place}: {key} is an empty list; name something, or leave the key out")
+        raise ValueError(f"{place}: {key} is an empty list. Give a value, or leave the key out")
     return items
 
 
@@ -198,7 +198,7 @@ def _read_json(text: str, path: Path) -> list[Setting]:
     except RecursionError as error:
         raise ValueError(f"config file {path} is no valid JSON: it is nested too deeply") from error
     if not isinstance(root, dict):
-        raise ValueError(f'config file {path} must be an object, a key for each option: {{"learning_rate": 1e-4}}')
+        raise ValueError(f'config file {path} must be an object with a key per option, as in {{"learning_rate": 1e-4}}')
     return [Setting(key, _json_value(key, value, str(path)), str(path)) for key, value in root.items()]
 
 

@@ -16,50 +16,50 @@ _EXAMPLES = (
     f"{_RUN} --method lora --load_in_4bit --bf16 --token_ratio 0.3 --output_dir runs/qlora",
 )
 _DESCRIPTION = (
-    "Fine-tune a causal language model or a classifier with the Hugging Face Trainer. Without any options: a small "
-    "byte-level Llama, made on this machine, learns the Python language reference by HiFT. Options may stand in a YAML "
-    "or JSON file, a key for each, as in learning_rate: 1e-4; what is typed wins."
+    "Fine-tune a causal language model or a classifier with the Hugging Face Trainer. Without any options, HiFT "
+    "trains a small byte-level Llama, made on this machine, on the Python language reference. A YAML or JSON file "
+    "may hold options, one key each, as in learning_rate: 1e-4. Typed options win."
 )
 _ON_DEFAULTS = (
-    "Lines come once a cycle of HiFT and a turn, once a reselection of SFT, or every 8 updates. The embedded model and "
-    "data bring a learning rate, a schedule, a length, a batch size and HiFT's layers_per_group of their own; what is "
-    "given here wins."
+    "A log line is written once per HiFT cycle and turn, once per SFT reselection, or every 8 updates. The embedded "
+    "model and data set their own learning rate, schedule, length, batch size and layers_per_group of HiFT. Options "
+    "that are given here win."
 )
 _ON_ALL = "slivertune train --help all lists every other field of transformers.TrainingArguments, too."
 
 _TRAINERS: dict[str, str] = {
-    "learning_rate": "the optimizer's, at the schedule's peak",
-    "num_train_epochs": "how often the data are trained on",
-    "max_steps": "updates, in place of epochs",
-    "per_device_train_batch_size": "rows in a forward, on each device",
-    "gradient_accumulation_steps": "forwards and backwards before an update",
-    "warmup_steps": "updates of the warmup, or as a share of all, below 1",
-    "lr_scheduler_type": "how the learning rate falls",
-    "optim": "the optimizer of dense, hift and lora: adamw_torch, sgd, adafactor, adamw_bnb_8bit, ...",
-    "weight_decay": "of all weights but norms and biases",
-    "max_grad_norm": "gradients are clipped to this norm; 0 clips none",
-    "seed": "of data, dropout and all that is drawn",
-    "bf16": "train in bfloat16; see --weights_dtype for what each method makes of it",
-    "gradient_checkpointing": "keep each block's input alone, and compute the block again in backward",
+    "learning_rate": "peak learning rate of the schedule",
+    "num_train_epochs": "passes over the training data",
+    "max_steps": "number of updates, in place of epochs",
+    "per_device_train_batch_size": "rows per forward on each device",
+    "gradient_accumulation_steps": "forwards and backwards per update",
+    "warmup_steps": "warmup updates; below 1, their share of all updates",
+    "lr_scheduler_type": "schedule of the learning rate",
+    "optim": "optimizer of dense, hift and lora: adamw_torch, sgd, adafactor, adamw_bnb_8bit, ...",
+    "weight_decay": "weight decay of all weights except norms and biases",
+    "max_grad_norm": "maximum norm to which gradients are clipped; 0 turns clipping off",
+    "seed": "seed of the data order, dropout and all other random choices",
+    "bf16": "train in bfloat16; see --weights_dtype for its effect on each method",
+    "gradient_checkpointing": "store only each block's input, and recompute the block in the backward",
     "output_dir": (
-        "folder of the run, by default runs/METHOD, or the first free one of runs/METHOD-2, -3, ...; it keeps "
-        "slivertune_run.yaml, which makes the same run"
+        "folder of the run; by default runs/METHOD, or the first free one of runs/METHOD-2, -3, ...; its "
+        "slivertune_run.yaml repeats the run"
     ),
     "resume_from_checkpoint": (
-        "a checkpoint's folder; or true for the newest whole one; or auto for the newest whole one, and the start "
-        "where there is none, so that one command both starts and continues a run: given again after a kill it goes "
-        "on in the same folder, by default the newest of runs/METHOD; a finished run goes on where max_steps or "
-        "num_train_epochs was raised, and else it is left alone, with a line that says so"
+        "checkpoint folder to continue from; true: the newest complete checkpoint; auto: the newest complete "
+        "checkpoint, or a new run if there is none, so that one command both starts a run and continues it after a "
+        "kill, in the same folder (by default the newest of runs/METHOD). A finished run continues if max_steps or "
+        "num_train_epochs was raised. Otherwise nothing is trained, and a line says so"
     ),
-    "logging_strategy": "when a line of the log is due",
-    "logging_steps": "updates between two of them, by default the method's cycle, of HiFT and a turn",
-    "eval_strategy": "when to evaluate, beside before and after",
-    "eval_steps": "updates between two evaluations, by default logging_steps",
-    "per_device_eval_batch_size": "rows in a forward of an evaluation",
-    "save_strategy": "when to write a checkpoint",
+    "logging_strategy": "schedule of log lines",
+    "logging_steps": "updates between two log lines; by default the method's cycle (HiFT: and a turn)",
+    "eval_strategy": "schedule of evaluations, besides those before and after training",
+    "eval_steps": "updates between two evaluations; by default logging_steps",
+    "per_device_eval_batch_size": "rows per forward of an evaluation",
+    "save_strategy": "schedule of checkpoints",
     "save_steps": "updates between two checkpoints",
-    "save_total_limit": "checkpoints to keep, by default all",
-    "report_to": "where the log is sent: tensorboard, wandb, ..., all",
+    "save_total_limit": "checkpoints to keep; by default all",
+    "report_to": "trackers that receive the log: tensorboard, wandb, ..., all",
 }
 """Help texts of the Trainer's common options, in words that hold here."""
 _MOST_CHOICES = 12
@@ -89,9 +89,7 @@ _OF_MEMORY = (
 )
 
 
-_UNSET = HelpEntry(
-    "--unset NAME ...", "take options that RUN.yaml sets back to their defaults, as if it did not have them"
-)
+_UNSET = HelpEntry("--unset NAME ...", "ignore these options of RUN.yaml, and use their defaults")
 
 
 class PrintHelp(argparse.Action):
@@ -123,7 +121,7 @@ def help_text(*, has_all: bool, width: int | None = None) -> str:
         shown = {each.name for each in common_options()}
         others = [_entry(each, has_all=True) for name, each in options.items() if name not in shown]
         groups.append(HelpGroup("every other field of transformers.TrainingArguments", others))
-    asked = HelpEntry("-h, --help [all]", "this text; with all, every option of the Trainer in it")
+    asked = HelpEntry("-h, --help [all]", "show this text; with all, also every option of the Trainer")
     return render_help(
         usage="slivertune train [RUN.yaml] [--option value ...]",
         description=_DESCRIPTION,

@@ -124,7 +124,7 @@ def check_text(option: Option, value: Any) -> None:
     """
     is_empty = "" in value if isinstance(value, list) else value == ""
     if is_empty and not option.takes_number_or_word and option.name not in _MAY_BE_EMPTY:
-        raise ValueError(f"--{option.name} '' is empty; name something, or leave it out")
+        raise ValueError(f"--{option.name} '' is empty. Give a value, or leave it out")
 
 
 def _number_in(text: str) -> float | None:
@@ -147,7 +147,7 @@ def check_mapping(option: Option, value: Any) -> None:
     if not option.takes_mapping:
         return
     if _MANY_DIGITS.search(str(value)):
-        raise ValueError(f"--{option.name} {value} has a number of more digits than is read; give a smaller one")
+        raise ValueError(f"--{option.name} {value} has a number with too many digits. Give a smaller one")
     is_path = str in option.kinds and not option.name.endswith("_kwargs")
     if not isinstance(value, str) or (is_path and not value.startswith("{")):
         return

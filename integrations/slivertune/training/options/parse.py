@@ -192,13 +192,13 @@ def _check_secrets(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if MASK in str(value):
             raise ValueError(
-                f"--{name} {value} has {MASK} where a secret was left out of a command that was kept; give the secret "
-                "itself, or leave the option out"
+                f"--{name} {value} has {MASK} in place of a secret, as in a saved command. Give the secret itself, or "
+                "leave the option out"
             )
         if name in _TRAINERS and not is_secret(name) and masked(value) != value:
             raise ValueError(
-                f"--{name} {masked(value)} holds a secret, which the Trainer would keep with each checkpoint and send "
-                "to trackers; give it in the environment, as HF_TOKEN or WANDB_API_KEY"
+                f"--{name} {masked(value)} holds a secret. The Trainer would save it in each checkpoint and send it "
+                "to trackers. Set it in the environment, as HF_TOKEN or WANDB_API_KEY"
             )
 
 
@@ -208,8 +208,8 @@ def _check_engine_secrets(training: TrainingArguments) -> None:
     for name, config in (("deepspeed", getattr(of_deepspeed, "config", None)), ("fsdp_config", training.fsdp_config)):
         if config and masked(config) != config:
             raise ValueError(
-                f"the file of --{name} holds a secret, which the Trainer would keep with each checkpoint; give it in "
-                "the environment"
+                f"the file of --{name} holds a secret. The Trainer would save it in each checkpoint. Set it in the "
+                "environment"
             )
 
 
@@ -217,7 +217,7 @@ def _mixed_precision(values: dict[str, Any]) -> str:
     """Return the mixed precision of --bf16 or --fp16, else that of the launcher."""
     bf16, fp16 = values.get("bf16", False), values.get("fp16", False)
     if bf16 and fp16:
-        raise ValueError("--bf16 and --fp16 exclude each other; keep --bf16 where the hardware has it")
+        raise ValueError("--bf16 and --fp16 exclude each other. Keep --bf16 if the hardware supports it")
     if bf16 or fp16:
         return "bf16" if bf16 else "fp16"
     if {"bf16", "fp16"}.intersection(values):
@@ -234,18 +234,18 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
     # These tasks have their own loss and metric, so the Trainer would silently ignore these arguments.
     for name in ("label_smoothing_factor", "batch_eval_metrics"):
         if data.task != "causal_lm" and getattr(training, name):
-            raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}; leave it out")
+            raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}. Leave it out")
     if tokens.token_ratio is None:
         return
     if training.label_smoothing_factor:
         raise ValueError(
-            f"--label_smoothing_factor {training.label_smoothing_factor} does not go with --token_ratio: the smoothed "
-            "loss would score positions that carry no gradient; leave out one of the two"
+            f"--label_smoothing_factor {training.label_smoothing_factor} does not go with --token_ratio: the "
+            "smoothed loss would score positions that carry no gradient. Leave out one of the two"
         )
     if data.task == "prompt_classification":
         raise ValueError(
-            "--token_ratio does not go with --task prompt_classification: its loss reads the label word's place alone, "
-            "outside the model, and that place may not be selected; leave it out, or take --task classification"
+            "--token_ratio does not go with --task prompt_classification: its loss, outside the model, reads only the "
+            "label word's position, which may not be selected. Leave it out, or use --task classification"
         )
 
 
@@ -271,8 +271,8 @@ def _check_long(run: RunArguments, training: TrainingArguments) -> None:
     )
     if run.token_tile_size is not None and training.use_liger_kernel:
         raise ValueError(
-            "--use_liger_kernel gives MLPs and norms other forwards, which --token_tile_size would be lost with; leave "
-            "out one of the two"
+            "--use_liger_kernel replaces the forwards of MLPs and norms, so --token_tile_size would have no effect. "
+            "Leave out one of the two"
         )
 
 

@@ -72,7 +72,7 @@ class _TrainParser(OptionParser, HfArgumentParser):
         """Add to an error message the option that may be meant, or that a config file comes first."""
         words = message.partition("unrecognized arguments: ")[2].split()
         if any(word == "--config" or word.endswith(SUFFIXES) for word in words):
-            return f"{message}; a config file comes before all options: slivertune train run.yaml --seed 3"
+            return f"{message}. Name a config file before all options: slivertune train run.yaml --seed 3"
         return super().explain(message)
 
     def describe_number(self, option: str, kind: str) -> str:
@@ -132,7 +132,7 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
     taken_back = {_name_to_unset(word, parser): word for word in unset}
     for name, word in taken_back.items():
         if name in typed:
-            raise ValueError(f"{UNSET} {word} takes back what --{name} {typed[name]} sets. Leave out one of the two")
+            raise ValueError(f"{UNSET} {word} resets what --{name} {typed[name]} sets. Leave out one of the two")
         if name not in written:
             raise ValueError(f"{UNSET} {word}: {argv[0]} does not set it. Leave it out")
     return {**{name: value for name, value in written.items() if name not in taken_back}, **typed}
@@ -187,7 +187,7 @@ def _written_values(
             continue
         if option is None and isinstance(setting.value, dict):
             raise ValueError(
-                f"{setting.place}: there is no option {setting.key!r}, and options are not nested; write each by itself"
+                f"{setting.place}: there is no option {setting.key!r}, and options are not nested. Write each alone"
             )
         if option is None:
             known = [*options, *(alias for each in options.values() for alias in each.aliases)]
@@ -196,8 +196,8 @@ def _written_values(
         if setting.value is None:
             if option.default is not None:
                 raise ValueError(
-                    f"{setting.place}: {setting.key} can't be null, which is not its default. Leave the key out for "
-                    "the default, or give a value"
+                    f"{setting.place}: {setting.key} can't be null, since its default is not null. Leave the key out "
+                    "for the default, or give a value"
                 )
             # null for an option whose default is None has no effect.
             continue
@@ -206,7 +206,7 @@ def _written_values(
         except ValueError as error:
             raise ValueError(f"{setting.place}: {error}") from error
         for name in value.keys() & values.keys():
-            raise ValueError(f"{setting.place}: {setting.key} sets {name}, which another line sets, too; keep one")
+            raise ValueError(f"{setting.place}: {setting.key} sets {name}, and so does another line. Keep one")
         values |= value
     return values
 
@@ -215,12 +215,12 @@ def _read_value(option: Option, value: Any, parse: Callable[[Sequence[str]], dic
     name = option.name
     if isinstance(value, dict):
         if not option.takes_mapping:
-            raise ValueError(f"{name} takes one value and no mapping; options are not nested")
+            raise ValueError(f"{name} takes one value, not a mapping. Options are not nested")
         check_mapping(option, value)
         return {RENAMED.get(name, name): value}
     if isinstance(value, list):
         if option.item_kind is None:
-            raise ValueError(f"{name} takes one value, and this is a list of {len(value)}")
+            raise ValueError(f"{name} takes one value, not a list of {len(value)}")
         # Options that are one word or a list can't be typed as a list.
         return parse([f"--{name}", *value]) if option.takes_words else {name: value}
     if option.is_switch:
