@@ -32,7 +32,7 @@ _MOST = 1.15
 PUBLISHED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 GROUPS: dict[str, dict[str, Any]] = {group["name"]: group for group in PUBLISHED["groups"]}
 _OF_GROUP = {"name", "source", "card", "assumed", "is_compiled", "rows"}
-_OF_ROW = {"name", "model", "settings", "tokens_per_second", "seconds", "has_target", "is_paged", "explained_by"}
+_OF_ROW = {"name", "model", "settings", "tokens_per_second", "seconds", "gib", "has_target", "is_paged", "explained_by"}
 for _group in GROUPS.values():
     if unknown := _group.keys() - _OF_GROUP | {key for row in _group["rows"] for key in row.keys() - _OF_ROW}:
         raise ValueError(f"plan_speeds.yaml, {_group['name']}: {sorted(unknown)} mean nothing here")
@@ -109,6 +109,7 @@ def predict(group: dict[str, Any]) -> dict[str, Any]:
             {
                 **{name: row[name] for name in ("name", "model", "settings")},
                 "published_tokens_per_second": published,
+                **({"published_gib": row["gib"]} if "gib" in row else {}),
                 "planned_tokens_per_second": time.tokens_per_second,
                 "error": error,
                 "is_fitted": not rows,

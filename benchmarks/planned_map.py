@@ -1,4 +1,6 @@
-"""The planned times of docs/evidence.md: how many updates of each way fit the time of one of all layers.
+"""The planned times of docs/evidence.md and README's picture.
+
+How many updates of each way fit the time of one of all layers?
 
 An update of the small model counts as one of an 8B that trains the same share of its layers, rounded up. So a row may
 have as many updates as take the time of dense's. `equal_time` in `evidence.yaml` names the way that counts for a row.
@@ -7,6 +9,7 @@ Points are answers of `slivertune plan --gpu CARD --json`, each with the setting
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -25,6 +28,21 @@ TOKENS = (512, 4096, 32768)
 """Per update."""
 WHOLE, SMALLEST = "all", "m1"
 """The ways that train all layers, and one layer, per update."""
+NUM_LAYERS = 34
+"""Of Llama-3.1-8B, as HiFT counts them: an embedding, 32 blocks, a head."""
+_SHOWN = {
+    "m1": "HiFT, 1 of 34 layers per group",
+    "m9-stays": "HiFT, 9 of 34 layers per group",
+    "all": "HiFT, all layers in one group",
+    "sft": "SFT (AG), weights of LoRA rank 64",
+    "lora": "LoRA, rank 64",
+}
+"""The ways of README's picture."""
+_PUBLISHED = {
+    "8B, LoRA r 8, 2 x 2,048, compiled": "torchtune: LoRA, rank 8",
+    "8B, full, paged 8-bit AdamW, stepped in the backward, compiled": "torchtune: all weights, 8-bit state",
+}
+"""The rows of `plan_speeds.yaml` beside them."""
 Points = dict[tuple[str, int], dict[str, Any]]
 """By way and tokens per update."""
 
@@ -39,7 +57,7 @@ def plan_points() -> None:
         done = subprocess.run([sys.executable, "-m", "slivertune", *words], check=True, stdout=subprocess.PIPE)
         answer = json.loads(done.stdout)
         about = {name: point[name] for name in ("card", "setting", "tokens", "settings")}
-        answered = {name: answer[name] for name in ("need_bytes", "time") if name in answer}
+        answered = {name: answer[name] for name in ("need_bytes", "host_bytes", "time") if name in answer}
         points[index] = {**about, "fits": "time" in answer, **answered}
         content = {"environment": record_environment(), "model": known["model"], "points": points}
         write_json(RESULTS / f"{RESULT}.json", content)
@@ -77,6 +95,39 @@ def time_table() -> str:
     rows.append(["any", "all: dense", "", "1", *(f"`dense`: {of_task['dense']}" for of_task in results.values())])
     heads = ["Tokens per update", "Trained", "GPU needs", "updates for one of all layers"]
     return markdown_table([*heads, *(TITLES[task] for task in results)], rows)
+
+
+def fixed_batch() -> dict[str, dict[str, Any]]:
+    """Return the bars of README's picture: ways to train an 8B on a 4090 with 2 x 2,048 tokens per update.
+
+    Returns:
+        By title: bytes on the GPU and on the host (None if its authors do not say), tokens/s that are read, tokens/s
+        that each trained weight learns from, and whether others published the row.
+    """
+    points, bars = _points("4090"), {}
+    for way, title in _SHOWN.items():
+        point = points[way, 4096]
+        settings, read = point["settings"], point["time"]["tokens_per_second"]
+        is_hift = settings.get("method", "hift") == "hift"
+        num_groups = math.ceil(NUM_LAYERS / settings.get("layers_per_group", 1)) if is_hift else 1
+        bars[title] = _bar(point["need_bytes"], point["host_bytes"], read, read / num_groups, is_published=False)
+    (torchtune,) = (group for group in kept("plan_speeds")["groups"] if group["name"] == "torchtune")
+    for row in torchtune["rows"]:
+        read = row["published_tokens_per_second"]
+        bars[_PUBLISHED[row["name"]]] = _bar(row["published_gib"] * GIB, None, read, read, is_published=True)
+    return bars
+
+
+def _bar(
+    gpu_bytes: float, host_bytes: int | None, read: float, learned: float, *, is_published: bool
+) -> dict[str, Any]:
+    return {
+        "gpu_bytes": gpu_bytes,
+        "host_bytes": host_bytes,
+        "tokens_per_second": read,
+        "weight_tokens_per_second": learned,
+        "is_published": is_published,
+    }
 
 
 def _points(card: str) -> Points:

@@ -32,11 +32,12 @@ def _of(name: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "measured": (("README.md",), measured.table),
+    "measured-hift": (("docs/hift.md",), measured.hift_table),
     "decision": (
         ("README.md", "docs/which-method.md", "docs/evidence.md"),
         lambda: (CHECKOUT / "benchmarks" / "decision.md").read_text(encoding="utf-8").rstrip("\n"),
     ),
-    "dial": (("README.md", "docs/hift.md"), _of("dial", method_tables.dial)),
+    "dial": (("docs/hift.md",), _of("dial", method_tables.dial)),
     "waiting": (("docs/hift.md",), _of("waiting", method_tables.waiting)),
     "sft": (("docs/sft.md",), _of("sft", method_tables.sft)),
     "sft-in-chunks": (("docs/sft.md",), _of("sft", method_tables.sft_in_chunks)),
@@ -58,7 +59,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
 }
 """By the name in its markers: the pages that have it, and what makes it."""
 PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "measured.png": (measured.picture, pictures.draw_measured),
+    "fixed_batch.png": (planned_map.fixed_batch, pictures.draw_fixed_batch),
     "evidence.png": (evidence_tables.figures, lambda shown: pictures.draw_evidence(shown, evidence_tables.TITLES)),
 }
 """By the file in docs/images: what it shows, and what draws that."""

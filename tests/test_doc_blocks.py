@@ -89,22 +89,18 @@ def test_every_plan_is_made(
 
 
 @pytest.mark.slow
-def test_the_trainings_of_the_readme_run_and_what_they_leave_is_drawn(
+def test_the_training_of_the_readme_runs_and_what_it_leaves_is_drawn(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("chats.jsonl", "data.jsonl"):
-        rows = "".join(f'{{"prompt": "{text}", "completion": "yes"}}\n' for text in sentences(20))
-        Path(name).write_text(rows, encoding="utf-8")
-    Path("run.yaml").write_text(f"model: {tiny_base}\ndataset: chats.jsonl\noutput_dir: runs/file\n", encoding="utf-8")
-    shown = [each.values[0] for each in of_verb("train") if str(each.id).startswith("README")]
-    trained = [words for words in shown if "--help" not in words]
-    assert len(trained) == 3
-    for words in trained:
-        words = [str(tiny_base) if word == "PATH_OR_HUB_ID" else word for word in words]
-        more = ("--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--sample_tokens", "0")
-        assert main([*words, *more]) == 0, words
-    assert {each.name for each in Path("runs").iterdir()} == {"mine", "file", "qlora"}
+    rows = "".join(f'{{"prompt": "{text}", "completion": "yes"}}\n' for text in sentences(20))
+    Path("chats.jsonl").write_text(rows, encoding="utf-8")
+    (words,) = [each.values[0] for each in of_verb("train") if str(each.id).startswith("README")]
+    # The tiny model has 4 layers and reads 256 bytes.
+    smaller = {"meta-llama/Llama-3.1-8B": str(tiny_base), "9": "2", "2048": "128"}
+    assert smaller.keys() <= set(words)
+    more = ("--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--sample_tokens", "0")
+    assert main([*(smaller.get(word, word) for word in words), *more]) == 0
     assert main(["report", "runs/mine", "--output", "hift.png"]) == 0 and Path("hift.png").is_file()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import CHECKOUT
+from tests.helpers.kept_results import planned_point
 from tests.helpers.models import tiny_llama
 
 sys.path.append(str(CHECKOUT / "benchmarks"))
@@ -146,7 +147,19 @@ def test_the_map_is_planned_by_the_command_line_with_the_settings_of_each_point(
     words += [f"--{name}={value}" for name, value in settings.items()]
     said = subprocess.run([sys.executable, "-m", "slivertune", *words], check=True, capture_output=True, text=True)
     answer = json.loads(said.stdout)
-    expected = {"fits": True, "need_bytes": answer["need_bytes"], "time": answer["time"]}
+    expected = {"fits": True, **{name: answer[name] for name in ("need_bytes", "host_bytes", "time")}}
     assert point == {**asked, **expected} and content["environment"]["processor"]
     monkeypatch.setattr(planned_map, "kept", lambda name: content)
     assert planned_map._points("4090") == {("m1", 512): point}
+
+
+def test_a_bar_of_a_fixed_batch_has_the_memory_and_both_speeds_of_its_point() -> None:
+    shown = planned_map.fixed_batch()
+    nine, torchtune = shown["HiFT, 9 of 34 layers per group"], shown["torchtune: all weights, 8-bit state"]
+    point = planned_point("4090", "m9-stays", 4096)
+    assert (nine["gpu_bytes"], nine["host_bytes"]) == (point["need_bytes"], point["host_bytes"])
+    # 34 layers by nines are four groups, so that a weight has its turn in every fourth update.
+    speed = point["time"]["tokens_per_second"]
+    assert (nine["tokens_per_second"], nine["weight_tokens_per_second"]) == (speed, speed / 4)
+    assert (torchtune["gpu_bytes"], torchtune["host_bytes"]) == (18.9 * 2**30, None)
+    assert [name for name, each in shown.items() if each["is_published"] != name.startswith("torchtune")] == []

@@ -128,7 +128,7 @@ def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Pa
 def test_the_source_package_holds_what_building_and_testing_need(sdist: Path, checkout: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile", *CONSTRAINTS} <= names
+    assert {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "Makefile", *CONSTRAINTS} <= names
     for folder in ("integrations", "launch", "ds_configs", "tests"):
         here = {
             path.relative_to(checkout).as_posix()

@@ -143,10 +143,31 @@ def switch_ms(*layouts: str) -> list[float]:
 
 
 def environments() -> list[dict[str, Any]]:
-    """Of the results in README's measured table."""
+    """Those of the CPU rows in the measured tables of README and docs/hift.md."""
     found = [result(name)["environment"] for name in ("tokentune", "token_gradients", "sft", "ranks")]
+    found += [row["environment"] for row in result("quality")["sst2"] if row["name"] in ("dense", "hift-2-x2")]
     found += [result("overhead")[part]["environment"] for part in ("wrapper", "cycle")]
     return found + [run["environment"] for run in result("sst2")["runs"]]
+
+
+def measured_8b(way: str, card: str, tokens: int = 4096) -> dict[str, Any]:
+    """A row of an 8B on a GPU with 24 GiB allowed: of the largest batch that was run."""
+    rows = [
+        row for row in result("gpu_24gib")["rows"] if (row["way"], row["tokens"], row["card"]) == (way, tokens, card)
+    ]
+    return dict(max(rows, key=lambda row: int(row["batch"])))
+
+
+def way_8b(title: str) -> dict[str, Any]:
+    """A row of `slivertune plan --compare` for an 8B on a 4090."""
+    (found,) = [row for row in result("ways_8b_4090")["rows"] if row["title"] == title]
+    return dict(found)
+
+
+def published(group: str, place: int) -> dict[str, Any]:
+    """A row that others have published."""
+    (rows,) = [each["rows"] for each in result("plan_speeds")["groups"] if each["name"] == group]
+    return dict(rows[place])
 
 
 def sst2_at_rate(m: str, rate: float) -> float:
@@ -172,11 +193,16 @@ def learned_rate(name: str) -> float:
     return float(_language_row(name)["runs"][0]["rate"])
 
 
-def planned_time(card: str, setting: str, tokens: int) -> dict[str, Any]:
+def planned_point(card: str, setting: str, tokens: int) -> dict[str, Any]:
     """Of an update of an 8B, as `slivertune plan --json` answers."""
     points: list[dict[str, Any]] = result(RESULT)["points"]
     (found,) = [each for each in points if (each["card"], each["setting"], each["tokens"]) == (card, setting, tokens)]
-    return dict(found["time"])
+    return dict(found)
+
+
+def planned_time(card: str, setting: str, tokens: int) -> dict[str, Any]:
+    """Of an update of an 8B."""
+    return dict(planned_point(card, setting, tokens)["time"])
 
 
 def planned_seconds(card: str, setting: str, tokens: int) -> float:
