@@ -38,7 +38,7 @@ _OWN = HelpGroup(
             "--budget steps|tokens|seconds[=N] [bytes=SIZE]",
             "what is equal: updates, tokens read, or seconds of updates; without a number, as many as the first row "
             "takes by --max_steps or --num_train_epochs. bytes is a limit on the device's peak: rows take smaller "
-            "forwards and accumulate, or are left out. By default steps",
+            "forwards and accumulate; a row that still does not fit fails. By default steps",
         ),
         HelpEntry(
             "--search_rates [RATE ...]",
