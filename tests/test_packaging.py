@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -137,6 +138,13 @@ def test_the_source_package_holds_what_building_and_testing_need(sdist: Path, ch
         }
         assert here and here <= names
     assert not [name for name in names if name.startswith((".venv", "runs", "dist"))]
+
+
+def test_the_citation_names_this_version_and_the_papers_of_the_readme(checkout: Path) -> None:
+    cited = yaml.safe_load((checkout / "CITATION.cff").read_text(encoding="utf-8"))
+    readme = (checkout / "README.md").read_text(encoding="utf-8")
+    assert cited["version"] == slivertune.__version__ and f"State: {slivertune.__version__}," in readme
+    assert {each["url"] for each in cited["references"]} == set(re.findall(r"https://arxiv\.org/abs/[\d.]+", readme))
 
 
 def test_the_source_package_builds_the_same_wheel_as_the_checkout(sdist: Path, wheel: Path, tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ def test_pages_write_rates_with_per(pages: list[Path]) -> None:
     assert found == []
 
 
+def test_the_readme_is_short(pages: list[Path]) -> None:
+    lines = pages[0].read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120 and max(len(each) for each in lines if not each.startswith("|")) <= 120
+
+
 def test_few_docstrings_have_a_sentence_that_begins_by_a_relative_clause(checkout: Path) -> None:
     files = sorted((checkout / "integrations" / "slivertune").rglob("*.py"))
     found = [f"{file.name}: {each}" for file in files for text in docstrings(file) for each in begin_wrongly(text)]
