@@ -211,7 +211,7 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
     ),
     (
         "README.md",
-        "Plans assume {:.0f} % of a card's peak. Measured seconds on H100 and H200 were {:.1f} to {:.1f} times",
+        "Plans assume {:.0f} % of a card's peak. On H100 and H200, 4,096 tokens took {:.1f} to {:.1f} times",
         lambda: (
             100 * planned_point("4090", "all", 4096)["time"]["rates"]["efficiency"],
             min(map(seconds_beyond_plan, ("m1", "lora", "sft"))),
