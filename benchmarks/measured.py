@@ -1,4 +1,4 @@
-"""README's table of measured figures, and that of docs/hift.md, from the files under `results/`."""
+"""README's table of measured figures, and those of docs/hift.md, from the files under `results/`."""
 
 from typing import Any
 
@@ -43,18 +43,79 @@ def _gpu(name: str) -> list[Cells]:
     ]
 
 
-def _speeds() -> Cells:
-    card = "NVIDIA H200"
-    speeds = {
-        row["way"]: f"{row['tokens_per_second']:,.0f}"
+_SPEEDS_CARD = "NVIDIA H200"
+_SPEEDS_OF = {
+    "m1": "HiFT, 1 layer per group",
+    "m8": "HiFT, 8 layers per group",
+    "sft": "SFT (AG), as many weights as LoRA of rank 64",
+    "lora": "LoRA, rank 64",
+    "qlora": "QLoRA, rank 64",
+    "torchao": "torchao's offloaded AdamW, all layers, bf16 without master weights",
+}
+_SPEEDS_TOKENS = (512, 4096, 32768)
+
+
+def speeds_table() -> str:
+    """Make the table of tokens/s of an 8B on one card with 24 GiB allowed, by tokens per update."""
+    heads = ["Way", *(f"{tokens:,} tokens per update" for tokens in _SPEEDS_TOKENS)]
+    rows = ([title, *(_speed_cell(way, tokens) for tokens in _SPEEDS_TOKENS)] for way, title in _SPEEDS_OF.items())
+    return markdown_table(heads, rows)
+
+
+def _speed_cell(way: str, tokens: int) -> str:
+    speed = _speed(way, tokens)
+    return "" if speed is None else f"{speed['tokens_per_second']:,.0f}"
+
+
+def _speed(way: str, tokens: int) -> dict[str, Any] | None:
+    """Find the fastest trial of a way, or None."""
+    found: list[dict[str, Any]] = [
+        row
         for row in kept("gpu_24gib")["rows"]
-        if row["fits"] and (row["tokens"], row["batch"], row["card"]) == (4096, 2, card)
-    }
+        if row["fits"] and (row["way"], row["tokens"], row["card"]) == (way, tokens, _SPEEDS_CARD)
+    ]
+    return max(found, key=lambda row: float(row["tokens_per_second"]), default=None)
+
+
+def _speeds() -> Cells:
+    m1, m8, lora = (f"{_speed_cell(way, 4096)} ({_speed_cell(way, 32768)})" for way in ("m1", "m8", "lora"))
     return (
-        "HiFT, Llama-3.1-8B, 2 x 2,048 tokens, H200, 24 GiB allowed: speed with 1 (8) layers per group",
-        f"{speeds['m1']} ({speeds['m8']}) tokens/s",
-        f"LoRA, rank 64: {speeds['lora']}; QLoRA: {speeds['qlora']} tokens/s",
+        "HiFT, Llama-3.1-8B, 4,096 (32,768) tokens per update, H200, 24 GiB allowed: tokens/s, 1 layer per group",
+        m1,
+        f"8 layers per group: {m8}; LoRA, rank 64: {lora}; torchao's AdamW: {_speed_cell('torchao', 4096)}",
         "curve_measured.py",
+    )
+
+
+_FEATURES = {
+    "device": 'State on the device (`state="device"`)',
+    "host": "State on the host (default)",
+    "prefetch off": "`prefetch_bytes=0`",
+    "disk": '`state="disk"`',
+    "gradients host": '`gradients="host"`',
+    "gradients stepped": '`gradients="stepped"`',
+    "weights host, none resident": '`weights="host"`, `resident_bytes=0`',
+    "waiting int8": '`waiting="int8"`',
+    "weights host, nf4": '`weights="host"`, `waiting="nf4"`',
+    "activations offloaded": "`offload_activations`",
+    "compiled blocks": "`compile_blocks`",
+    "bitsandbytes' AdamW8bit": "bitsandbytes' `AdamW8bit`",
+    "torchao's AdamW8bit": "torchao's `AdamW8bit`",
+    "SGD": "`SGD`",
+}
+"""Those of `results/gpu_features.json` that docs/hift.md shows."""
+
+
+def features_table() -> str:
+    """Make the table of HiFT's memory features, each run once on a card."""
+    bits = {True: "same", False: "others", None: ""}
+    rows = kept("gpu_features")["rows"]
+    return markdown_table(
+        ["HiFT with", "Time per update, ms", "Peak memory, GiB", "Bits of the first row"],
+        (
+            [title, f"{row['milliseconds']:,.0f}", f"{row['peak_bytes'] / GIB:.1f}", bits[row.get("same_bits")]]
+            for title, row in ((title, rows[name]) for name, title in _FEATURES.items())
+        ),
     )
 
 

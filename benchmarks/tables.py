@@ -33,6 +33,8 @@ def _of(name: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "measured": (("README.md",), measured.table),
     "measured-hift": (("docs/hift.md",), measured.hift_table),
+    "speeds": (("docs/hift.md",), measured.speeds_table),
+    "features": (("docs/hift.md",), measured.features_table),
     "decision": (
         ("README.md", "docs/which-method.md", "docs/evidence.md"),
         lambda: (CHECKOUT / "benchmarks" / "decision.md").read_text(encoding="utf-8").rstrip("\n"),

@@ -80,7 +80,7 @@ def test_every_table_between_markers_is_made_of_the_committed_results(tmp_path: 
     run_python(copy / "benchmarks" / "tables.py", "--write", cwd=tmp_path)
     for page in PAGES:
         assert (copy / page.relative_to(CHECKOUT)).read_text("utf-8") == page.read_text("utf-8"), page
-    assert emptied == 22
+    assert emptied == 24
 
 
 def test_tables_that_a_page_lacks_the_markers_of_are_named(tmp_path: Path) -> None:
