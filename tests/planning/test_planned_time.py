@@ -87,6 +87,15 @@ ALL = 4.0 * NUM_PARAMETERS
             {"layout": "zero3"},
             {("collectives", "forward"): RING * ALL / BUS, ("collectives", "backward"): 2 * RING * ALL / BUS},
         ),
+        # Each micro-batch gathers; ZeRO-3 reduces in each, FSDP2 in the last.
+        (
+            {"layout": "zero3", "gradient_accumulation_steps": 3},
+            {("collectives", "forward"): 3 * RING * ALL / BUS, ("collectives", "backward"): 6 * RING * ALL / BUS},
+        ),
+        (
+            {"layout": "fsdp2", "gradient_accumulation_steps": 3},
+            {("collectives", "forward"): 3 * RING * ALL / BUS, ("collectives", "backward"): 4 * RING * ALL / BUS},
+        ),
         (
             {"layout": "fsdp2", "offload_parameters": True},
             {

@@ -54,8 +54,10 @@ def owed(plan: Plan, rates: Rates) -> list[Owed]:
     weights, gradients = _weight_bytes(plan), mean_gradient_bytes(plan)
     found: list[Owed] = []
     if request.layout in ("zero3", "fsdp2"):
-        # Each forward and each backward gathers all weights; each backward also reduces the gradients.
-        gather, reduce = rounds * ring * weights, rounds * ring * gradients
+        # Each forward and each backward gathers all weights. ZeRO-3 reduces the gradients in each backward, FSDP2 in
+        # the last, since Accelerate turns its synchronisation off in the others.
+        reductions = rounds if request.layout == "zero3" else 1
+        gather, reduce = rounds * ring * weights, reductions * ring * gradients
         found += [
             Owed(reason="collectives", phase="forward", seconds=gather),
             Owed(reason="collectives", phase="backward", seconds=gather + reduce),
