@@ -41,8 +41,9 @@ def chunked_cross_entropy(
         targets: Class of each row, int64, shape (...), already shifted for a causal model.
         bias: The head's bias, shape (classes,).
         num_items_in_batch: Divisor of the sum of losses; None for the number of scored rows.
-        ignore_index: Target of rows that are not scored.
-        chunk_bytes: Bytes of the fp32 scores that exist at a time, but at least those of one row or class.
+        ignore_index: Target of rows that are not scored, -100 by default.
+        chunk_bytes: Bytes of the fp32 scores that exist at a time, but at least those of one row or class. 64 MiB by
+            default.
 
     Returns:
         Loss, a scalar in fp32 (fp64 for fp64 inputs); NaN if no row is scored and no divisor is given.
@@ -50,6 +51,10 @@ def chunked_cross_entropy(
     Raises:
         ValueError: If shapes or dtypes don't fit each other, or `chunk_bytes` is not positive.
         RuntimeError: If the backward is to be differentiated again.
+
+    Example:
+        >>> hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1]
+        >>> loss = slivertune.chunked_cross_entropy(hidden, model.lm_head.weight, tokens[:, 1:])
     """
     dtype = _compute_dtype(hidden)
     _check(hidden, weight, bias, targets, chunk_bytes)

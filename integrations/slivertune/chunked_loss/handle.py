@@ -30,7 +30,7 @@ def attach_chunked_cross_entropy(
     Args:
         model: A causal LM of transformers with a plain linear head, or a PEFT model around one.
         evaluation: Whether the loss is chunked in evaluation, too, if logits are not needed there.
-        chunk_bytes: Bytes of the fp32 scores that exist at a time.
+        chunk_bytes: Bytes of the fp32 scores that exist at a time, 64 MiB by default.
 
     Returns:
         Handle that removes it again; also a context manager.
@@ -38,6 +38,10 @@ def attach_chunked_cross_entropy(
     Raises:
         ValueError: If the model's head or loss is of another kind, with the reason, or if `chunk_bytes` is below 1.
         RuntimeError: If the loss of the model is chunked already.
+
+    Example:
+        >>> with slivertune.attach_chunked_cross_entropy(model):
+        ...     model(input_ids=tokens, labels=tokens).loss.backward()
     """
     return ChunkedCrossEntropyHandle(model, evaluation=evaluation, chunk_bytes=chunk_bytes)
 
@@ -52,6 +56,10 @@ def why_not_chunked(model: nn.Module) -> str | None:
 
     Returns:
         Reason why not, as a clause; None if `attach_chunked_cross_entropy` supports the model.
+
+    Example:
+        >>> if slivertune.why_not_chunked(model) is None:
+        ...     handle = slivertune.attach_chunked_cross_entropy(model)
     """
     inner = find_transformers_model(model)
     if inner is None:

@@ -28,7 +28,7 @@ from slivertune.core.typed_command import setting_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A set of parameters that is trained as one."""
+    """A set of parameters that HiFT trains as one."""
 
     kind: Literal["embedding", "block", "head", "custom"]
     """Kind of the layer. "custom" if the user listed the layers."""
@@ -59,6 +59,10 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
     Raises:
         ValueError: If the model has no list of blocks, or if `layers` has an unknown name, a layer without parameters,
             a parameter in two layers, or one in none.
+
+    Example:
+        >>> [layer.name for layer in slivertune.find_layers(model)]
+        ['embedding', 'model.layers.0', 'model.layers.1', 'head']
     """
     if layers is not None:
         return _listed_layers(model, _written_out(model, layers))

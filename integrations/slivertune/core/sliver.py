@@ -254,8 +254,11 @@ class CheckpointedSliver(Sliver):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that continues the run at this step (`whole_state`), or a placeholder after `use_sidecar`.
 
-        The state is plain containers, and tensors by parameter name. The tensors are the live ones if possible, as in
-        torch. Save or copy them before the next step. `torch.distributed.checkpoint` gets it packed (see `pack_state`).
+        `slivertune.prepare` and `attach` call `use_sidecar` if checkpoints keep the state in a folder of its own.
+
+        Returns:
+            Plain containers, and tensors by parameter name. The tensors are the live ones if possible, as in torch.
+            Save or copy them before the next step. `torch.distributed.checkpoint` gets the state packed.
         """
         if self._is_placeholder:
             self._fill_placeholder()
@@ -270,6 +273,9 @@ class CheckpointedSliver(Sliver):
         """Continue from the result of `state_dict` or `whole_state`, in any form. Tensors are copied.
 
         A placeholder gives only its hyperparameters. Its state has still to be loaded.
+
+        Args:
+            state_dict: Result of `state_dict`, of the same method over the same model and base optimizer.
 
         Raises:
             ValueError: If the state is of another model or optimizer, or is damaged. Nothing is changed then.

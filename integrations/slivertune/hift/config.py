@@ -19,10 +19,14 @@ WeightPlace = Literal["device", "host"]
 @refuse_removed
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiFTConfig:
-    """Settings of HiFT, with the paper's symbols in parentheses.
+    """Settings of HiFT (arXiv 2401.15207), with the paper's symbols in parentheses.
 
     Raises:
         ValueError: If a value is outside the range that its field documents.
+
+    Example:
+        >>> config = HiFTConfig(layers_per_group=4, steps_per_group=20, order="random")
+        >>> optimizer = HiFT(model, torch.optim.AdamW, config=config, lr=2e-5)
     """
 
     layers_per_group: int = 1

@@ -58,6 +58,11 @@ def load_quantized(
         FileNotFoundError: If there are no safetensors.
         TypeError: If `model_class` is not a model class of transformers.
         ValueError: If a weight can't be quantised, or the names in the files are not the model's, with some of them.
+
+    Example:
+        >>> model = slivertune.load_quantized(AutoModelForCausalLM, path, "nf4", device="cuda")
+        >>> config = slivertune.HiFTConfig(waiting="nf4")
+        >>> optimizer = slivertune.HiFT(model, torch.optim.AdamW, config=config, lr=2e-5)
     """
     from transformers import AutoConfig, GenerationConfig  # takes two seconds, which `import slivertune.hift` avoids
 

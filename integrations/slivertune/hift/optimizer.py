@@ -58,6 +58,9 @@ class HiFT(CheckpointedSliver):
     begins, is not held: the next step reads it again. Start the search at the rate of ordinary fine-tuning, and try
     half and twice it: groups bear no more, though each parameter moves once per cycle (benchmarks/results/dial.json).
 
+    `groups[index].layers` are the layers of a group, bottom of the model first. `grad_norm` is the 2-norm of the last
+    update's gradients before clipping (a scalar tensor), if `config.max_grad_norm` is set, else None.
+
     Args:
         model: Model in fp32 or bf16, on its device before the first step.
         optimizer_class: Any class of `torch.optim.Optimizer`. `HiFT.wrap` takes an instance with its param groups.
@@ -107,8 +110,16 @@ class HiFT(CheckpointedSliver):
             model: Model whose parameters it was built over.
             config: Settings; the defaults are the paper's.
 
+        Returns:
+            HiFT over the same param groups, to which a scheduler of the optimizer goes on writing rates.
+
         Raises:
             ValueError: As in the constructor, or if the optimizer was built over other parameters or has stepped.
+
+        Example:
+            >>> param_groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others}]
+            >>> base = torch.optim.AdamW(param_groups, lr=2e-5)
+            >>> optimizer = HiFT.wrap(base, model, config=HiFTConfig(layers_per_group=2))
         """
         config = config or HiFTConfig()
         inner: Any = optimizer
@@ -423,7 +434,7 @@ class HiFT(CheckpointedSliver):
             OSError: If `state="disk"` finds no space, a file can't be written or read, or holds other bytes than were
                 written. Nothing was updated then. After a failed write nothing is lost, and the next call tries again.
             RuntimeError: If there are several ranks and HiFT was not prepared for them, an engine steps in its place,
-                or only the placeholder of its state was loaded (see `use_sidecar`).
+                or a checkpoint's placeholder was loaded without the state that belongs to it.
             RuntimeError: If, with stepped gradients, there is a closure or the update is only half done.
         """
         self._check_step()

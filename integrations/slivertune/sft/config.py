@@ -24,13 +24,17 @@ SM3_EPS = 1e-30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTConfig:
-    """Settings of SFT, with the paper's symbols in parentheses.
+    """Settings of SFT (arXiv 2401.16405), with the paper's symbols in parentheses.
 
     At most one of `density`, `num_weights` and `equivalent_lora_rank` sets the number of trained weights. The share is
     the same in every tensor.
 
     Raises:
         ValueError: If a value is out of its field's range, or two settings contradict each other.
+
+    Example:
+        >>> config = SFTConfig(equivalent_lora_rank=16, targets=["q_proj", "v_proj"])
+        >>> optimizer = SFT(model, config=config, lr=1e-4, total_steps=1000)
     """
 
     density: float | None = None

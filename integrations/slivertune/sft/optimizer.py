@@ -200,7 +200,7 @@ class SFT(CheckpointedSliver):
             weight.claim()
 
     def deltas(self) -> dict[str, SparseDelta]:
-        """Copy every tensor's positions and deltas, by parameter name.
+        """Copy the positions and deltas of every tensor, by parameter name: int32 and fp32, shape (n,).
 
         Raises:
             RuntimeError: If other code has set trained entries of the weights since the last step.
@@ -226,6 +226,10 @@ class SFT(CheckpointedSliver):
 
         Raises:
             ValueError: If a delta is not finite.
+
+        Example:
+            >>> optimizer.save_pretrained("deltas/law")
+            >>> handle = slivertune.deltas.apply(base_model, "deltas/law")
         """
         writes = self._gradient_sync.communicator.is_first
         save(folder, self.model, self._weights, self.config, writes=writes, base_model_name=base_model_name)
@@ -249,9 +253,9 @@ class SFT(CheckpointedSliver):
             Result of the closure, or None.
 
         Raises:
-            RuntimeError: If other ranks train too and the gradients were not averaged over them, if only the
-                placeholder of a state was loaded (see `use_sidecar`), if a trained tensor was replaced or cast, or
-                after `detach`.
+            RuntimeError: If other ranks train too and the gradients were not averaged over them, if a checkpoint's
+                placeholder was loaded without the state that belongs to it, if a trained tensor was replaced or cast,
+                or after `detach`.
         """
         if not self._hooks.is_on:
             raise RuntimeError("step() was called after detach(), which ends SFT's training. Build a new SFT to go on")

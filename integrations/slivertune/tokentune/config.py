@@ -18,7 +18,7 @@ _PATTERNS = ("random", "chunks", "block")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTune:
-    """Trains on all tokens, but keeps activations and gradients only for some of them (TokenTune, section 3).
+    """Trains on all tokens, but keeps activations and gradients for some of them (arXiv 2501.18824, section 3).
 
     Each training forward draws the same number k of positions in every sequence of the batch. All positions are
     computed as usual, so selected tokens attend to all others. The other tokens are constants for the backward: at each
@@ -30,6 +30,10 @@ class TokenTune:
 
     Raises:
         ValueError: If not exactly one of `ratio` and `num_tokens` is given, or a setting is out of its range.
+
+    Example:
+        >>> with TokenTune(ratio=0.3).attach(model):
+        ...     model(**batch).loss.backward()
     """
 
     ratio: float | None = None
@@ -97,6 +101,11 @@ class TokenTune:
         Raises:
             RuntimeError: If the model is hooked already.
             ValueError: If the model can't be hooked; the text says why.
+
+        Example:
+            >>> handle = TokenTune(ratio=0.3, pattern="chunks").attach(model)
+            >>> train(model)
+            >>> handle.remove()
         """
         from slivertune.tokentune.hook import TokenTuneHandle
 
