@@ -7,12 +7,17 @@ version = release = slivertune.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "slivertune"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
+# Docstrings write code in single backticks, as Markdown does.
+default_role = "code"
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-# A dataclass lists its fields once, each with its meaning.
-autodoc_class_signature = "separated"
 autodoc_preserve_defaults = True
+# One argument per line, or a signature with types is as wide as five of a phone.
+maximum_signature_line_length = 80
+python_display_short_literal_types = True
+toc_object_entries_show_parents = "hide"
 napoleon_numpy_docstring = False
 
 myst_heading_anchors = 4

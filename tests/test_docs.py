@@ -29,8 +29,29 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path: Path) 
     pages = {path.stem for path in (tmp_path / "site").glob("*.html")}
     assert pages >= {path.stem for path in DOCS.glob("*.md")}
     api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
-    assert all(f'id="slivertune.{name}"' in api or f".{name}" in api for name in public_names())
+    assert all(f'id="slivertune.{name}"' in api for name in public_names())
     assert "fp32 masters" in api
+    members = re.findall(r'id="slivertune\.([\w.]+)"', api)
+    assert not [each for each in members if re.search(r"(^|\.)_|refusal_to|without_state", each)]
+    assert "<cite>" not in api  # code in a docstring would be in italics
+    assert "lr" in re.findall(r'id="slivertune\.SFT">(.*?)</dt>', api, re.DOTALL)[0]  # a class has its signature
+    assert dead_links(tmp_path / "site") == []
+
+
+def dead_links(site: Path) -> list[str]:
+    """Links between pages to a page or a heading that is not there."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in site.glob("*.html")}
+    ids = {name: set(re.findall(r'\sid="([^"]+)"', text)) for name, text in texts.items()}
+    found = []
+    for name, text in texts.items():
+        article = text.partition("<article")[2].partition("</article>")[0]
+        for link in re.findall(r'href="(?!https?:|mailto:)([^"]+)"', article):
+            page, _, anchor = link.partition("#")
+            known = ids.get(page or name)
+            is_dead = not (site / page).exists() if known is None else anchor not in {"", *known}
+            if is_dead:
+                found.append(f"{name}: {link}")
+    return found
 
 
 def public_names() -> list[str]:
@@ -38,7 +59,8 @@ def public_names() -> list[str]:
 
 
 def test_the_reference_has_each_public_name_once() -> None:
-    found = re.findall(r"auto(?:class|function):: slivertune\.(\w+)", (DOCS / "api.md").read_text(encoding="utf-8"))
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    found = re.findall(r"auto(?:class|function):: slivertune\.(\w+)$", page, re.MULTILINE)
     assert sorted(found) == sorted(public_names())
 
 
