@@ -193,6 +193,31 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
         ),
     ),
     (
+        "docs/coming-from.md",
+        (
+            "torchtune has published {:,.0f} tokens/s for an 8B (compiled, {} GiB). HiFT with all layers in one group "
+            "and AdamW is planned at {:.0f} tokens/s for the same batch"
+        ),
+        lambda: (
+            published("torchtune", 1)["published_tokens_per_second"],
+            published("torchtune", 1)["published_gib"],
+            planned_point("4090", "all", 4096)["time"]["tokens_per_second"],
+        ),
+    ),
+    (
+        "docs/coming-from.md",
+        (
+            "SlideFormer's authors have published {:,.0f} tokens/s at {:,} tokens per update and {:,.0f} tokens/s at "
+            "{:,}"
+        ),
+        lambda: (
+            published("SlideFormer", 2)["published_tokens_per_second"],
+            published("SlideFormer", 2)["time"]["tokens_per_update"],
+            published("SlideFormer", 0)["published_tokens_per_second"],
+            published("SlideFormer", 0)["time"]["tokens_per_update"],
+        ),
+    ),
+    (
         "README.md",
         (
             "{:.0f} bytes of host memory per parameter ({:.0f} GiB for 8B), 6 with 8-bit state, {:.0f} with all layers "
