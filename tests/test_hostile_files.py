@@ -405,7 +405,7 @@ def test_each_number_of_a_state_that_is_another_kind_of_value_is_refused(
     for path in numbers:
         with (
             state.holding(saved(replaced(state.value, path, odd))),
-            pytest.raises(ValueError, match=r"saved state|holds no state|tells of"),
+            pytest.raises(ValueError, match=r"saved state|holds no state|header\.pt names"),
         ):
             state.read()
 
@@ -514,7 +514,7 @@ def test_first_rows_that_are_no_rows_are_refused(rows: str, states: dict[str, St
     path = sorted(state.folder.glob("*.safetensors"))[0]
     with (
         state.holding(save(load_file(path), {"first_rows": rows}), path.name),
-        pytest.raises(ValueError, match=r"does not tell the first row|saved state"),
+        pytest.raises(ValueError, match=r"does not name the first row|saved state"),
     ):
         state.read()
 
@@ -562,7 +562,7 @@ def test_a_number_of_ranks_without_their_files_is_refused(num_ranks: Any, states
     state = states["hift"]
     with (
         state.holding(saved({**state.value, "num_ranks": num_ranks})),
-        pytest.raises(ValueError, match=r"header\.pt tells of .* ranks, and \d+ files are there"),
+        pytest.raises(ValueError, match=r"header\.pt names .* ranks, and \d+ files are there"),
     ):
         state.read()
 

@@ -67,8 +67,8 @@ def test_the_configs_of_the_presets_resolve_with_a_batch_size(stage: int) -> Non
 @pytest.mark.parametrize(
     ("config", "model", "message"),
     [
-        ({**AUTO, "train_micro_batch_size_per_gpu": "auto"}, tiny_llama(), "write train_micro_batch_size_per_gpu"),
-        (AUTO, torch.nn.Linear(2, 2), r"but the model has no config\.hidden_size"),
+        ({**AUTO, "train_micro_batch_size_per_gpu": "auto"}, tiny_llama(), "Set train_micro_batch_size_per_gpu"),
+        (AUTO, torch.nn.Linear(2, 2), r"and the model has no config\.hidden_size"),
     ],
     ids=["batch size", "width"],
 )
@@ -80,9 +80,9 @@ def test_what_nobody_knows_is_asked_for(config: dict[str, Any], model: torch.nn.
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["config"], "needs the model"),
+        (["config"], "needs a model"),
         (["model"], "needs DeepSpeed's config"),
-        (["model", "config", "model_parameters"], "model_parameters are the optimizer's own"),
+        (["model", "config", "model_parameters"], "model_parameters are in the optimizer already"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(names: list[str], message: str) -> None:

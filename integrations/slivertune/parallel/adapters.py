@@ -83,8 +83,8 @@ def adapter_of(optimizer: Sliver, layout: Layout) -> LayoutAdapter:
     if module is None:
         known = ", ".join(folder for method, folder in _adapters if method == optimizer.method)
         raise ValueError(
-            f"{type(optimizer).__name__} does not train under {layout}; it does on one device"
-            + (f" and under {known}" if known else "")
+            f"{type(optimizer).__name__} does not train under {layout}. Train on one device"
+            + (f" or under {known}" if known else "")
         )
     return cast(LayoutAdapter, import_module(module))
 
@@ -108,7 +108,7 @@ def check_before(optimizer: Sliver, model: nn.Module, layout: Layout) -> None:
     """
     if optimizer.updates:
         raise RuntimeError(
-            f"the {type(optimizer).__name__} has already made {optimizer.updates} updates; prepare it before its first "
+            f"the {type(optimizer).__name__} has already made {optimizer.updates} updates. Prepare it before its first "
             "step, and load its state afterwards"
         )
     optimizer.check_built_over(model)

@@ -95,14 +95,14 @@ def initialize(
         )
         return made
     if model is None:
-        raise ValueError("initialize needs the model that the optimizer was built over")
+        raise ValueError("initialize needs a model. Pass the one that the optimizer was built over")
     if model_parameters is not None:
-        raise ValueError("model_parameters are the optimizer's own already; leave them out")
+        raise ValueError("model_parameters are in the optimizer already. Leave them out")
     if chosen is None and args is not None:
         chosen = getattr(args, "deepspeed_config", None)
         arguments["args"] = None
     if chosen is None:
-        raise ValueError("initialize needs DeepSpeed's config: a path or a dictionary")
+        raise ValueError("initialize needs DeepSpeed's config. Pass a path or a dictionary")
     settings = resolve_config(chosen, model)
     layout = LAYOUT_OF_STAGE[check_stage(settings, type(optimizer).__name__)]
     adapter = engine_adapter_of(optimizer, layout)
@@ -131,7 +131,7 @@ def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dic
             del settings[key]
     if not any(key in settings for key in _FILLED_ELSEWHERE):
         raise ValueError(
-            'the DeepSpeed config leaves the batch size "auto", which only accelerate and the Trainer fill in; write '
+            'the DeepSpeed config leaves the batch size "auto", which only accelerate and the Trainer fill in. Set '
             "train_micro_batch_size_per_gpu"
         )
     for key, value in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
@@ -172,6 +172,6 @@ def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:
             width = getattr(getattr(model, "config", None), "hidden_size", None)
             if width is None:
                 raise ValueError(
-                    f'zero_optimization.{key} is "auto", but the model has no config.hidden_size; write a number'
+                    f'zero_optimization.{key} is "auto", and the model has no config.hidden_size. Write a number'
                 )
             zero[key] = int(factor * width**power)

@@ -27,22 +27,22 @@ def layout_of(accelerator: Any) -> Layout:
         stage = accelerator.state.deepspeed_plugin.zero_stage
         if stage in LAYOUT_OF_STAGE:
             return LAYOUT_OF_STAGE[stage]
-        use = "use stage 1, 2 or 3"
         raise ValueError(
-            f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed out on one device, or {use}"
+            f"DeepSpeed's stage {stage} shards nothing. Use stage 1, 2 or 3, or leave DeepSpeed out on one device"
             if accelerator.num_processes == 1
-            else f"DeepSpeed's stage {stage} keeps a gradient bucket as large as the whole model; {use}, or DDP"
+            else f"DeepSpeed's stage {stage} keeps a gradient bucket as large as the whole model. Use stage 1, 2 or 3, "
+            "or DDP"
         )
     if name == "FSDP":
         version = accelerator.state.fsdp_plugin.fsdp_version
         if version != 2:
             raise ValueError(
-                f"fsdp_version={version} flattens parameters into one, of which no group can be told apart; "
-                "set fsdp_version to 2"
+                f"fsdp_version={version} flattens all parameters into one, so groups can't be told apart. "
+                "Set fsdp_version to 2"
             )
         return "fsdp2"
     if name in _PLAIN:
         return "ddp"
     if name == "NO":
         return "single"
-    raise ValueError(f"slivertune does not run under {name}; use DDP, FSDP2 or DeepSpeed's ZeRO-1, 2 or 3")
+    raise ValueError(f"slivertune does not run under {name}. Use DDP, FSDP2 or DeepSpeed's ZeRO-1, 2 or 3")

@@ -47,7 +47,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1 or len(slivers) != 1:
         raise ValueError(
-            f"{len(models)} models and {len(slivers)} slivertune optimizers were passed; under {layout}, prepare one "
+            f"{len(models)} models and {len(slivers)} slivertune optimizers were passed. Under {layout}, prepare one "
             "model together with the one optimizer that was built over it"
         )
     optimizer = slivers[0]

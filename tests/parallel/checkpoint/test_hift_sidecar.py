@@ -119,7 +119,7 @@ def _hift(**config: Any) -> HiFT:
         (
             "group-00001.rank-00000.safetensors",
             r"group-00000\.rank-00000\.safetensors has",
-            "which this model does not train there",
+            "which this model does not train in that group",
         ),
     ],
     ids=["lost", "of another group"],
@@ -154,7 +154,7 @@ def test_rows_that_are_lost_are_noticed(gone_on: GoneOn, folder: Path, tmp_path:
 
 
 def test_the_state_of_another_grouping_is_refused(written: Path) -> None:
-    with pytest.raises(ValueError, match=r"does not train there|another grouping"):
+    with pytest.raises(ValueError, match=r"does not train in that group|another grouping"):
         load_state(_hift(layers_per_group=2), written)
     with pytest.raises(ValueError, match="another order of turns"):
         load_state(_hift(order="top2down"), written)

@@ -234,7 +234,7 @@ DOING = {"ddp": "averaging gradients", "fsdp2": "beginning a forward pass"}
 def disturbances_of(method: str, layout: Layout) -> dict[str, Disturbance]:
     """What each method has under each layout whose ranks compare what they do, by name."""
     group, of = ", group 2" if method == "hift" else "", partial(Disturbance, method=method, layout=layout)
-    apart = ("the ranks are not at the same place", "nothing was shared or updated") if layout == "ddp" else ()
+    apart = ("the ranks are not at the same place", "Nothing was shared or updated") if layout == "ddp" else ()
     stepping = f"rank 0 is stepping the optimizer at update 2{group}"
     lost = ("rank 0 is stepping", "with gradients; rank 1", "without a gradient")
     found = {
@@ -247,7 +247,7 @@ def disturbances_of(method: str, layout: Layout) -> dict[str, Disturbance]:
         ),
         "another rate": of(
             loop=another("lr", 0.02, 5),
-            said=(RATES if method == "hift" else "lr is 0.01 on rank 0, 0.02 on rank 1", "the update was not made"),
+            said=(RATES if method == "hift" else "lr is 0.01 on rank 0, 0.02 on rank 1", "The update was not made"),
             updates=5 if method == "hift" else 2,
         ),
         "another decay": of(loop=another("weight_decay", 0.2, 1), said=("weight_decay", "0.2 on rank 1")),
@@ -258,7 +258,7 @@ def disturbances_of(method: str, layout: Layout) -> dict[str, Disturbance]:
 
 ON_DDP = partial(Disturbance, method="hift", layout="ddp")
 DRIFTED = partial(
-    ON_DDP, said=("the sum of the bits of model.embed_tokens.weight is", "resume from it"), is_weight=True
+    ON_DDP, said=("the sum of the bits of model.embed_tokens.weight is", "Resume from it"), is_weight=True
 )
 DISTURBANCES: dict[str, Disturbance] = {
     name: each for method in METHODS for layout in DOING for name, each in disturbances_of(method, layout).items()

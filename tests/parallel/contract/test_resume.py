@@ -334,6 +334,6 @@ def test_a_folder_without_the_state_is_refused_by_its_name(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"has no slivertune_checkpoint\.json, so its writing was cut short"):
         load_state(optimizer, tmp_path)
     write_manifest(tmp_path)
-    with pytest.raises(ValueError, match=r"state\.pt is not there; the checkpoint must be whole"):
+    with pytest.raises(ValueError, match=r"state\.pt is not there\. Name a whole checkpoint"):
         load_state(optimizer, tmp_path)
     assert optimizer.updates == 0

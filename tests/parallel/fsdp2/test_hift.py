@@ -175,8 +175,8 @@ def test_what_is_declared_elementwise_and_blocks_that_are_named_pass(name: str) 
 
 def test_a_unit_that_holds_the_embedding_is_refused_with_what_to_set() -> None:
     message = (
-        "ValueError: BertEmbeddings holds the input embedding, which accelerate gathers on its own under FSDP2; "
-        "set fsdp_transformer_layer_cls_to_wrap: BertLayer in the fsdp_config of your configuration"
+        "ValueError: BertEmbeddings holds the input embedding, which accelerate gathers on its own under FSDP2. "
+        "Set fsdp_transformer_layer_cls_to_wrap: BertLayer in the fsdp_config of your configuration"
     )
     assert run_ranks(prepare_other, 2, "blocks None") == [message] * 2
 

@@ -147,7 +147,7 @@ def test_nothing_in_it_is_executed(saved: Saved, tmp_path: Path) -> None:
         (["groups", "1"], {}, "it has no 'masters'"),
         (["pieces", "1", 0, 0], ("x", 0, 0, 1), r"is no list of pieces within 'x'"),
         (["pieces", "1", 0, 0], ("x", 0, -1, 1), r"pieces\['1'\]\[0\]\[0\] is no piece of a parameter"),
-        (["pieces", "1", 0], [], "does not hold all of .*, once"),
+        (["pieces", "1", 0], [], "does not hold each element of .* once"),
         (["shapes", "1"], {"x": [2**40, 2**10]}, r"pieces\['1'\] is no list of pieces within"),
         (["scaler"], {"cur_scale": "print"}, r"scaler\['cur_scale'\] is no number"),
         (["own"], {}, "own is no mapping of"),
@@ -171,7 +171,7 @@ def test_ranks_of_different_models_are_refused(saved: Saved) -> None:
 
 def test_elements_that_two_ranks_hold_are_refused(saved: Saved) -> None:
     saved.write(saved.honest[1])
-    with pytest.raises(ValueError, match=r"does not hold all of .*, once"):
+    with pytest.raises(ValueError, match=r"does not hold each element of .* once"):
         fp32_weights(saved.folder)
 
 

@@ -39,12 +39,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "SFT steps its few deltas by itself",
     ),
     # DeepSpeed itself refuses float16 on a CPU, in other words.
-    "fp16": ({"fp16": {"enabled": True}}, "whose range is too small for weights that are trained"),
+    "fp16": ({"fp16": {"enabled": True}}, "whose range is too small for trained weights"),
     "nvme": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
-        "leaves no part of the weights in memory",
+        "leaves no weights in memory",
     ),
-    "stage 0": ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; SFT on DeepSpeed needs"),
+    "stage 0": ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0, and SFT on DeepSpeed needs"),
 }
 """Changes of a config, and what is said to them."""
 SAID = {

@@ -43,10 +43,10 @@ def test_where_deepspeed_compiles_nothing_nothing_is_said(folder: Path, monkeypa
 def test_a_build_to_come_and_one_under_way_are_said_and_a_finished_one_is_not(folder: Path) -> None:
     said: list[str] = []
     check_build(said.append)
-    assert len(said) == 1 and "compiles its collectives for CPUs (shm_comm), once on each machine" in said.pop()
+    assert len(said) == 1 and "compiles its collectives for CPUs (shm_comm), once per machine" in said.pop()
     (folder / "lock").touch()
     check_build(said.append)
-    assert len(said) == 1 and f"waiting until it removes {folder / 'lock'}" in said.pop()
+    assert len(said) == 1 and f"Waiting until it removes {folder / 'lock'}" in said.pop()
     (folder / "lock").unlink()
     (folder / f"{NAME}.so").touch()
     check_build(said.append)
@@ -61,7 +61,7 @@ def test_a_lock_that_a_killed_build_left_is_named_with_the_way_to_get_rid_of_it(
         (folder / f"{NAME}.so").touch()
     then = time.time() - STALE_SECONDS - 60
     os.utime(lock, (then, then))
-    with pytest.raises(RuntimeError, match=rf"left 16 minutes ago when it was killed; .* remove it: rm {lock}$"):
+    with pytest.raises(RuntimeError, match=rf"left 16 minutes ago by a killed build .* remove it: rm {lock}$"):
         check_build(pytest.fail)
 
 

@@ -29,11 +29,11 @@ def test_a_piece_size_that_zero_does_not_use_is_said_to_have_no_effect() -> None
         ({"zero_optimization": {}}, "needs stage 1, 2 or 3"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-            r"offload_optimizer .*DeepSpeedCPUAdam.* remove it",
+            r"offload_optimizer .*DeepSpeedCPUAdam.* Remove it",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
-            r"offload_param \(device 'nvme'\) leaves no part of .*, where HiFT reads them; use device 'cpu'",
+            r"offload_param \(device 'nvme'\) leaves no weights in .*, and HiFT reads them there\. Use device 'cpu'",
         ),
         (
             {
@@ -41,9 +41,9 @@ def test_a_piece_size_that_zero_does_not_use_is_said_to_have_no_effect() -> None
                 "bf16": {"enabled": True},
                 "data_types": {"grad_accum_dtype": "fp32"},
             },
-            r"BF16_Optimizer, which can't be rotated; use stage 2",
+            r"BF16_Optimizer, which can't be rotated\. Use stage 2",
         ),
-        ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}, "remove the section from the config"),
+        ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}, "Remove the section from the config"),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
@@ -59,7 +59,7 @@ def test_engine_settings_that_cannot_be_rotated_are_refused(change: dict[str, An
 
 
 def test_an_optimizer_that_deepspeed_chose_by_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match="BF16_Optimizer, which can't be rotated; use stage 2"):
+    with pytest.raises(ValueError, match=r"BF16_Optimizer, which can't be rotated\. Use stage 2"):
         check_engine_optimizer("BF16_Optimizer")
     check_engine_optimizer("DeepSpeedZeroOptimizer")
 

@@ -75,7 +75,8 @@ class HiFTSidecar(Sidecar):
             num_files = len(list(folder.glob("group-*.rank-*.safetensors")))
             if type(num_ranks) is not int or not 1 <= num_ranks <= max(1, num_files):
                 raise StateMismatchError(
-                    f"{folder / _HEADER} tells of {str(num_ranks)[:40]} ranks, and {num_files} files are there"
+                    f"{folder / _HEADER} names {str(num_ranks)[:40]} ranks, and {num_files} files are there. Use "
+                    "another checkpoint"
                 )
             # This rank's part of all tensors, and all values without rows, by weight and key.
             state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
@@ -98,7 +99,7 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dic
     with ExitStack() as opened:
         for path in files:
             if not path.is_file():
-                raise StateMismatchError(f"{path} is not there; the folder must be whole, and seen by every rank")
+                raise StateMismatchError(f"{path} is not there. Name a whole folder that every rank can read")
             file = opened.enter_context(safe_open(path, "pt"))
             for name, first_row in _first_rows(path, file.metadata()).items():
                 rows = file.get_slice(name)
@@ -106,7 +107,10 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dic
         for name, parts in found.items():
             weight_name, _, key = name.rpartition("/")
             if weight_name not in weights:
-                raise StateMismatchError(f"the saved state has {weight_name}, which this model does not train there")
+                raise StateMismatchError(
+                    f"the saved state has {weight_name}, which this model does not train in that group. Build the "
+                    "model and HiFT as the saved run did"
+                )
             state.setdefault(weight_name, {})[key] = _rows(name, parts, weights[weight_name])
 
 
@@ -118,8 +122,8 @@ def _first_rows(path: Path, metadata: Mapping[str, str] | None) -> dict[str, int
         rows = None
     if not isinstance(rows, dict) or not all(map(is_count, rows.values())):
         raise StateMismatchError(
-            f"{path} does not tell the first row of each of its tensors ({_FIRST_ROWS}); it is damaged or was not "
-            "written by slivertune, use another checkpoint"
+            f"{path} does not name the first row of each of its tensors ({_FIRST_ROWS}): it is damaged or was not "
+            "written by slivertune. Use another checkpoint"
         )
     return rows
 
@@ -141,7 +145,10 @@ def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
             pieces.append(part[reached - first : min(stop, last) - first])
             reached = min(stop, last)
     if reached < stop:
-        raise StateMismatchError(f"the saved state of {name} ends at row {reached}, this weight goes on to row {stop}")
+        raise StateMismatchError(
+            f"the saved state of {name} ends at row {reached}, and this weight at row {stop}. Build the model as the "
+            "saved run did, or use another checkpoint"
+        )
     return _lying_as(torch.cat(pieces), weight)
 
 

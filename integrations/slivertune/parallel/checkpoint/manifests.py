@@ -113,7 +113,7 @@ def failing_together(target: Path) -> Iterator[None]:
         raise failure
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
     if failed:
-        everyone = f"{target} could not be written ({'; '.join(failed)}); every rank must be able to write there"
+        everyone = f"{target} could not be written ({'; '.join(failed)}). Name a folder that every rank can write"
         raise OSError(everyone) from failure
 
 
@@ -153,8 +153,8 @@ def seal_states(accelerator: Any) -> None:
                 return own_load(str(folder), *args, **kwargs)
         except FileNotFoundError as error:
             raise DamagedCheckpointError(
-                f"{folder} was saved whole, but without what this run looks for ({error}); prepare the same objects "
-                "(schedulers, a GradScaler, samplers) as the run that saved, in a new process: some is loaded by now"
+                f"{folder} is whole, but lacks a file that this run looks for ({error}). Prepare the same objects "
+                "(schedulers, a GradScaler, samplers) as the saved run, in a new process: some are loaded by now"
             ) from error
 
     accelerator.save_state, accelerator.load_state = save_state, load_state
@@ -178,13 +178,13 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
     for optimizer in (getattr(each, "optimizer", each) for each in optimizers):
         if not isinstance(optimizer, Sliver):
             raise ValueError(
-                f"{folder} has sharded weights, and beside these the state of HiFT and SFT alone can be read where "
-                f"weights are whole, not that of {type(optimizer).__name__}; resume under FSDP2"
+                f"{folder} has sharded weights. Where weights are whole, only the state of HiFT and SFT can be read "
+                f"beside them, not that of {type(optimizer).__name__}. Resume under FSDP2"
             )
         if not (folder / optimizer.method).is_dir():
             raise ValueError(
                 f"{folder} has sharded weights and no folder {optimizer.method!r} with the optimizer's state: it was "
-                "saved by another method or without slivertune; resume as it was saved, or start a new run from its "
+                "saved by another method or without slivertune. Resume as it was saved, or start a new run from its "
                 "weights"
             )
 
@@ -269,14 +269,14 @@ def _latest(folder: Path) -> str | None:
         tag = path.read_text(encoding="utf-8", errors="replace").strip()
         if tag and tag not in (".", "..") and Path(tag).name == tag:
             return tag
-        raise DamagedCheckpointError(f"{path} names no folder ({tag!r}); name one: load_checkpoint(..., tag=...)")
+        raise DamagedCheckpointError(f"{path} names no folder ({tag!r}). Name one: load_checkpoint(..., tag=...)")
     tags = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
     if not tags:
         return None
     whole = [tag for tag in tags if (folder / tag / MANIFEST_NAME).is_file()]
     raise DamagedCheckpointError(
-        f"{folder} has no file {_LATEST!r}, so its writing was cut short or it is no folder of checkpoints; name a "
-        f"whole one: load_checkpoint(..., tag=...); with a manifest there are {whole or 'none'}"
+        f"{folder} has no file {_LATEST!r}, so its writing was cut short or it is no folder of checkpoints. Name a "
+        f"whole one by load_checkpoint(..., tag=...). Tags with a manifest: {whole or 'none'}"
     )
 
 

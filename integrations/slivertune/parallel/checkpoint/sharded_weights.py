@@ -42,17 +42,17 @@ def check_form(folder: str | Path, layout: Layout) -> None:
     if layout.startswith("zero"):
         if not is_deepspeeds:
             raise ValueError(
-                f"{folder} was not saved under DeepSpeed, which reads its own form alone; resume under the layout that "
+                f"{folder} was not saved under DeepSpeed, which reads only its own form. Resume under the layout that "
                 "saved it, or start a new run from its weights"
             )
     elif is_deepspeeds:
         raise ValueError(
-            f"{folder} was saved under DeepSpeed: resume at the same stage, with any number of ranks; or, with HiFT on "
-            "one process, load the folder of the ranks' files in it by slivertune.parallel.zero.load_zero"
+            f"{folder} was saved under DeepSpeed. Resume at the same stage, with any number of ranks. With HiFT in one "
+            "process, you can also load the folder of the ranks' files in it by slivertune.parallel.zero.load_zero"
         )
     elif layout == "fsdp2" and next(folder.glob("pytorch_model_fsdp*"), None) is None:
         raise ValueError(
-            f"{folder} has no weights in FSDP's form, and FSDP2 reads no other; resume in one process or under DDP, or "
+            f"{folder} has no weights in FSDP's form, and FSDP2 reads no other. Resume in one process or under DDP, or "
             "start a new run from its weights"
         )
 
@@ -85,8 +85,8 @@ def load_sharded_weights(model: nn.Module, folder: str | Path) -> None:
         size = getattr(saved[f"{_PREFIX}{name}"], "size", None)
         if size is not None and tuple(size) != tuple(tensors[name].shape):
             raise ValueError(
-                f"{folder} has {name} of shape {tuple(size)}, this model of {tuple(tensors[name].shape)}; build the "
-                "model as the saved run did"
+                f"{folder} has {name} of shape {tuple(size)}, and this model of {tuple(tensors[name].shape)}. Build "
+                "the model as the saved run did"
             )
     loaded = {name: tensors[name].detach() for name in found}
     with warnings.catch_warnings():
@@ -106,5 +106,5 @@ def _check_names(folder: Path, tensors: dict[str, torch.Tensor], found: set[str]
     if missing or unknown:
         raise ValueError(
             f"{folder} is of another model: it lacks {missing[:3] or 'nothing'}, and this model has no "
-            f"{unknown[:3] or 'others'}; build the model as the saved run did"
+            f"{unknown[:3] or 'others'}. Build the model as the saved run did"
         )

@@ -46,7 +46,7 @@ class Sidecar:
         others = [path.name for path in paths if path.name not in (_FILE, MANIFEST_NAME) and not is_partial(path)]
         if others:
             raise FileExistsError(
-                f"{folder} holds {', '.join(sorted(others)[:3])}; name a folder for {type(self._optimizer).__name__}'s "
+                f"{folder} holds {', '.join(sorted(others)[:3])}. Name a folder for {type(self._optimizer).__name__}'s "
                 "state alone"
             )
 
@@ -63,7 +63,7 @@ class Sidecar:
         """
         path = folder / _FILE
         if not path.is_file():
-            raise ValueError(f"{path} is not there; the checkpoint must be whole, and seen by every rank")
+            raise ValueError(f"{path} is not there. Name a whole checkpoint that every rank can read")
         saved = load_dictionary(path)
         with refuse_damage(path):
             check_plain({key: value for key, value in saved.items() if key not in ("state", "param_groups")})
@@ -203,7 +203,7 @@ def unwrapped(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, kind):
         method = "HiFT's or SFT's" if kind is Sliver else f"{kind.__name__}'s"
-        raise TypeError(f"the state of a {type(inner).__name__} is not {method}; pass what slivertune.prepare returned")
+        raise TypeError(f"the state of a {type(inner).__name__} is not {method}. Pass slivertune.prepare's result")
     return inner
 
 

@@ -19,12 +19,12 @@ from slivertune.parallel.consistency.headers import TEXTS, UNKNOWN, Header, find
 from slivertune.parallel.consistency.processes import describe_end, let_threads_finish_at_exit, own_identity
 
 _SAME_STEPS = (
-    "Every rank has to make the same number of backward passes and to call step() alike: look for a `continue`, an "
-    "`if` or an exception that only some ranks meet"
+    "Every rank must make the same number of backward passes and of calls of step(). Look for a `continue`, an `if` "
+    "or an exception that only some ranks meet"
 )
 _SAME_LAYERS = (
-    "The loss of every rank has to depend on the same layers under this layout, and nothing may drop gradients before "
-    "step(): draw LayerDrop from one seed, mix the kinds of input, or train under DDP"
+    "Under this layout, the loss of every rank must depend on the same layers, and no gradient may be dropped before "
+    "step(). Draw LayerDrop from one seed, mix the kinds of input, or train under DDP"
 )
 
 _EXPLAINED = "_slivertune_explained"
@@ -57,7 +57,7 @@ def check_agreement(facts: Mapping[str, object]) -> None:
     name, by_rank = next(_differences(facts, "comparing settings"), ("", ""))
     if name:
         raise ValueError(
-            f"the ranks disagree on {name}: {by_rank}; start every process with the same script, arguments and seed"
+            f"the ranks disagree on {name}: {by_rank}. Start every process with the same script, arguments and seed"
         )
 
 
@@ -197,10 +197,10 @@ class Heartbeat:
         if difference is not None:
             apart = len({header._replace(gradients=UNKNOWN, settings=0) for header in headers}) > 1
             raise _explained(
-                f"the ranks are not at the same place: {difference}; nothing was shared or updated. "
+                f"the ranks are not at the same place: {difference}. Nothing was shared or updated. "
                 f"{_SAME_STEPS if apart else _SAME_LAYERS}, then resume from the last checkpoint"
             )
-        self._compare(settings or {}, "comparing settings", "set it on every rank alike; the update was not made")
+        self._compare(settings or {}, "comparing settings", "The update was not made. Set it alike on every rank")
 
     def compare(self, fingerprint: Mapping[str, object], header: Header | None = None) -> None:
         """Check that no rank has diverged. A collective: all ranks call it together, with the same names.
@@ -219,13 +219,13 @@ class Heartbeat:
         self._compare(
             fingerprint,
             "comparing the ranks",
-            "what they trained since the last checkpoint is not to be trusted: resume from it",
+            "Their updates since the last checkpoint may be wrong. Resume from it",
         )
 
     def _compare(self, values: Mapping[str, object], doing: str, way_out: str) -> None:
         name, by_rank = next(_differences(values, doing), ("", ""))
         if name:
-            raise _explained(f"the ranks have drifted apart, {self._own}: {name} is {by_rank}; {way_out}")
+            raise _explained(f"the ranks have drifted apart, {self._own}: {name} is {by_rank}. {way_out}")
 
     def _explain(self) -> str:
         time.sleep(_SETTLING_SECONDS)

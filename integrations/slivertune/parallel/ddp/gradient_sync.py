@@ -254,8 +254,8 @@ def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert gradient is not None
     if gradient.is_sparse:
         raise ValueError(
-            f"a gradient of shape {tuple(parameter.shape)} is sparse, which can't be averaged in buckets; "
-            "set sparse=False on its embedding"
+            f"a gradient of shape {tuple(parameter.shape)} is sparse and can't be averaged in buckets. "
+            "Set sparse=False on its embedding"
         )
     if parameter.is_contiguous() and gradient.is_contiguous():
         return gradient.view(-1)

@@ -53,7 +53,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     # Accelerate shards the parameters in the optimizer's param groups and replaces them by the shards; nothing else
     # may keep the whole weights alive.
     hift.release_parameters()
-    with guard("sharing the weights out", computes=True), keeping_timeout():
+    with guard("sharding the weights", computes=True), keeping_timeout():
         prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
     warm_up(sharded)
@@ -113,8 +113,8 @@ def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
         source = parameters.get(name)
         if source is None or id(source) not in param_group_of:
             raise ValueError(
-                f"{name} is not among the parameters that FSDP2 shared out; prepare the model that HiFT was built "
-                "over, and leave out what renames or replaces its parameters"
+                f"{name} is not among the parameters that FSDP2 sharded. Prepare the model that HiFT was built over, "
+                "and don't rename or replace its parameters"
             )
         shards[name] = shard_of(name, source, param_group_of[id(source)])
     return shards

@@ -43,7 +43,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
 
     with sft.rebinding_parameters(communicator, in_layers=True, pretrained=pretrained):
         # Accelerate refuses to shard a model without an optimizer, so it gets a temporary one.
-        with guard("sharing the weights out", computes=True), keeping_timeout():
+        with guard("sharding the weights", computes=True), keeping_timeout():
             prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         prepared_optimizers(accelerator).remove(placeholder)
     communicator.keep_together(sft)
@@ -80,7 +80,8 @@ class _Rows(ShardedPretrainedValues):
         placements: Any = getattr(parameter, "placements", ())
         if len(placements) != 1 or not placements[0].is_shard(0):
             raise ValueError(
-                f"{self._target.name} is placed as {placements or 'no DTensor'}; SFT reads weights that are cut by "
-                "rows over one dimension of ranks: leave out replicas (HSDP), other placements and ignored_modules"
+                f"{self._target.name} is placed as {placements or 'no DTensor'}, and SFT reads only weights that are "
+                "sharded by rows over one dimension of ranks. Leave out replicas (HSDP), other placements and "
+                "ignored_modules"
             )
         return parameter

@@ -42,11 +42,11 @@ def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight
     """
     placements: Any = getattr(source, "placements", None)
     if placements is None:
-        raise ValueError(f"{name} was not shared out by FSDP2; leave it out of ignored_modules, or freeze it")
+        raise ValueError(f"{name} was not sharded by FSDP2. Leave it out of ignored_modules, or freeze it")
     if len(placements) != 1 or not placements[0].is_shard(0):
         raise ValueError(
-            f"{name} is placed as {placements}, but HiFT trains parameters that are cut by rows over one dimension of "
-            "ranks; leave out replicas (HSDP) and other placements"
+            f"{name} is placed as {placements}, and HiFT trains only parameters that are sharded by rows over one "
+            "dimension of ranks. Leave out replicas (HSDP) and other placements"
         )
     local = nn.Parameter(cast(Any, source).detach().to_local(), requires_grad=False)
     return ShardedWeight(
@@ -85,6 +85,6 @@ def check_units(accelerator: Any, model: nn.Module) -> None:
         present = {type(module).__name__ for module in model.modules()}
         blocks = ",".join(each for each in classes if each in present - parents)
         raise ValueError(
-            f"{', '.join(sorted(parents))} holds the input embedding, which accelerate gathers on its own under FSDP2; "
-            f"set fsdp_transformer_layer_cls_to_wrap: {blocks} in the fsdp_config of your configuration"
+            f"{', '.join(sorted(parents))} holds the input embedding, which accelerate gathers on its own under FSDP2. "
+            f"Set fsdp_transformer_layer_cls_to_wrap: {blocks} in the fsdp_config of your configuration"
         )

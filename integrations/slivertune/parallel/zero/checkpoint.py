@@ -216,7 +216,7 @@ class Checkpoints:
         num_saved = saved_ranks(folder)
         if num_saved is None:
             raise ValueError(
-                f"{folder} has no {file_name(rank, num_ranks)}: it was not saved by HiFT on DeepSpeed; name another"
+                f"{folder} has no {file_name(rank, num_ranks)}: it was not saved by HiFT on DeepSpeed. Name another"
             )
         # This number is the same in all ranks' files.
         whose = rank if num_saved == num_ranks else 0
@@ -231,7 +231,7 @@ class Checkpoints:
             is_same = [each.shape for each in theirs] == [each.shape for each in mover.masters]
             if not is_same or pieces != self._pieces(group):
                 raise ValueError(
-                    f"{path} has other shares of group {group} than this rank; build model, optimizer and config with "
+                    f"{path} has other shares of group {group} than this rank. Build model, optimizer and config with "
                     "the settings of the saved run, or use another checkpoint"
                 )
         return saved

@@ -268,5 +268,5 @@ class EngineStep:
             return
         found = next((each for each in state_dict_list if each is not None), None)
         if found is None:
-            raise ValueError("the checkpoint holds no optimizer state for this rank; resume with the ranks that saved")
+            raise ValueError("the checkpoint has no optimizer state for this rank. Resume with as many ranks as saved")
         self._optimizer.load_whole_state(found)

@@ -44,12 +44,12 @@ def read_rank_file(folder: Path, rank: int, num_ranks: int, *, mmap: bool = Fals
     """
     path = folder / file_name(rank, num_ranks)
     if not path.is_file():
-        raise ValueError(f"{path} is not there; the checkpoint is damaged, use another")
+        raise ValueError(f"{path} is not there: the checkpoint is damaged. Use another checkpoint")
     saved = load_dictionary(path, mmap=mmap)
     version = saved.get("version")
     if type(version) is not int or version != VERSION:
         raise ValueError(
-            f"{path} has version {version!r}, this library reads {VERSION}; continue with the version that wrote it"
+            f"{path} has version {version!r}, and this library reads {VERSION}. Resume with the version that wrote it"
         )
     try:
         for key, check in _PARTS.items():

@@ -294,8 +294,8 @@ class GroupSchedule:
         rotation.advance(self._applied)
         if rotation.updates != updates:
             raise RuntimeError(
-                f"the engine has applied {updates} steps, HiFT knows of {rotation.updates}; a checkpoint must be "
-                "loaded by engine.load_checkpoint of the engine that slivertune returned"
+                f"the engine has applied {updates} steps, and HiFT {rotation.updates}. Load checkpoints by "
+                "load_checkpoint of the engine that slivertune returned"
             )
         self._end_step()
 

@@ -88,7 +88,7 @@ class SavedShares:
         self.first = self._files[0]
         """Rank 0's file, for all values that ranks have in common."""
         if any(saved["shapes"] != self.first["shapes"] for saved in self._files):
-            raise ValueError(f"{folder} has files of different models; use another checkpoint")
+            raise ValueError(f"{folder} has files of different models. Use another checkpoint")
         for group, sizes in self.first["shapes"].items():
             runs: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
             for saved in self._files:
@@ -101,7 +101,7 @@ class SavedShares:
                         break
                     reached += length
                 if reached != prod(shape):
-                    raise ValueError(f"{folder} does not hold all of {name}, once; use another checkpoint")
+                    raise ValueError(f"{folder} does not hold each element of {name} once. Use another checkpoint")
 
     def fill(self, group: int, own: Sequence[ShareFragment], master: torch.Tensor) -> dict[str, Any]:
         """Assemble a share.
@@ -139,7 +139,7 @@ class SavedShares:
         for piece, count in reached.items():
             if count != piece.length:
                 raise ValueError(
-                    f"{piece.length - count} elements of {piece.name} are in no rank's file; build the model as the "
+                    f"{piece.length - count} elements of {piece.name} are in no rank's file. Build the model as the "
                     "saved run did, or use another checkpoint"
                 )
         return state
@@ -167,7 +167,7 @@ def _copy_state(
     for key, value in kept.items():
         has_elements = isinstance(value, torch.Tensor) and value.shape == kept_shape
         if key in state and has_elements != (isinstance(state[key], torch.Tensor) and state[key].shape == shape):
-            raise ValueError(f"the ranks' files hold {key!r} of one group in different forms; use another checkpoint")
+            raise ValueError(f"the ranks' files hold {key!r} of one group in different forms. Use another checkpoint")
         if has_elements:
             if key not in state:
                 state[key] = torch.zeros(shape, dtype=value.dtype, device="cpu")
@@ -188,7 +188,9 @@ def open_shares(folder: Path) -> SavedShares:
     check_whole(folder)
     num_ranks = saved_ranks(folder)
     if num_ranks is None:
-        raise ValueError(f"{folder} has no {file_name(0, 1)} or the like: it was not saved by HiFT on DeepSpeed")
+        raise ValueError(
+            f"{folder} has no {file_name(0, 1)} or the like: it was not saved by HiFT on DeepSpeed. Name another"
+        )
     return SavedShares(folder, num_ranks)
 
 
@@ -238,8 +240,8 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     changed = [index for index, groups in saved["own"].items() if any(groups)]
     if changed:
         raise ValueError(
-            f"the base optimizer of group {changed[0]} has changed its own hyperparameters, which only DeepSpeed's "
-            "layouts load; resume there"
+            f"the base optimizer of group {changed[0]} has changed its own hyperparameters, and only DeepSpeed's "
+            "layouts load these. Resume there"
         )
     now = hift.whole_state()
     weights: dict[str, torch.Tensor] = {}

@@ -52,12 +52,11 @@ def check_build(say: Callable[[str], object]) -> None:
         age_seconds = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
         if not (folder / f"{NAME}.so").exists():
-            say("DeepSpeed compiles its collectives for CPUs (shm_comm), once on each machine; this takes minutes")
+            say("DeepSpeed compiles its collectives for CPUs (shm_comm), once per machine. This takes minutes")
         return
     if age_seconds > STALE_SECONDS:
         raise RuntimeError(
-            f"DeepSpeed would wait without end for {lock}, which a build of its collectives for CPUs left "
-            f"{age_seconds / 60:.0f} minutes ago when it was killed; if no process compiles there any more, remove it: "
-            f"rm {lock}"
+            f"DeepSpeed would wait forever for {lock}, left {age_seconds / 60:.0f} minutes ago by a killed build of "
+            f"its collectives for CPUs. If no process compiles there any more, remove it: rm {lock}"
         )
-    say(f"another process compiles DeepSpeed's collectives for CPUs (shm_comm); waiting until it removes {lock}")
+    say(f"another process compiles DeepSpeed's collectives for CPUs (shm_comm). Waiting until it removes {lock}")

@@ -259,7 +259,7 @@ def check_flat_memory(optimizers: Iterable[Any], weights: Iterable[Weight]) -> N
     for weight in weights:
         if weight.parameter.untyped_storage().data_ptr() not in addresses:
             raise RuntimeError(
-                f"{weight.name} lies in other memory than DeepSpeed has laid it in (model.to, or an assignment to "
-                "its .data), and would never be trained; do that before slivertune.prepare or initialize, or copy "
-                "the values: with torch.no_grad(): parameter.copy_(values)"
+                f"{weight.name} is no longer in the memory that DeepSpeed gave it (model.to, or an assignment to its "
+                ".data), and would never be trained. Do that before slivertune.prepare or initialize, or copy the "
+                "values: with torch.no_grad(): parameter.copy_(values)"
             )

@@ -12,10 +12,10 @@ UnsupportedSetting = Sequence[tuple[str, str, str]]
 """Section and key of a setting that must be off, and the way out."""
 
 _BY_NEITHER: UnsupportedSetting = (
-    ("hybrid_engine", "enabled", "set it to false"),
-    ("compile", "deepcompile", "set it to false"),
-    ("tensor_parallel", "autotp_size", "set it to 1, and shard by ZeRO-3"),
-    ("checkpoint", "load_universal", "leave it out: any number of ranks resumes from a checkpoint as it is"),
+    ("hybrid_engine", "enabled", "Set it to false"),
+    ("compile", "deepcompile", "Set it to false"),
+    ("tensor_parallel", "autotp_size", "Set it to 1, and shard by ZeRO-3"),
+    ("checkpoint", "load_universal", "Leave it out: any number of ranks resumes from a checkpoint as it is"),
 )
 
 
@@ -35,8 +35,8 @@ def check_stage(config: Mapping[str, Any], method: str) -> int:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2, 3):
         raise ValueError(
-            f"zero_optimization.stage is {stage!r}; {method} on DeepSpeed needs stage 1, 2 or 3. Without sharding, use "
-            "DDP through accelerate"
+            f"zero_optimization.stage is {stage!r}, and {method} on DeepSpeed needs stage 1, 2 or 3. Without sharding, "
+            "use DDP through accelerate"
         )
     return int(stage)
 
@@ -57,17 +57,17 @@ def _refuse_unsupported(config: Mapping[str, Any], method: str, own: Unsupported
     if device != "none":
         raise ValueError(
             f"zero_optimization.offload_optimizer (device {device!r}) steps on the CPU with DeepSpeedCPUAdam{without}. "
-            "offload_param may stay"
+            "Remove it. offload_param may stay"
         )
     for where, key, use in (*own, *_BY_NEITHER):
         section: Any = config.get(where)
         value = section.get(key) if isinstance(section, Mapping) else None
         if value not in (None, False, 0, 1, "auto") or value is True:
-            raise ValueError(f"{where}.{key}={value!r} does not go together with {method}; {use}")
+            raise ValueError(f"{where}.{key}={value!r} does not go together with {method}. {use}")
     if str((config["zero_optimization"].get("offload_param") or {}).get("device", "none")) == "nvme":
         raise ValueError(
-            f"zero_optimization.offload_param (device 'nvme') leaves no part of the weights in memory, where {method} "
-            "reads them; use device 'cpu'"
+            f"zero_optimization.offload_param (device 'nvme') leaves no weights in memory, and {method} reads them "
+            "there. Use device 'cpu'"
         )
 
 
@@ -86,25 +86,25 @@ def check_hift_config(config: Mapping[str, Any]) -> int:
     stage = check_stage(config, "HiFT")
     if config.get("optimizer") is not None:
         raise ValueError(
-            "the DeepSpeed config names an optimizer, and HiFT brings its own base optimizer; remove the section from "
-            "the config"
+            "the DeepSpeed config names an optimizer, and HiFT has its own base optimizer. Remove the section from the "
+            "config"
         )
     accumulates_in_fp32 = (config.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32")
     if stage == 1 and (config.get("bf16") or {}).get("enabled", False) is True and accumulates_in_fp32:
         raise ValueError(_NO_BF16_OPTIMIZER)
-    without = " in place of your optimizer; remove it: HiFT keeps the state of waiting groups in host memory by itself"
+    without = " in place of your optimizer, and HiFT offloads the state of idle groups to host memory by itself"
     _refuse_unsupported(config, "HiFT", _BY_HIFT, without)
     return stage
 
 
 _NO_BF16_OPTIMIZER = (
     "ZeRO-1 with bf16 weights and data_types.grad_accum_dtype fp32 makes DeepSpeed use its BF16_Optimizer, which can't "
-    "be rotated; use stage 2 (or 3), which accumulates in fp32 as well, or leave grad_accum_dtype"
+    "be rotated. Use stage 2 (or 3), which accumulates in fp32 as well, or leave out grad_accum_dtype"
 )
 _BY_HIFT: UnsupportedSetting = (
-    ("zero_optimization", "zenflow", "remove it: HiFT moves the state by itself"),
-    ("zero_optimization", "zero_quantized_nontrainable_weights", "waiting groups would be quantised; set it to false"),
-    ("zero_optimization", "elastic_checkpoint", "set it to false"),
+    ("zero_optimization", "zenflow", "Remove it: HiFT moves the state by itself"),
+    ("zero_optimization", "zero_quantized_nontrainable_weights", "Idle groups would be quantised. Set it to false"),
+    ("zero_optimization", "elastic_checkpoint", "Set it to false"),
 )
 
 
@@ -123,16 +123,16 @@ def check_sft_config(config: Mapping[str, Any]) -> int:
     stage = check_stage(config, "SFT")
     if (config.get("fp16") or {}).get("enabled") is True:
         raise ValueError(
-            "fp16.enabled holds the weights in float16, whose range is too small for weights that are trained; use bf16"
+            "fp16.enabled stores the weights in float16, whose range is too small for trained weights. Use bf16"
         )
-    _refuse_unsupported(config, "SFT", _BY_SFT, ", but SFT steps its few deltas by itself; remove it")
+    _refuse_unsupported(config, "SFT", _BY_SFT, ", and SFT steps its few deltas by itself")
     return stage
 
 
 _BY_SFT: UnsupportedSetting = (
-    ("zero_optimization", "zenflow", "remove it: SFT steps by itself"),
-    ("zero_optimization", "zero_quantized_nontrainable_weights", "pretrained values would be lost; set it to false"),
-    ("zero_optimization", "zero_quantized_weights", "pretrained values would be lost; set it to false"),
+    ("zero_optimization", "zenflow", "Remove it: SFT steps by itself"),
+    ("zero_optimization", "zero_quantized_nontrainable_weights", "Pretrained values would be lost. Set it to false"),
+    ("zero_optimization", "zero_quantized_weights", "Pretrained values would be lost. Set it to false"),
 )
 
 
@@ -145,7 +145,7 @@ def warn_of_stream_bytes(config: HiFTConfig) -> None:
     if config.stream_bytes != HiFTConfig().stream_bytes:
         warnings.warn(
             f"stream_bytes={config.stream_bytes} has no effect under ZeRO, whose optimizers step a rank's whole share "
-            "of a group at once; the share shrinks with more ranks or fewer layers_per_group",
+            "of a group at once. Use more ranks or fewer layers_per_group for a smaller share",
             UserWarning,
             stacklevel=2,
         )
@@ -173,8 +173,8 @@ def fill_clipping(config: dict[str, Any]) -> None:
     if "gradient_clipping" not in config:
         config["gradient_clipping"] = 0.0
         warnings.warn(
-            "the DeepSpeed config has no gradient_clipping, for which DeepSpeed alone would clip at norm 1.0; "
-            "slivertune does not clip then, as elsewhere. Write the norm you want, or 0.0",
+            "the DeepSpeed config has no gradient_clipping. DeepSpeed alone would clip at norm 1.0, and slivertune "
+            "does not clip. Write the norm you want, or 0.0",
             UserWarning,
             stacklevel=4,
         )
