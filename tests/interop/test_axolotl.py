@@ -39,11 +39,11 @@ def test_the_section_becomes_the_settings_of_attach() -> None:
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        (None, "slivertune: None; name what trains under it"),
-        ({}, "slivertune: {}; name what trains"),
-        ({"momentum": 0.9}, "name what trains"),
+        (None, r"slivertune: None\. Name hift, sft or tokentune under it"),
+        ({}, r"slivertune: {}\. Name hift, sft or tokentune"),
+        ({"momentum": 0.9}, "Name hift, sft or tokentune"),
         ("hift", "with its fields as a mapping"),
-        ({"hift": {}, "tokenstune": {}}, "tokenstune is unknown, .* did you mean tokentune?"),
+        ({"hift": {}, "tokenstune": {}}, r"tokenstune is unknown\. Use .* did you mean tokentune?"),
         ({"hift": {"layer_per_group": 1}}, "layer_per_group is no field of HiFTConfig; did you mean layers_per_group?"),
         ({"hift": 4}, "hift: 4 must be a mapping of fields of HiFTConfig"),
         ({"tokentune": {"ratio": 3}}, "ratio=3"),

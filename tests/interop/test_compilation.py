@@ -141,7 +141,7 @@ def test_layouts_whose_weights_come_by_hooks_are_refused(
 ) -> None:
     monkeypatch.setattr(compilation, "layout_of", lambda accelerator: layout)
     trainer = make_trainer(tmp_path, **COMPILED)
-    with pytest.raises(ValueError, match=f"torch_compile does not go with {layout}: .*; leave it out"):
+    with pytest.raises(ValueError, match=rf"torch_compile does not go with {layout}: .*\. Leave it out"):
         BlockCompilation(trainer, fullgraph=True).begin()
     model: Any = trainer.model
     BlockCompilation(trainer, fullgraph=False).begin()

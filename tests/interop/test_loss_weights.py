@@ -26,8 +26,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (b"{", "holds no state that can be read"),
         (save({"classifier.weight": torch.ones(2, 3)})[:-4], "holds no state that can be read"),
-        (save({"classifier.weight": torch.ones(3, 2)}), "resume with the loss that the run was saved with"),
-        (save({"classifier.weight": torch.ones(2, 3, dtype=torch.int32)}), "resume with the loss"),
+        (save({"classifier.weight": torch.ones(3, 2)}), "Resume with the loss of the saved run"),
+        (save({"classifier.weight": torch.ones(2, 3, dtype=torch.int32)}), "Resume with the loss"),
         (save({"classifier.weight": torch.full((2, 3), torch.nan)}), "holds NaN or infinity. Use another checkpoint"),
     ],
 )

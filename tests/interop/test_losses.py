@@ -151,7 +151,7 @@ def test_a_mixture_of_experts_trains_without_its_routers_auxiliary_loss(tmp_path
     def make(**options: Any) -> Any:
         return mixture_trainer(tmp_path, **SGD, **options)
 
-    with pytest.raises(ValueError, match=r"auxiliary loss of this SFTTrainer.*set router_aux_loss_coef=0.0"):
+    with pytest.raises(ValueError, match=r"auxiliary loss of this SFTTrainer.*Set router_aux_loss_coef=0.0"):
         slivertune.attach(make(router_aux_loss_coef=0.1), TUNE)
     assert_trains_as_by_hand(lambda **options: make(router_aux_loss_coef=0.0, **options))
 
@@ -279,7 +279,7 @@ def test_trainers_of_trl_whose_loss_needs_all_tokens_are_named(kind: str, does: 
 def test_the_sft_trainer_of_an_older_trl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head", raising=False)
     trainer = sft_trainer(tmp_path)
-    with pytest.raises(ValueError, match=r"the SFTTrainer of trl [0-9.]+, which .* it does from trl 1\.15 on"):
+    with pytest.raises(ValueError, match=r"the SFTTrainer of trl [0-9.]+, which .*\. Install trl 1\.15 or later"):
         slivertune.attach(trainer, TUNE)
     assert "compute_loss" not in vars(trainer)
     slivertune.attach(trainer, HiFTConfig())
@@ -369,7 +369,7 @@ def test_a_loss_of_the_trainers_own_over_all_logits_is_named(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"batch_size \(\d+\) to match target batch_size") as caught:
         trainer.train()
     (note,) = caught.value.__notes__
-    assert re.match("Weighted.compute_loss makes a loss of its own.*take the loss that the model returns", note)
+    assert re.match("Weighted.compute_loss computes a loss of its own.*Use the loss that the model returns", note)
 
 
 def test_an_error_of_the_model_itself_stays_as_it_is(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_what_cannot_be_rotated_is_refused_by_name(optim: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (HiFTConfig(waiting="int8"), "waiting='int8' holds NaN there in place of waiting weights"),
+        (HiFTConfig(waiting="int8"), "waiting='int8' holds NaN there in place of idle weights"),
         (SFTConfig(density=0.1), "SFT's deltas are parameters that the reference does not have"),
         (HiFTConfig(), None),
     ],

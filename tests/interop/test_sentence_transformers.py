@@ -176,7 +176,7 @@ def assert_resumes(kind: str, settings: tuple[Any, ...], folder: Path) -> None:
 
 
 def test_sft_refuses_a_classifier_that_it_would_not_train_and_trains_one_that_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\(classifier.weight, classifier.bias\), which SFT would leave as they are"):
+    with pytest.raises(ValueError, match=r"\(classifier.weight, classifier.bias\), and SFT trains only the linear"):
         slivertune.attach(sentence_trainer("softmax", tmp_path), SPARSE)
     trainer = sentence_trainer("softmax", tmp_path)
     before = trained(trainer)

@@ -47,15 +47,13 @@ def read_section(section: Any) -> tuple[list[Setting], float]:
     """
     if not isinstance(section, Mapping) or not set(section) & set(_SETTINGS):
         raise ValueError(
-            f"axolotl's config has {_SECTION}: {section!r}; name what trains under it, hift, sft or tokentune, with "
-            "its fields as a mapping, or take the plugin out"
+            f"axolotl's config has {_SECTION}: {section!r}. Name hift, sft or tokentune under it, with its fields as "
+            "a mapping, or remove the plugin"
         )
     for name in section:
         if name not in _SETTINGS and name != _MOMENTUM:
             known = (*_SETTINGS, _MOMENTUM)
-            raise ValueError(
-                f"{_SECTION}: {name} is unknown, it takes {', '.join(known)}{did_you_mean(str(name), known)}"
-            )
+            raise ValueError(f"{_SECTION}: {name} is unknown. Use {', '.join(known)}{did_you_mean(str(name), known)}")
     settings = [_setting(name, section[name]) for name in _SETTINGS if name in section]
     return settings, float(section.get(_MOMENTUM) or 0.0)
 

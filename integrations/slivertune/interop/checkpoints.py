@@ -137,8 +137,8 @@ def checkpoint_folder(training: TrainingArguments, state: TrainerState) -> Path:
     folder = Path(str(training.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     if state.is_world_process_zero and not folder.is_dir():
         raise RuntimeError(
-            f"the Trainer has not saved its checkpoint in {folder}, so what belongs to it can't be kept there; "
-            "hyperparameter_search, which gives every trial a folder, does not go with slivertune.attach"
+            f"the Trainer has not saved its checkpoint in {folder}, so slivertune's state can't be saved there. "
+            "Leave out hyperparameter_search: it gives every trial a folder, and does not go with slivertune.attach"
         )
     return folder
 
@@ -208,7 +208,7 @@ class KeepState(TrainerCallback):
             read_state(optimizer, checkpoint / optimizer.method)
         elif not holds_state(checkpoint):
             raise RuntimeError(
-                f"{checkpoint} has no optimizer state, so {optimizer.without_state}; resume from one that was saved "
+                f"{checkpoint} has no optimizer state, so {optimizer.without_state}. Resume from one that was saved "
                 "without save_only_model, or start a new run from its weights "
                 f"(from_pretrained({str(checkpoint)!r}))"
             )
@@ -252,7 +252,7 @@ class KeepTokens(TrainerCallback):
             load_tokens(tokens, checkpoint / TOKENS_NAME)
         elif checkpoint is not None:
             warnings.warn(
-                f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}); its draws start again",
+                f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}), so its draws start again",
                 UserWarning,
                 stacklevel=2,
             )

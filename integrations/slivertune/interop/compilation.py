@@ -49,7 +49,7 @@ class BlockCompilation:
             return  # accelerate compiles in its own way
         if layout in _REFUSED:
             raise ValueError(
-                f"torch_compile does not go with {layout}: {_REFUSED[layout]}; leave it out, or use another layout"
+                f"torch_compile does not go with {layout}: {_REFUSED[layout]}. Leave it out, or use another layout"
             )
         # The whole process shares accelerate's plugin, so `end` restores it.
         self._is_on, self._backend = True, self._plugin.backend

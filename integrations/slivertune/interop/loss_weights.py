@@ -42,7 +42,7 @@ def with_loss(trainer: Any, model: nn.Module) -> nn.Module:
     if layout != "single":
         raise ValueError(
             f"the loss of this {type(trainer).__name__} has weights of its own ({', '.join(weights)}), which are not "
-            f"in the model that {layout} spreads over the ranks; train it on one device"
+            f"in the model that {layout} spreads over the ranks. Train it on one device"
         )
     return _loss_module(trainer)
 
@@ -91,7 +91,7 @@ def load_loss_weights(trainer: Trainer, checkpoint: Path) -> None:
     ):
         raise ValueError(
             f"{path} has {', '.join(saved) or 'nothing'}, and the loss of this {type(trainer).__name__} has weights of "
-            f"its own {shapes}; resume with the loss that the run was saved with"
+            f"its own {shapes}. Resume with the loss of the saved run"
         )
     check_finite(str(path), saved)
     with torch.no_grad():

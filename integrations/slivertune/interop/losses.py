@@ -77,30 +77,29 @@ def _check_loss(trainer: Any, trl_kind: str | None, *, by_token: bool) -> None:
     if trl_kind is not None and trl_kind not in _TRL_THAT_WORKS:
         does = _LOSSES_OF_TRL.get(trl_kind, "makes its loss of the log-probabilities of all tokens")
         raise ValueError(
-            f"TokenTune does not go with TRL's {trl_kind}, which {does}: those of tokens that are not selected have no "
-            "gradient. Train it with HiFT or SFT, or without TokenTune; under SFTTrainer and RewardTrainer TokenTune "
-            "works"
+            f"TokenTune does not go with TRL's {trl_kind}, which {does}, since unselected tokens have no gradient. "
+            "Train it with HiFT or SFT, or without TokenTune. TokenTune works under SFTTrainer and RewardTrainer"
         )
     if by_token and trainer.compute_loss_func is not None:
         raise ValueError(
             f"TokenTune does not go with the compute_loss_func of this {name}: it would be given logits of the "
-            "selected tokens and labels of all; leave it out, and the model scores the selected tokens itself"
+            "selected tokens and labels of all. Leave it out, and the model scores the selected tokens itself"
         )
     smooths = trainer.label_smoother is not None and getattr(trainer.args, "loss_type", None) != "dft"
     if by_token and smooths:
         raise ValueError(
             f"TokenTune does not go with label_smoothing_factor={trainer.args.label_smoothing_factor}: the smoothed "
-            f"loss of {name} is made outside of the model, of the logits of all tokens; set it to 0"
+            f"loss of {name} is computed outside the model, from the logits of all tokens. Set it to 0"
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError(
             f"TokenTune does not go with the router's auxiliary loss of this {name}: the routers see selected and "
-            "other tokens apart; set router_aux_loss_coef=0.0 in its arguments"
+            "other tokens apart. Set router_aux_loss_coef=0.0 in its arguments"
         )
     if trl_kind == "SFTTrainer" and not hasattr(import_module("trl.trainer.utils"), "add_fused_lm_head"):
         raise ValueError(
             f"TokenTune does not go with the SFTTrainer of trl {import_module('trl').__version__}, which needs the "
-            "logits of all tokens for its loss or its metrics; it does from trl 1.15 on, and HiFT and SFT go with any"
+            "logits of all tokens for its loss or its metrics. Install trl 1.15 or later. HiFT and SFT go with any"
         )
 
 
@@ -162,8 +161,8 @@ def _explained(own: ComputeLoss, handle: TokenTuneHandle, name: str) -> ComputeL
             has_logits = handle.num_draws > num_draws and handle.returns_selected
             if has_logits and not isinstance(error, torch.OutOfMemoryError):
                 error.add_note(
-                    f"{name}.compute_loss makes a loss of its own. Under TokenTune the model returns logits of the "
-                    "selected tokens, which don't fit labels of all: take the loss that the model returns, or train "
+                    f"{name}.compute_loss computes a loss of its own. Under TokenTune the model returns logits of the "
+                    "selected tokens, which don't fit labels of all. Use the loss that the model returns, or train "
                     "without TokenTune"
                 )
             raise

@@ -39,8 +39,8 @@ def check_best_model(training: TrainingArguments) -> None:
     """
     if training.load_best_model_at_end and training.save_only_model:
         raise ValueError(
-            "load_best_model_at_end does not go with save_only_model where SFT trains: the best checkpoint would have "
-            "weights without the deltas that belong to them; leave out one of the two"
+            "load_best_model_at_end does not go with save_only_model if SFT trains: the best checkpoint would have "
+            "weights without their deltas. Leave out one of the two"
         )
 
 
@@ -130,7 +130,7 @@ class TrainerHiFT(TrainerMethod):
         """Refuse optimizers that can't be rotated, and arguments that act between a gradient and its step."""
         check_base_optimizer(training)
         if config.waiting is not None:
-            check_synced_reference(training, f"waiting={config.waiting!r} holds NaN there in place of waiting weights")
+            check_synced_reference(training, f"waiting={config.waiting!r} holds NaN there in place of idle weights")
         refuse_together(
             {
                 "waiting": None if config.waiting is None else f"waiting={config.waiting!r}",
@@ -140,11 +140,11 @@ class TrainerHiFT(TrainerMethod):
         )
         if config.steps_in_backward and (training.max_grad_norm > 0 or training.fp16):
             raise ValueError(
-                "gradients='stepped' leaves no gradients to clip or unscale; set max_grad_norm=0 and fp16=False in the "
-                "Trainer's arguments, or gradients='host', which are clipped"
+                "gradients='stepped' leaves no gradients to clip or unscale. Set max_grad_norm=0 and fp16=False in the "
+                "Trainer's arguments, or gradients='host', which can be clipped"
             )
         if config.gradients == "host" and training.fp16:
-            raise ValueError("gradients='host' leaves no gradients on the device to unscale; take bf16, not fp16")
+            raise ValueError("gradients='host' leaves no gradients on the device to unscale. Use bf16, not fp16")
 
     def make(
         self, trainer: Trainer, model: nn.Module, config: HiFTConfig, *, momentum: float, make_base: Callable[[], Any]
@@ -175,9 +175,9 @@ class TrainerSFT(TrainerMethod):
         """Refuse the default targets, the linear layers of the model's blocks, because they leave the loss out."""
         if config.targets is None:
             raise ValueError(
-                f"the loss has weights of its own ({', '.join(names)}), which SFT would leave as they are, since it "
-                "trains the linear layers of the model's blocks; name them among what is trained, as in "
-                f"SFTConfig(targets=[..., {names[0]!r}]), or train by HiFT, which trains all"
+                f"the loss has weights of its own ({', '.join(names)}), and SFT trains only the linear layers of the "
+                f"model's blocks. Add them to the targets, as in SFTConfig(targets=[..., {names[0]!r}]), or train by "
+                "HiFT, which trains all"
             )
 
     def make(

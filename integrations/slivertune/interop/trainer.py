@@ -33,7 +33,7 @@ Setting: TypeAlias = HiFTConfig | SFTConfig | TokenTune
 
 
 _LIGER = (
-    "use_liger_kernel=True replaces modules of the model inside of train(), after TokenTune is attached to them; apply "
+    "use_liger_kernel=True replaces modules of the model in train(), after TokenTune was attached to them. Apply "
     "Liger's kernels to the model yourself before (liger_kernel.transformers has a function for each family), and "
     "leave use_liger_kernel out"
 )
@@ -247,11 +247,11 @@ def _sort(settings: tuple[Setting, ...]) -> tuple[HiFTConfig | SFTConfig | None,
     methods: list[Any] = [each for each in settings if method_of(each) is not None]
     tunes = [each for each in settings if isinstance(each, TokenTune)]
     if len(methods) + len(tunes) != len(settings):
-        raise TypeError(f"{settings!r} are not all settings; pass a HiFTConfig, a SFTConfig or a TokenTune")
+        raise TypeError(f"{settings!r} are not all settings. Pass a HiFTConfig, a SFTConfig or a TokenTune")
     if not settings or len(methods) > 1 or len(tunes) > 1:
         names = ", ".join(type(each).__name__ for each in settings) or "nothing"
         raise ValueError(
-            f"{names} can't be attached; pass one HiFTConfig or one SFTConfig, one TokenTune, or one of the former "
+            f"{names} can't be attached. Pass one HiFTConfig or one SFTConfig, one TokenTune, or one of the former "
             "with the latter"
         )
     return methods[0] if methods else None, tunes[0] if tunes else None
@@ -261,19 +261,19 @@ def _check_trainer(trainer: Trainer, name: str) -> None:
     """Refuse Trainers that have an optimizer, or whose layout or DeepSpeed config HiFT and SFT do not support."""
     if trainer.optimizer is not None:
         raise RuntimeError(
-            f"the Trainer has an optimizer already; give it none, and attach {name} once, before it trains"
+            f"the Trainer has an optimizer already. Give it none, and attach {name} once, before it trains"
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(
             f"{trainer.args.n_gpu} GPUs are visible to one process, and the Trainer would spread each batch over them "
-            "by DataParallel; start one process a GPU (torchrun, accelerate launch), or show it one GPU by "
-            "CUDA_VISIBLE_DEVICES"
+            "by DataParallel. Start one process per GPU (torchrun, accelerate launch), or set CUDA_VISIBLE_DEVICES to "
+            "one GPU"
         )
     plugin: Any = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     if layout_of(trainer.accelerator).startswith("zero") and "optimizer" in plugin.deepspeed_config:
         raise ValueError(
-            f"the DeepSpeed config has an optimizer of its own, past which {name} can't train; take that section out: "
-            "the Trainer's arguments say which optimizer it is"
+            f"the DeepSpeed config has an optimizer of its own, and {name} can't train beside it. Remove that section: "
+            "the Trainer's arguments name the optimizer"
         )
 
 
@@ -289,8 +289,8 @@ def _let_make(trainer: Trainer, attachment: Attachment) -> None:
         raise
     if made is not attachment.optimizer or made is None:
         raise RuntimeError(
-            f"{type(trainer).__name__} makes its optimizer in a way of its own, past optimizer_cls_and_kwargs; build "
-            "the optimizer yourself (HiFT.wrap(optimizer, model)), and give it to the Trainer as optimizers=(it, None)"
+            f"{type(trainer).__name__} builds its optimizer by itself, without optimizer_cls_and_kwargs. Build the "
+            "optimizer yourself (HiFT.wrap(optimizer, model)), and give it to the Trainer as optimizers=(it, None)"
         )
 
 
@@ -305,7 +305,7 @@ def _prepare_by_slivertune(accelerator: Any) -> None:
         if is_inside or not slivers:
             return own_prepare(*objects, **options)
         if options:
-            raise ValueError(f"{options} can't be followed where {type(slivers[0]).__name__} trains; leave it out")
+            raise ValueError(f"{options} has no effect on {type(slivers[0]).__name__}'s training. Leave it out")
         is_inside = True
         try:
             return prepare(accelerator, *objects)

@@ -181,7 +181,7 @@ def test_the_embedded_model_has_a_share_and_a_rate_for_each_update_rule_of_its_o
         (["--optim", "adamw_torch", "--optim_args", "x=1"], "--optim, --optim_args: --method sft is an optimizer"),
         (
             ["--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", "500", "--save_only_model"],
-            "load_best_model_at_end does not go with save_only_model where SFT trains",
+            "load_best_model_at_end does not go with save_only_model if SFT trains",
         ),
     ],
 )
