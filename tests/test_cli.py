@@ -290,8 +290,8 @@ def test_merge_and_unmerge_write_checkpoints_and_say_what_they_did(
     both = sum(tensor["num_shared"] for tensor in report["tensors"].values())
     assert report["tensors"][UP]["num_shared"] == shared
     assert captured.out.startswith(f"merged: {touched} weights of 3 tensors changed\noverlap: {both} weights (")
-    assert f"({both / touched:.2%}) are touched by two or more of the 2 deltas; most in model.layers" in captured.out
-    assert "left out" not in captured.out
+    assert f"({both / touched:.2%}) are changed by two or more of the 2 deltas, most of them in model.l" in captured.out
+    assert "not copied" not in captured.out
     assert main(["unmerge", "merged", "--output_dir", "again"]) == 0
     assert capfd.readouterr().out == "again: the base's weights, to the bit\n"
     again = AutoModelForCausalLM.from_pretrained("again", dtype="auto")
@@ -305,7 +305,7 @@ def test_merge_takes_the_base_that_the_deltas_name_from_a_folder_or_the_hubs_cac
     assert main(["merge", "deltas0", "--output_dir", "merged"]) == 0
     assert capfd.readouterr().out.splitlines() == [
         "merged: 120 weights of 3 tensors changed",
-        "left out, as they hold the base's weights: pytorch_model.bin",
+        "not copied, since they hold the base's weights: pytorch_model.bin",
     ]
     cache = to_merge / "cache" / "models--owner--tiny"
     (cache / "refs").mkdir(parents=True)
@@ -324,18 +324,18 @@ def test_what_merge_refuses_is_one_line_and_code_2(to_merge: Path, capfd: pytest
     write_deltas(to_merge / "run" / "delta", tiny_llama(), base_model_name="base")
     before = sorted(to_merge.rglob("*"))
     for arguments, message in (
-        (["merge", "nameless"], "the deltas name ['None'] as their base; say which it is with --model_name_or_path"),
-        (["merge", "nameless", "deltas0"], "the deltas name ['None', 'base'] as their base; say which it is with"),
+        (["merge", "nameless"], "the deltas name ['None'] as their base. Name the base with --model_name_or_path"),
+        (["merge", "nameless", "deltas0"], "the deltas name ['None', 'base'] as their base. Name the base with"),
         (
             ["merge", "deltas0", "--model_name_or_path", "owner/absent"],
             "'owner/absent' is neither a folder nor",
         ),
         (["merge", "deltas0", "--model_name_or_path", "./absent"], "'./absent' is neither a folder nor a model"),
-        (["merge", "absent"], "absent is not a folder; name one with SFT's deltas or a LoRA adapter"),
-        (["merge", "base"], "base/sft_delta.safetensors is not there; name the folder that save_pretrained"),
-        (["merge", "run"], "run holds neither SFT's deltas nor a LoRA adapter; did you mean run/delta?"),
+        (["merge", "absent"], "absent is not a folder. Name one with SFT's deltas or a LoRA adapter"),
+        (["merge", "base"], "base/sft_delta.safetensors is not there. Name the folder that save_pretrained"),
+        (["merge", "run"], "run holds neither SFT's deltas nor a LoRA adapter. Did you mean run/delta?"),
         (["merge", "other"], f"other: '{UP}' was trained on another base"),
-        (["merge", "newer"], "newer/sft_delta.safetensors has version '3', this library reads 2; use the version"),
+        (["merge", "newer"], "newer/sft_delta.safetensors has version '3', and this library reads 2. Use the version"),
         (["unmerge", "base"], "base_values.safetensors is not there, so base can't be unmerged"),
         (["unmerge", "absent"], "absent is no folder"),
     ):

@@ -90,7 +90,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("report", "given", "--output", "given/rows.jsonl/report.png"),
         "--output given/rows.jsonl is a file. Name a folder",
     ),
-    "deltas that are not there": (("merge", "absent", "--output_dir", "out"), "absent is not a folder; name one with"),
+    "deltas that are not there": (("merge", "absent", "--output_dir", "out"), "absent is not a folder. Name one with"),
     "a merge with too long a name": (
         ("merge", "given", "--output_dir", "x" * 300),
         f"--output_dir '{'x' * 80}' can't be a folder: File name too long",

@@ -131,8 +131,8 @@ CASES = {
         f"init {init}": Case(adapter={"init_lora_weights": init}, refused="changed the base before the training")
         for init in ("pissa", "pissa_niter_2", "olora")
     },
-    "replicated": Case(adapter={"layer_replication": [(0, 2), (1, 2)]}, refused="has layer_replication, with which"),
-    "invocation": Case(adapter={"alora_invocation_tokens": [3]}, refused="has alora_invocation_tokens, with which"),
+    "replicated": Case(adapter={"layer_replication": [(0, 2), (1, 2)]}, refused="has layer_replication, so the model"),
+    "invocation": Case(adapter={"alora_invocation_tokens": [3]}, refused="has alora_invocation_tokens, so the model"),
 }  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_each_tensor_is_the_base_and_the_delta_rounded_once_or_the_merge_is_refu
     assert {each.dtype for each in stored} == {case.dtype}
     settings = json.loads(Path("merged/config.json").read_text(encoding="utf-8"))
     assert settings.get("tie_word_embeddings", case.tie) == (case.tie and not case.untied)
-    assert ("written apart" in said.out) == case.untied and "outputs were not compared" not in said.out
+    assert ("untied (tied in the base" in said.out) == case.untied and "outputs were not compared" not in said.out
 
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
@@ -198,7 +198,7 @@ def test_a_classifier_keeps_its_head_and_as_many_classes_as_it_has(capsys: pytes
     model = AutoModelForSequenceClassification.from_pretrained("base", num_labels=3)
     save_adapter(Path("adapter"), model, task_type="SEQ_CLS")
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
-    assert "trained whole and put in place of the base's: score\n" in capsys.readouterr().out
+    assert "replaced, since they were trained whole: score\n" in capsys.readouterr().out
     expected = by_peft(AutoModelForSequenceClassification.from_pretrained("base", num_labels=3), "adapter")(IDS).logits
     merged = AutoModelForSequenceClassification.from_pretrained("merged")
     assert type(merged) is LlamaForSequenceClassification and merged.config.num_labels == 3
@@ -266,9 +266,12 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
             ["adapter", "--model_name_or_path", "shallower"],
             "shallower is not the base of adapter: base_model.model.model.la",
         ),
-        (["adapter", "--model_name_or_path", "quantised"], "quantised is quantised, and its weights have no room for"),
-        (["adapter", "--model_name_or_path", "lost"], "lost is an adapter itself; name the base by"),
-        (["adapter", "--model_name_or_path", "narrow"], "in float8_e4m3fn. Only float32, bfloat16, float16 are merged"),
+        (["adapter", "--model_name_or_path", "quantised"], "quantised is quantised, and its codes can't hold the sum"),
+        (["adapter", "--model_name_or_path", "lost"], "lost is an adapter itself. Name the base by"),
+        (
+            ["adapter", "--model_name_or_path", "narrow"],
+            "in float8_e4m3fn, and adapters merge only into float32, bfloat16, float16",
+        ),
         (
             ["adapter", "--model_name_or_path", "foreign"],
             "foreign can't be loaded: it brings code of its own, which is",
@@ -278,21 +281,21 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
             "lm_head.weight of a LlamaForCausalLM is neither in headless nor in adapter, and would be random",
         ),
         (["newer"], "newer has use_tomorrow=True, which this PEFT does not know and would ignore"),
-        (["named"], "neither SFT's deltas nor a LoRA adapter; did you mean named/first or named/second?"),
+        (["named"], "neither SFT's deltas nor a LoRA adapter. Did you mean named/first or named/second?"),
         (["adapter", "--model_name_or_path", "./gone"], "model_name_or_path='./gone' is neither a folder nor a model"),
-        (["nameless"], "nameless does not name its base; say which it is with --model_name_or_path"),
+        (["nameless"], "nameless does not name its base. Name it with --model_name_or_path"),
         (["lost"], "model_name_or_path='./gone' is neither a folder nor a model in the hub's cache"),
         (["damaged"], "damaged/adapter_config.json can't be read: "),
-        (["empty"], "empty has no adapter_model.safetensors; the adapter is not whole"),
+        (["empty"], "empty has no adapter_model.safetensors: the adapter is not whole"),
         (["adapter", "--model_name_or_path", "bare"], "bare holds neither model.safetensors nor "),
         (["not_a_number"], "not_a_number can't be merged into base: NaNs detected"),
-        (["prefixes"], "prefixes is an adapter of the type PREFIX_TUNING; only LoRA's are merged here"),
-        (["adapter", "nameless"], "adapter is a LoRA adapter, which is merged alone; name it without the others"),
+        (["prefixes"], "prefixes is an adapter of the type PREFIX_TUNING, and only LoRA's can be merged"),
+        (["adapter", "nameless"], "adapter is a LoRA adapter, which is merged alone. Name it without the others"),
         (
             ["adapter", "--allow_quantized_base"],
-            "--allow_quantized_base is read for SFT's deltas, and adapter is a LoRA",
+            "--allow_quantized_base is an option for SFT's deltas, and adapter is a LoRA",
         ),
-        (["base"], "base/sft_delta.safetensors is not there; name the folder that save_pretrained"),
+        (["base"], "base/sft_delta.safetensors is not there. Name the folder that save_pretrained"),
     ):
         assert main(["merge", *arguments, "--output_dir", "out"]) == 2, arguments
         error = capfd.readouterr().err
@@ -352,7 +355,10 @@ def test_two_values_for_one_tied_weight_are_refused(capfd: pytest.CaptureFixture
     rows = {f"base_model.model.{name}.weight": torch.randn(64, 32) for name in ("model.embed_tokens", "lm_head")}
     save_file({**tensors, **rows}, "adapter/adapter_model.safetensors")
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
-    assert "It shares its place with another tensor there (tied weights). Untie the base" in capfd.readouterr().err
+    assert (
+        "can't keep its values in the base, where it is tied to another tensor. Untie the base"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_base_that_stores_tensors_in_several_dtypes_keeps_them() -> None:
@@ -372,7 +378,7 @@ def test_a_random_pooler_is_said_where_the_outputs_do_not_need_it(capsys: pytest
     BASES["bert"](True).save_pretrained("base")
     save_adapter(Path("adapter"), AutoModel.from_pretrained("base"), **{**BERT, "task_type": "FEATURE_EXTRACTION"})
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
-    said = "not needed for its outputs: pooler.dense.bias, pooler.dense.weight\n"
+    said = "not needed for outputs: pooler.dense.bias, pooler.dense.weight\n"
     assert said in capsys.readouterr().out
     expected = by_peft(AutoModel.from_pretrained("base"), "adapter")(IDS).last_hidden_state
     assert torch.equal(AutoModel.from_pretrained("merged")(IDS).last_hidden_state, expected)
@@ -395,8 +401,8 @@ def test_files_that_the_model_does_not_save_come_along_and_what_is_left_out_is_n
         save_adapter(Path(name), AutoModelForCausalLM.from_pretrained("base"))
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
     said = capsys.readouterr().out
-    assert "left out, as the model's class has no place for it: mtp.bias and 1 more\n" in said
-    assert "not merged, as adapters of other names: adapter/second\n" in said
+    assert "not copied, since the model's class has no such weights: mtp.bias and 1 more\n" in said
+    assert "not merged, since they are adapters of other names: adapter/second\n" in said
     found = {str(each.relative_to("merged")) for each in Path("merged").rglob("*") if each.is_file()}
     assert found == {*kept, "config.json", "generation_config.json", "model.safetensors"}
 
@@ -407,7 +413,7 @@ def test_a_sum_beyond_fp16_is_refused(capfd: pytest.CaptureFixture[str]) -> None
     tensors = load_file("adapter/adapter_model.safetensors")
     save_file({name: each.float() * 1000 for name, each in tensors.items()}, "adapter/adapter_model.safetensors")
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
-    assert "weight' is beyond the range of float16. Take the base in bfloat16 or float32" in capfd.readouterr().err
+    assert "weight' is beyond the range of float16. Use the base in bfloat16 or float32" in capfd.readouterr().err
 
 
 def a_delta_of_another_scale(patch: pytest.MonkeyPatch) -> None:

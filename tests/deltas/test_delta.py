@@ -31,8 +31,8 @@ def test_entries_are_written_where_algorithms_must_be_deterministic(strided: boo
         (ints(1, 2), torch.ones(1), "as many values as indices"),
         (ints(2, 1), torch.ones(2), "strictly increasing"),
         (ints(1, 1), torch.ones(2), "strictly increasing"),
-        (ints(-1, 1), torch.ones(2), "from -1 to 1, the tensor has positions 0 to 5"),
-        (ints(0, 6), torch.ones(2), "from 0 to 6, the tensor has positions 0 to 5"),
+        (ints(-1, 1), torch.ones(2), "from -1 to 1, and the tensor has positions 0 to 5"),
+        (ints(0, 6), torch.ones(2), "from 0 to 6, and the tensor has positions 0 to 5"),
     ],
 )
 def test_a_delta_that_does_not_fit_its_tensor_is_refused(indices: Any, values: Any, text: str) -> None:
@@ -41,7 +41,7 @@ def test_a_delta_that_does_not_fit_its_tensor_is_refused(indices: Any, values: A
 
 
 def test_positions_beyond_int32_are_refused() -> None:
-    with pytest.raises(ValueError, match="positions beyond int32"):
+    with pytest.raises(ValueError, match="exceeds the 2147483647 that int32 positions reach"):
         SparseDelta(indices=ints(), values=torch.ones(0), shape=(2**16, 2**15))
 
 

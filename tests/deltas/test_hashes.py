@@ -183,8 +183,11 @@ def test_hashing_copies_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (torch.empty(3, device="meta"), "meta device holds no bits to hash; load its data first"),
-        (torch.zeros(3).as_subclass(Sharded), r"sharded tensor has no hash of its own; gather it with full_tensor\(\)"),
+        (torch.empty(3, device="meta"), r"meta device holds no bits to hash\. Load its data first"),
+        (
+            torch.zeros(3).as_subclass(Sharded),
+            r"sharded tensor has no hash of its own\. Gather it with full_tensor\(\)",
+        ),
     ],
 )
 def test_what_has_no_bits_here_has_no_hash(tensor: torch.Tensor, text: str) -> None:

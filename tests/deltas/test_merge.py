@@ -105,7 +105,7 @@ def test_what_is_not_written_as_it_was_summed_gets_no_name(
     _, base, deltas = saved(tmp_path, torch.bfloat16, sharded=sharded)
     before = entries(tmp_path)
     monkeypatch.setattr(StoredTensor, "write", fault)
-    with pytest.raises(ValueError, match="was not written as the base's plus its delta; nothing was kept"):
+    with pytest.raises(ValueError, match=r"was not written as the base's plus its delta\. Nothing was saved"):
         merge(base, deltas, tmp_path / "merged")
     assert entries(tmp_path) == before
 
@@ -353,7 +353,7 @@ def test_another_base_is_refused_and_nothing_written(tmp_path: Path) -> None:
     for number, (model, message) in enumerate(
         (
             (tiny_llama(torch.bfloat16, seed=1), f"'{UP}' was trained on another base"),
-            (tiny_llama(), rf"'{UP}' was trained on a bfloat16 tensor, this one is float32; .*dtype='bfloat16'"),
+            (tiny_llama(), rf"'{UP}' was trained on a bfloat16 tensor, and this one is float32\. .*dtype='bfloat16'"),
             (
                 tiny_llama(torch.bfloat16, blocks=2),
                 r"'model.layers.2.self_attn.q_proj.weight' names no tensor of .*owner/base",
@@ -445,7 +445,7 @@ def test_a_4_bit_checkpoint_is_refused_with_what_to_do_instead(tmp_path: Path) -
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     path.write_text(json.dumps(config), encoding="utf-8")
     message = (
-        r"base is quantised \(bitsandbytes in 4 bits\): .*; merge into the 16-bit checkpoint that it was made from .*"
+        r"base is quantised \(bitsandbytes in 4 bits\): .*\. Merge into the 16-bit checkpoint that it was made from .*"
         "or keep the deltas beside it"
     )
     refused(ValueError, message, tmp_path)
@@ -455,7 +455,7 @@ def test_codes_without_a_configuration_are_refused_as_well(tmp_path: Path) -> No
     (tmp_path / "base").mkdir()
     save_file({UP: torch.zeros(768, 1, dtype=torch.uint8)}, tmp_path / "base" / "model.safetensors")
     write_deltas(tmp_path / "deltas", tiny_llama(), UP)
-    message = "holds uint8 there; only weights in float32, bfloat16 and float16 are merged into; merge into the 16-bit"
+    message = r"holds uint8 there\. Deltas merge only into float32, bfloat16 and float16\. Merge into the 16-bit"
     refused(DeltaFileError, message, tmp_path)
 
 
@@ -464,7 +464,7 @@ def test_deltas_over_a_4_bit_base_are_merged_into_the_plain_one_on_request_alone
     base = save_model(model, tmp_path / "base")
     delta = deltas_of(model, UP)
     save_pretrained(tmp_path / "deltas", delta, config={}, base={UP: torch.zeros(768, 1, dtype=torch.uint8)})
-    message = "was trained over uint8 codes, and it can't be known whether these bfloat16 weights are what they were"
+    message = "was trained over uint8 codes, and these bfloat16 weights may not be their source"
     refused(DeltaFileError, message, tmp_path)
     merge(base, tmp_path / "deltas", tmp_path / "merged", allow_quantized_base=True)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
@@ -475,7 +475,7 @@ def test_deltas_over_a_4_bit_base_are_merged_into_the_plain_one_on_request_alone
 def test_a_merged_checkpoint_is_no_base(tmp_path: Path) -> None:
     _, base, deltas = saved(tmp_path)
     merge(base, deltas, tmp_path / "merged")
-    message = "merged has deltas merged already; take them out first .slivertune unmerge., or merge all of them"
+    message = r"merged has deltas merged already\. Remove them first .slivertune unmerge., or merge all of them"
     refused(ValueError, message, tmp_path, "merged", output=tmp_path / "twice")
 
 
@@ -489,7 +489,7 @@ def write_index(content: Any) -> Callable[[Path, Path], object]:
         (
             lambda index, shard: index.unlink(),
             FileNotFoundError,
-            "holds neither model.safetensors nor .*; other forms are not read, load the model",
+            r"holds neither model.safetensors nor .*, and other forms are not read\. Load the model",
         ),
         (lambda index, shard: shard.unlink(), ValueError, "names the shard 'model-.*', which is not a file in"),
         (
@@ -502,7 +502,7 @@ def write_index(content: Any) -> Callable[[Path, Path], object]:
             ValueError,
             "names the shard '../deltas/sft_delta.safetensors', which is not a file in",
         ),
-        (write_index({}), ValueError, "has no weight_map; get the checkpoint again"),
+        (write_index({}), ValueError, r"has no weight_map\. Get the checkpoint again"),
         (write_index("{"), ValueError, "index.json is no JSON"),
         (write_index([]), ValueError, "index.json holds no JSON object"),
         (
@@ -521,7 +521,7 @@ def test_a_damaged_checkpoint_is_refused(
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder; name that of a checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is no folder\. Name that of a checkpoint"):
         merge(tmp_path / "nowhere", deltas_of(tiny_llama()), tmp_path / "merged")
     base = save_model(tiny_llama(), tmp_path / "base")
     with pytest.raises(FileNotFoundError, match=f"{UNDO_FILE} is not there, so .*base can't be unmerged"):
@@ -536,10 +536,13 @@ def test_a_merged_checkpoint_that_was_changed_is_not_unmerged(tmp_path: Path) ->
     for tensors, message in (
         (
             {**content, UP: content[UP] + 1},
-            f"'{UP}' was changed since it was merged, so the base can't be restored from it; take the base",
+            rf"'{UP}' was changed since it was merged, so the base can't be restored from it\. Use the base",
         ),
-        ({**content, UP: content[UP].float()}, f"'{UP}' was .48, 32. bfloat16 when it was merged, .*float32.*; it was"),
-        ({name: it for name, it in content.items() if name != UP}, "the checkpoint has None; it was changed since"),
+        (
+            {**content, UP: content[UP].float()},
+            f"'{UP}' was .48, 32. bfloat16 when it was merged, and is .*float32.* n",
+        ),
+        ({name: it for name, it in content.items() if name != UP}, "bfloat16 when it was merged, and is absent now"),
     ):
         save_file(tensors, merged / "model.safetensors", {"format": "pt"})
         with pytest.raises(DeltaFileError, match=message):
@@ -557,12 +560,12 @@ def test_a_merged_checkpoint_that_was_changed_is_not_unmerged(tmp_path: Path) ->
         ),
         (
             lambda tensors, _: tensors[f"{UP}.values"].__setitem__(0, 9),
-            "does not become the base's; the file is damaged",
+            "is not restored: the file is damaged",
         ),
-        (lambda _, metadata: metadata.update(version="9"), "has version '9', this library reads 2"),
-        (lambda _, metadata: metadata.update(format="slivertune.sft_delta"), "it is another kind of file"),
-        (lambda _, metadata: change_table(metadata, UP, dtype=7), r"it must be 7; the file is damaged"),
-        (lambda _, metadata: change_table(metadata, UP, base_sha256="a"), "does not become the base's"),
+        (lambda _, metadata: metadata.update(version="9"), "has version '9', and this library reads 2"),
+        (lambda _, metadata: metadata.update(format="slivertune.sft_delta"), "has format 'slivertune.sft_delta', not"),
+        (lambda _, metadata: change_table(metadata, UP, dtype=7), r"it must be 7\. The file is damaged"),
+        (lambda _, metadata: change_table(metadata, UP, base_sha256="a"), "is not restored: the file"),
     ],
 )
 def test_a_hostile_undo_file_is_refused(change: Any, message: str, tmp_path: Path) -> None:

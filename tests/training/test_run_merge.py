@@ -60,10 +60,10 @@ def test_the_adapter_of_a_run_and_of_a_checkpoint_become_plain_models(
     assert not torch.equal(merged(IDS).logits, base(IDS).logits)
     text = "The 3rd of 60."
     assert AutoTokenizer.from_pretrained(runs["merged"])(text) == AutoTokenizer.from_pretrained(runs.base)(text)
-    assert "the same weights was not checked" not in said
+    assert "not checked: whether" not in said
     shutil.copytree(runs.base, runs["copy"])
     other = merge(runs, results["model_folder"], runs["of the copy"], "--model_name_or_path", str(runs["copy"]))
-    assert f"trained over {runs.base}; that {runs['copy']} has the same weights was not checked" in other
+    assert f"not checked: whether {runs['copy']} has the weights of {runs.base}, the adapter's base" in other
     merge(runs, results["checkpoint"], runs["from checkpoint"])
     again = AutoModelForCausalLM.from_pretrained(runs["from checkpoint"])
     assert torch.equal(again(IDS).logits, merged(IDS).logits)
@@ -73,7 +73,7 @@ def test_a_merged_classifier_knows_its_classes_by_name(runs: Runs, tmp_path: Pat
     more = (*LORA, "--task", "classification", "--learning_rate", "3e-2", "--max_steps", "30")
     results = runs.train("out", *more, data=write_classes(tmp_path))
     said = merge(runs, results["model_folder"], runs["merged"])
-    assert "trained whole and put in place of the base's: score\n" in said
+    assert "replaced, since they were trained whole: score\n" in said
     loaded = AutoModelForSequenceClassification.from_pretrained(results["model_folder"], num_labels=2)
     merged = AutoModelForSequenceClassification.from_pretrained(runs["merged"])
     if Version(transformers.__version__) >= Version("5.23"):  # older ones leave the head as it was drawn, and warn

@@ -89,10 +89,10 @@ def open_adapter(folder: Path) -> Adapter:
     config = read_json(folder / ADAPTER_CONFIG)
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ValueError(f"{folder} is an adapter of the type {kind}; only LoRA's are merged here")
+        raise ValueError(f"{folder} is an adapter of the type {kind}, and only LoRA's can be merged. Merge it by PEFT")
     _check_is_sum(folder, config)
     if not any((folder / name).is_file() for name in _ADAPTER_WEIGHTS):
-        raise ValueError(f"{folder} has no {_ADAPTER_WEIGHTS[0]}; the adapter is not whole")
+        raise ValueError(f"{folder} has no {_ADAPTER_WEIGHTS[0]}: the adapter is not whole. Get it again")
     # Other tools, and earlier versions, save the model's configuration as `config.json`.
     paths = [path for name in (TRAINED_CONFIG, MODEL_CONFIG) if (path := folder / name).is_file()]
     return Adapter(folder=folder, config=config, model_config=read_json(paths[0]) if paths else None)
@@ -104,8 +104,8 @@ def _check_is_sum(folder: Path, config: Mapping[str, Any]) -> None:
     init = config.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
         raise ValueError(
-            f"{folder} has init_lora_weights={init!r}, which changed the base before the training. What it was "
-            "changed to is not in the adapter. Save it as a plain LoRA, with PEFT's "
+            f"{folder} has init_lora_weights={init!r}, which changed the base before the training, and the adapter "
+            "does not hold the changed base. Save it as a plain LoRA, with PEFT's "
             "save_pretrained(folder, path_initial_model_for_weight_conversion=...), and merge that"
         )
     known = {each.name for each in fields(LoraConfig)}
@@ -116,7 +116,7 @@ def _check_is_sum(folder: Path, config: Mapping[str, Any]) -> None:
         )
     if found := [name for name in _NO_SUM if config.get(name)]:
         raise ValueError(
-            f"{folder} has {found[0]}, with which a model is not its base plus a delta of the weights. Use it by PEFT, "
+            f"{folder} has {found[0]}, so the model is not its base plus a delta of the weights. Use it by PEFT, "
             "beside the base"
         )
 
@@ -135,5 +135,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is no JSON object; it is damaged")
+        raise ValueError(f"{path} is no JSON object: it is damaged. Get the adapter again")
     return found

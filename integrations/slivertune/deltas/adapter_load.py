@@ -88,7 +88,10 @@ def model_class(adapter: Adapter, base: Path) -> Any:
     name = _AUTO_CLASSES.get(str(task)) or mapping.get("base_model_class") or architectures[0]
     found = getattr(transformers, str(name), None)
     if found is None:
-        raise ValueError(f"{adapter.folder} does not say which class of transformers its base is of (task_type={task})")
+        raise ValueError(
+            f"neither {adapter.folder} (task_type={task}) nor {base} names the base's class in transformers. Add it "
+            f"to {base / 'config.json'}, as architectures"
+        )
     return found
 
 
@@ -153,8 +156,8 @@ def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapt
     changed = [name for name, each, sha256 in before if id(each) not in held and hash_tensor(each) != sha256]
     if changed:
         raise ValueError(
-            f"{adapter.folder} changes {changed[0]} of the base when PEFT loads it, so it is not known what it was "
-            "trained beside. Save it as a plain LoRA, and merge that"
+            f"{adapter.folder} changes {changed[0]} of the base when PEFT loads it, so the base of its training is "
+            "unknown. Save it as a plain LoRA, and merge that"
         )
     resized = _embeddings(model) if vocabulary is not None else ()
     touched = frozenset(map(base_name, (*wrapped_modules(adapted.get_base_model()), *weights, *resized)))
@@ -251,17 +254,17 @@ def _check_places(adapted: Any, weights: Mapping[str, torch.Tensor], adapter: Ad
         if here != there:
             rows = [len(each.get_parameter("weight")) for path, each in embeddings.items() if f".{path}." in name]
             is_row = rows and all(one in (other, *rows) for one, other in zip(here, there, strict=False))
-            way_out = f". {_RESIZED}" if is_row else "; name the base that it was trained on"
+            way_out = f". {_RESIZED}" if is_row else ". Name the base that it was trained on"
             raise ValueError(f"{wrong}: {name} is {there} in the adapter and {here} in the base{way_out}")
     lost = sorted((held.keys() - weights.keys()) | (weights.keys() - state.keys()))
     if lost:
         more = f" and {len(lost) - _NUM_NAMED} more" if len(lost) > _NUM_NAMED else ""
-        raise ValueError(f"{wrong}: {', '.join(lost[:_NUM_NAMED])}{more} are in one of the two alone")
+        raise ValueError(f"{wrong}: {', '.join(lost[:_NUM_NAMED])}{more} are in only one of the two")
     other = [name for name in weights if not _is_same(state[name], weights[name])]
     if other:
         raise ValueError(
-            f"{wrong}: {other[0]} of the adapter can't stand in the base with its values. It shares its place with "
-            "another tensor there (tied weights). Untie the base, save it, and name it by --model_name_or_path"
+            f"{wrong}: {other[0]} of the adapter can't keep its values in the base, where it is tied to another "
+            "tensor. Untie the base, save it, and name it by --model_name_or_path"
         )
 
 

@@ -182,13 +182,13 @@ class _Runs:
 
 def _check_base(base: Path) -> None:
     if is_adapter(base):
-        raise ValueError(f"{base} is an adapter itself; name the base by --model_name_or_path")
+        raise ValueError(f"{base} is an adapter itself. Name the base by --model_name_or_path")
     if not (base / MODEL_CONFIG).is_file():
-        raise ValueError(f"{base} has no {MODEL_CONFIG}, so it is no checkpoint; name the base's folder")
+        raise ValueError(f"{base} has no {MODEL_CONFIG}, so it is no checkpoint. Name the base's folder")
     if read_json(base / MODEL_CONFIG).get("quantization_config"):
         raise ValueError(
-            f"{base} is quantised, and its weights have no room for the sum; name the 16-bit checkpoint that it was "
-            "made of by --model_name_or_path"
+            f"{base} is quantised, and its codes can't hold the sum. Name the 16-bit checkpoint that it was made of "
+            "by --model_name_or_path"
         )
 
 
@@ -264,8 +264,8 @@ def _check_dtypes(base: Path, stored: PlainCheckpoint) -> None:
     for name, each in stored.tensors.items():
         if each.dtype.is_floating_point and name_of(each.dtype) not in PLAIN_DTYPES:
             raise ValueError(
-                f"{base} holds {name!r} in {name_of(each.dtype)}. Only {', '.join(PLAIN_DTYPES)} are merged into; "
-                "name a checkpoint in one of them by --model_name_or_path"
+                f"{base} holds {name!r} in {name_of(each.dtype)}, and adapters merge only into "
+                f"{', '.join(PLAIN_DTYPES)}. Name a checkpoint in one of them by --model_name_or_path"
             )
 
 
@@ -285,7 +285,7 @@ def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
             is_narrow = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
             if is_narrow and bool((torch.isfinite(tensor) & ~torch.isfinite(rounded)).any()):
                 raise ValueError(
-                    f"{name!r} is beyond the range of {name_of(dtype)}. Take the base in bfloat16 or float32"
+                    f"{name!r} is beyond the range of {name_of(dtype)}. Use the base in bfloat16 or float32"
                 )
             tensor.data = rounded
 

@@ -81,7 +81,7 @@ def read_sources(sources: Source | Sequence[Source]) -> list[DeltaFile]:
     """
     listed = [sources] if isinstance(sources, (str, Path, DeltaFile, Mapping)) else list(sources)
     if not listed:
-        raise ValueError("there are no deltas to add; name a folder at least")
+        raise ValueError("there are no deltas to add. Name at least one folder")
     return [_read(source, number) for number, source in enumerate(listed)]
 
 
@@ -135,7 +135,7 @@ def add_rounded(name: str, pretrained: torch.Tensor, values: torch.Tensor) -> to
         at = int(overflown[0])
         raise ValueError(
             f"{name!r}: {float(pretrained[at])} + {float(values[at])} is beyond the range of "
-            f"{name_of(pretrained.dtype)}; take the base in bfloat16 or float32, or add fewer deltas at once"
+            f"{name_of(pretrained.dtype)}. Use the base in bfloat16 or float32, or add fewer deltas at once"
         )
     return sums
 
@@ -161,7 +161,7 @@ def _pairs(file: DeltaFile, targets: Mapping[str, D], index: NameIndex, info: Ta
             other = names.setdefault(id(target), name)
             if other != name:
                 raise DeltaFileError(
-                    f"{file.source}: {other!r} and {name!r} are one tensor in {info.name}; keep one of them"
+                    f"{file.source}: {other!r} and {name!r} are one tensor in {info.name}. Keep one of them"
                 )
             _check_target(file, name, delta, target, info)
             yield name, target
@@ -172,14 +172,14 @@ def _targets_of(file: DeltaFile, name: str, targets: Mapping[str, D], index: Nam
     found = [targets[match] for alias in aliases if (match := index.find(alias)) is not None]
     if not found:
         raise DeltaFileError(
-            f"{file.source}: {name!r} names no tensor of {info.name}, or several; use the model that the deltas were "
+            f"{file.source}: {name!r} names no tensor of {info.name}, or several. Use the model that the deltas were "
             f"trained on{f' ({file.base_model_name})' if file.base_model_name else ''}{info.unknown}"
         )
     distinct = list({id(target): target for target in found}.values())
     if len(distinct) > 1 and not info.has_copies:
         raise DeltaFileError(
             f"{file.source}: {' and '.join(map(repr, aliases))} were one tied tensor in training and are "
-            f"{len(distinct)} in {info.name}; tie them (model.tie_weights())"
+            f"{len(distinct)} in {info.name}. Tie them (model.tie_weights())"
         )
     return distinct
 
@@ -187,13 +187,13 @@ def _targets_of(file: DeltaFile, name: str, targets: Mapping[str, D], index: Nam
 def _check_target(file: DeltaFile, name: str, delta: SparseDelta, target: Destination, info: TargetInfo) -> None:
     where, here = f"{file.source}: {name!r}", name_of(target.dtype)
     if here not in PLAIN_DTYPES:
-        raise DeltaFileError(f"{where}: {info.name} holds {here} there; {info.quantized}")
+        raise DeltaFileError(f"{where}: {info.name} holds {here} there. {info.quantized}")
     if target.shape != delta.shape:
         raise DeltaFileError(
-            f"{where} has shape {delta.shape}, {info.name} has {target.shape} there; use the base of the deltas"
+            f"{where} has shape {delta.shape}, {info.name} has {target.shape} there. Use the base of the deltas"
         )
     if name in file.base and file.base[name].is_quantized and not info.allow_quantized_base:
         raise DeltaFileError(
-            f"{where} was trained over {file.base[name].dtype} codes, and it can't be known whether these {here} "
-            "weights are what they were made from; if they are, say so with allow_quantized_base (near, not the same)"
+            f"{where} was trained over {file.base[name].dtype} codes, and these {here} weights may not be their "
+            "source. If they are, set allow_quantized_base (results are close, not identical)"
         )

@@ -51,7 +51,7 @@ def apply(
         name="the model",
         unknown="",
         quantized=(
-            "quantised codes are never changed; load the model in 16 bits, without quantization_config, or train on "
+            "Quantised codes are never changed. Load the model in 16 bits, without quantization_config, or train on "
             "with the deltas beside the codes, SFT(..., form='layer')"
         ),
         allow_quantized_base=allow_quantized_base,
@@ -131,15 +131,15 @@ class _Change:
     def check(self) -> None:
         if self.weight.dtype != self.pretrained.dtype:
             raise RuntimeError(
-                f"{self.name!r} was {self.pretrained.dtype} when deltas were applied and is {self.weight.dtype} now; "
-                "remove them before the model is cast, or load it again"
+                f"{self.name!r} was {self.pretrained.dtype} when deltas were applied and is {self.weight.dtype} now. "
+                "Remove them before the model is cast, or load it again"
             )
         now = hash_tensor(read_flat(self.weight, self.indices.to(self.weight.device)))
         # An interrupted removal may already have restored this one.
         if now not in (self.sha256, hash_tensor(self.pretrained)):
             raise RuntimeError(
-                f"{self.name!r} has changed since deltas were applied, and removing them would lose that; remove what "
-                "was applied later first, or load the model again if it was trained"
+                f"{self.name!r} has changed since deltas were applied, and removing them would lose that. First remove "
+                "the deltas that were applied later, or load the model again if it was trained"
             )
 
 
@@ -156,7 +156,7 @@ def _weights_of(model: nn.Module) -> dict[str, _Weight]:
     of_memory: dict[object, _Weight] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "full_tensor"):
-            raise ValueError(f"{name!r} is sharded; apply deltas before the model is sharded (fully_shard)")
+            raise ValueError(f"{name!r} is sharded. Apply deltas before the model is sharded (fully_shard)")
         weight = _Weight(name, parameter.dtype, tuple(parameter.shape), parameter)
         weights[name] = of_memory.setdefault(memory_of(parameter), weight)
     return weights

@@ -32,8 +32,8 @@ class SparseDelta:
             )
         if self.indices.ndim != 1 or self.indices.shape != self.values.shape:
             raise ValueError(
-                f"a delta has as many values as indices, in one dimension; these are of shapes "
-                f"{tuple(self.values.shape)} and {tuple(self.indices.shape)}"
+                f"a delta has as many values as indices, in one dimension, not shapes {tuple(self.values.shape)} and "
+                f"{tuple(self.indices.shape)}"
             )
         check_positions(self.indices, math.prod(self.shape))
 
@@ -54,15 +54,17 @@ def check_positions(indices: torch.Tensor, num_elements: int) -> None:
         ValueError: If a rule is broken; names the first one.
     """
     if num_elements >= INDEX_LIMIT:
-        raise ValueError(f"a tensor of {num_elements} elements has positions beyond int32; at most {INDEX_LIMIT - 1}")
+        raise ValueError(
+            f"a tensor of {num_elements} elements exceeds the {INDEX_LIMIT - 1} that int32 positions reach"
+        )
     if indices.numel() == 0:
         return
     if bool((indices[1:] <= indices[:-1]).any()):
-        raise ValueError("indices must be strictly increasing: sorted, none twice; the delta is damaged")
+        raise ValueError("indices must be strictly increasing (sorted, none twice): the delta is damaged")
     lowest, highest = int(indices[0]), int(indices[-1])
     if lowest < 0 or highest >= num_elements:
         raise ValueError(
-            f"indices reach from {lowest} to {highest}, the tensor has positions 0 to {num_elements - 1}; "
+            f"indices reach from {lowest} to {highest}, and the tensor has positions 0 to {num_elements - 1}: "
             "the delta is damaged or of another model"
         )
 
@@ -116,7 +118,7 @@ def sum_deltas(deltas: Sequence[SparseDelta]) -> tuple[SparseDelta, Overlap]:
     """
     shapes = {delta.shape for delta in deltas}
     if len(shapes) != 1:
-        raise ValueError(f"deltas of one tensor must have one shape, not {sorted(shapes)}; they are of other models")
+        raise ValueError(f"deltas of one tensor must have one shape, not {sorted(shapes)}: they are of other models")
     first = deltas[0]
     if len(deltas) == 1:
         return SparseDelta(first.indices.cpu(), first.values.cpu(), first.shape), Overlap(first.num_weights, 0)

@@ -89,7 +89,7 @@ def save_pretrained(
     folder = Path(folder)
     base_values = base_values or {}
     if not deltas:
-        raise ValueError("there are no deltas to save; name the weights to train in the configuration")
+        raise ValueError("there are no deltas to save. Name the weights to train in the configuration")
     for name, delta in deltas.items():
         _check_fits(name, delta, base)
         check_entries(f"delta of {name!r}", delta.indices, delta.values, delta.shape)
@@ -97,7 +97,7 @@ def save_pretrained(
         if values is not None and (values.shape != delta.values.shape or values.dtype != base[name].dtype):
             raise ValueError(
                 f"base_values of {name!r} are {tuple(values.shape)} in {name_of(values.dtype)}, the delta has "
-                f"{tuple(delta.values.shape)} and the base {name_of(base[name].dtype)}; give the pretrained values "
+                f"{tuple(delta.values.shape)} and the base {name_of(base[name].dtype)}. Give the pretrained values "
                 "there"
             )
 
@@ -142,8 +142,8 @@ def load(folder: str | Path, *, base: Mapping[str, torch.Tensor] | None = None) 
     config, model_name = file.fields.get("config"), file.fields.get("base_model_name")
     if not isinstance(config, dict) or not (model_name is None or isinstance(model_name, str)):
         raise DeltaFileError(
-            f"{path}: config must be a JSON object and base_model_name a string or null; the file is damaged, get it "
-            "again from where it was written"
+            f"{path}: config must be a JSON object and base_model_name a string or null: the file is damaged. Get it "
+            "again from its source"
         )
     found = DeltaFile(
         deltas={
@@ -178,13 +178,13 @@ def check_base(source: str, name: str, expected: BaseTensor, *, dtype: torch.dty
     here = name_of(dtype)
     if here != expected.dtype:
         raise DeltaFileError(
-            f"{source}: {name!r} was trained on a {expected.dtype} tensor, this one is {here}; load or save the base "
-            f"in {expected.dtype} first (from_pretrained(..., dtype={expected.dtype!r}))"
+            f"{source}: {name!r} was trained on a {expected.dtype} tensor, and this one is {here}. Load or save the "
+            f"base in {expected.dtype} first (from_pretrained(..., dtype={expected.dtype!r}))"
         )
     if sha256 is not None and sha256 != expected.sha256:
         raise DeltaFileError(
-            f"{source}: {name!r} was trained on another base: its tensor has SHA-256 {expected.sha256[:16]}..., this "
-            f"one {sha256[:16]}...; use the base of the deltas, and remove what was applied or merged before"
+            f"{source}: {name!r} was trained on another base (SHA-256 {expected.sha256[:16]}... of its tensor there, "
+            f"{sha256[:16]}... here). Use the base of the deltas, and remove deltas applied or merged before"
         )
 
 
@@ -226,11 +226,11 @@ def _base_tensor(path: Path, name: str, said: Mapping[str, Any]) -> BaseTensor:
 
 def _check_fits(name: str, delta: SparseDelta, base: Mapping[str, torch.Tensor]) -> None:
     if name not in base:
-        raise DeltaFileError(f"{name!r} has a delta but no base tensor; give all the base's tensors by name")
+        raise DeltaFileError(f"{name!r} has a delta but no base tensor. Give all the base's tensors by name")
     shape, dtype = tuple(base[name].shape), name_of(base[name].dtype)
     if dtype in PLAIN_DTYPES and shape != delta.shape:
         raise DeltaFileError(
-            f"{name!r} has a delta for shape {delta.shape}, the base tensor has {shape}; use the base of the deltas"
+            f"{name!r} has a delta for shape {delta.shape}, the base tensor has {shape}. Use the base of the deltas"
         )
 
 

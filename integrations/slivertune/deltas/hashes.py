@@ -37,9 +37,9 @@ def hash_tensor(tensor: torch.Tensor, entries: tuple[torch.Tensor, torch.Tensor]
         ValueError: If the tensor is sharded or holds no data.
     """
     if hasattr(tensor, "full_tensor"):
-        raise ValueError("a sharded tensor has no hash of its own; gather it with full_tensor() first")
+        raise ValueError("a sharded tensor has no hash of its own. Gather it with full_tensor() first")
     if tensor.is_meta:
-        raise ValueError("a tensor on the meta device holds no bits to hash; load its data first")
+        raise ValueError("a tensor on the meta device holds no bits to hash. Load its data first")
     digest = hashlib.sha256()
     begin = 0
     for piece in _pieces(tensor.detach()):

@@ -85,7 +85,7 @@ def merge(
     base = open_checkpoint(checkpoint)
     if (checkpoint / UNDO_FOLDER).exists():
         raise ValueError(
-            f"{checkpoint} has deltas merged already; take them out first (slivertune unmerge), or merge all of them "
+            f"{checkpoint} has deltas merged already. Remove them first (slivertune unmerge), or merge all of them "
             "into the base at once"
         )
     progress("checking the base", 0, 0)
@@ -127,14 +127,14 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
     merged = open_checkpoint(checkpoint)
     path = checkpoint / UNDO_FOLDER / UNDO_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there, so {checkpoint} can't be unmerged; name what `merge` wrote")
+        raise FileNotFoundError(f"{path} is not there, so {checkpoint} can't be unmerged. Name a folder of `merge`")
     undo = read_sparse_file(path, kind=_KIND, version=VERSION, value_key="dtype", finite=False)
     progress("checking", 0, 0)
     for name, said in undo.table.items():
         _check_merged(path, name, said, merged)
     hashes = undo.fields.get("base_files")
     if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
-        raise DeltaFileError(f"{path}: base_files must be a table of names and hashes; the file is damaged")
+        raise DeltaFileError(f"{path}: base_files is no table of names and hashes: the file is damaged. Use the base")
     with atomic_new_folder(output, needs_bytes=_size(merged)) as new:
         found = _copy(merged, new, progress)
         for number, (name, (indices, values)) in enumerate(undo.entries.items()):
@@ -142,7 +142,7 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
             tensor = merged.moved(merged.tensors[name], new)
             tensor.write(indices, values)
             if tensor.sha256() != undo.table[name].get("base_sha256"):
-                raise DeltaFileError(f"{path}: {name!r} does not become the base's; the file is damaged, take the base")
+                raise DeltaFileError(f"{path}: {name!r} is not restored: the file is damaged. Use the base instead")
         progress("checking", 0, 0)
         for name in {str(merged.tensors[name].shard.relative_to(checkpoint)) for name in undo.entries}:
             with (new / name).open("rb") as file:
@@ -171,10 +171,10 @@ def _target_info(checkpoint: Path, allow_quantized_base: bool) -> TargetInfo:
     return TargetInfo(
         name=str(checkpoint),
         unknown=(
-            "; if the checkpoint stores it in another layout, load the model, add the deltas with "
+            ". If the checkpoint stores it in another layout, load the model, add the deltas with "
             "slivertune.deltas.apply and save it with save_pretrained"
         ),
-        quantized="only weights in float32, bfloat16 and float16 are merged into; merge into the 16-bit checkpoint",
+        quantized="Deltas merge only into float32, bfloat16 and float16. Merge into the 16-bit checkpoint",
         allow_quantized_base=allow_quantized_base,
         has_copies=True,
     )
@@ -255,12 +255,12 @@ def _check_merged(path: Path, name: str, said: dict[str, object], merged: PlainC
     here = None if tensor is None else (tensor.shape, name_of(tensor.dtype))
     if tensor is None or here != (said["shape"], said.get("dtype")):
         raise DeltaFileError(
-            f"{path}: {name!r} was {said['shape']} {said.get('dtype')} when it was merged, the checkpoint has {here}; "
-            "it was changed since, take the base instead"
+            f"{path}: {name!r} was {said['shape']} {said.get('dtype')} when it was merged, and is {here or 'absent'} "
+            "now. Use the base instead"
         )
     if tensor.sha256() != said.get("merged_sha256"):
         raise DeltaFileError(
-            f"{path}: {name!r} was changed since it was merged, so the base can't be restored from it; take the base"
+            f"{path}: {name!r} was changed since it was merged, so the base can't be restored from it. Use the base"
         )
 
 
@@ -270,5 +270,5 @@ def _check_files(checkpoint: Path, expected: Mapping[str, str], found: Mapping[s
         if found.get(name) != sha256:
             raise DeltaFileError(
                 f"{checkpoint / name} was {'changed' if name in found else 'removed'} since it was merged, so the base "
-                "can't be restored; bring the file back as it was, or take the base"
+                "can't be restored. Restore that file, or use the base"
             )

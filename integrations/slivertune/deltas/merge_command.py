@@ -46,7 +46,7 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
     names = {base} if base else {file.base_model_name for file in files}
     if len(names) != 1 or None in names:
         raise ValueError(
-            f"the deltas name {sorted(map(str, names))} as their base; say which it is with --model_name_or_path"
+            f"the deltas name {sorted(map(str, names))} as their base. Name the base with --model_name_or_path"
         )
     checkpoint = find_checkpoint(str(names.pop()))
     with _progress() as show:
@@ -56,22 +56,22 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
     if len(files) > 1:
         name, most = max(merged.overlap_of.items(), key=lambda item: item[1].share)
         print(
-            f"overlap: {overlap.num_shared:,} weights ({overlap.share:.2%}) are touched by two or more of the "
-            f"{len(files)} deltas; most in {name} ({most.num_shared:,}, {most.share:.2%}); for each tensor see "
-            f"{Path(output) / UNDO_FOLDER / REPORT_FILE}"
+            f"overlap: {overlap.num_shared:,} weights ({overlap.share:.2%}) are changed by two or more of the "
+            f"{len(files)} deltas, most of them in {name} ({most.num_shared:,}, {most.share:.2%}). For each tensor, "
+            f"see {Path(output) / UNDO_FOLDER / REPORT_FILE}"
         )
     if merged.left_out:
-        print(f"left out, as they hold the base's weights: {', '.join(map(str, merged.left_out))}")
+        print(f"not copied, since they hold the base's weights: {', '.join(map(str, merged.left_out))}")
 
 
 def _check_deltas(folder: Path) -> None:
     """Refuse a path that is no folder of deltas; suggest the folders of deltas in it."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; name one with SFT's deltas or a LoRA adapter")
+        raise FileNotFoundError(f"{folder} is not a folder. Name one with SFT's deltas or a LoRA adapter")
     within = _within(folder)
     if within and not (folder / DELTA_FILE).is_file():
         meant = " or ".join(map(str, within))
-        raise FileNotFoundError(f"{folder} holds neither SFT's deltas nor a LoRA adapter; did you mean {meant}?")
+        raise FileNotFoundError(f"{folder} holds neither SFT's deltas nor a LoRA adapter. Did you mean {meant}?")
 
 
 def _within(folder: Path) -> list[Path]:
@@ -83,41 +83,41 @@ def _merge_one_adapter(
     folder: str, folders: Sequence[str], output: Path, base: str | None, allow_quantized_base: bool
 ) -> None:
     if len(folders) > 1:
-        raise ValueError(f"{folder} is a LoRA adapter, which is merged alone; name it without the others")
+        raise ValueError(f"{folder} is a LoRA adapter, which is merged alone. Name it without the others")
     if allow_quantized_base:
         raise ValueError(
-            f"--allow_quantized_base is read for SFT's deltas, and {folder} is a LoRA adapter; leave it out"
+            f"--allow_quantized_base is an option for SFT's deltas, and {folder} is a LoRA adapter. Leave it out"
         )
     adapter = open_adapter(Path(folder))
     name = base or adapter.base_name
     if name is None:
-        raise ValueError(f"{folder} does not name its base; say which it is with --model_name_or_path")
+        raise ValueError(f"{folder} does not name its base. Name it with --model_name_or_path")
     merged = merge_adapter(adapter, find_checkpoint(name, None if base else adapter.config.get("revision")), output)
     print(f"{output}: {name} with the LoRA of {folder} added to {merged.num_adapted} matrices")
     if base and adapter.base_name and Path(base).resolve() != Path(adapter.base_name).resolve():
-        print(f"the adapter was trained over {adapter.base_name}; that {base} has the same weights was not checked")
+        print(f"not checked: whether {base} has the weights of {adapter.base_name}, the adapter's base")
     if others := _within(Path(folder)):
-        print(f"not merged, as adapters of other names: {', '.join(map(str, others))}")
+        print(f"not merged, since they are adapters of other names: {', '.join(map(str, others))}")
     if merged.replaced:
-        print(f"trained whole and put in place of the base's: {', '.join(merged.replaced)}")
+        print(f"replaced, since they were trained whole: {', '.join(merged.replaced)}")
     if merged.untied:
-        print(f"tied in the base, written apart, and tie_word_embeddings is false: {', '.join(merged.untied)}")
+        print(f"untied (tied in the base; tie_word_embeddings is now false): {', '.join(merged.untied)}")
     if merged.vocabulary is not None:
-        print(f"the vocabulary was resized to {merged.vocabulary} rows, as it was for the training")
+        print(f"the vocabulary was resized to {merged.vocabulary} rows, as in the training")
     if merged.random:
-        print(f"random, as only the base's class has them, and not needed for its outputs: {', '.join(merged.random)}")
+        print(f"random, since the base's files lack them, and not needed for outputs: {', '.join(merged.random)}")
     if merged.left_out:
         more = f" and {len(merged.left_out) - 1} more" if len(merged.left_out) > 1 else ""
-        print(f"left out, as the model's class has no place for it: {merged.left_out[0]}{more}")
+        print(f"not copied, since the model's class has no such weights: {merged.left_out[0]}{more}")
     if merged.not_run is not None:
         print(f"outputs were not compared, tensors were: {merged.not_run}")
     if adapter.was_quantized:
         print(
-            "the adapter was trained over quantised weights, and was added to what these were before: results are "
-            "near, not the same"
+            "the adapter was trained over quantised weights and added to the unquantised ones: results are close, not "
+            "identical"
         )
     if not merged.has_tokenizer:
-        print("neither the adapter nor the base has a tokenizer; none was saved")
+        print("no tokenizer was saved, since neither the adapter nor the base has one")
 
 
 def run_unmerge(merged: str, output: str) -> None:
@@ -154,7 +154,7 @@ def find_checkpoint(name: str, revision: str | None = None) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"model_name_or_path={name!r} is neither a folder nor a model in the hub's cache; check the spelling, or "
+            f"model_name_or_path={name!r} is neither a folder nor a model in the hub's cache. Check the spelling, or "
             "load it first with `hf download`"
         ) from error
 

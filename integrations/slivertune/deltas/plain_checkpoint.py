@@ -137,7 +137,7 @@ def open_checkpoint(folder: Path) -> PlainCheckpoint:
     """
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is no folder; name that of a checkpoint, for one on the hub after `hf download ID --local-dir "
+            f"{folder} is no folder. Name that of a checkpoint, for one on the hub after `hf download ID --local-dir "
             "FOLDER`"
         )
     _check_not_quantized(folder)
@@ -148,7 +148,7 @@ def open_checkpoint(folder: Path) -> PlainCheckpoint:
         tensors |= {name: it for name, it in _tensors(folder / shard).items() if shard_of.get(name, shard) == shard}
     lost = sorted(set(shard_of) - set(tensors) - {""})
     if lost:
-        raise ValueError(f"{folder / INDEX_FILE} names {lost[0]!r}, which its shard lacks; get the checkpoint again")
+        raise ValueError(f"{folder / INDEX_FILE} names {lost[0]!r}, which its shard lacks. Get the checkpoint again")
     files, left_out = _other_files(folder, set(shard_of.values()))
     return PlainCheckpoint(folder, tensors, files, left_out)
 
@@ -159,16 +159,16 @@ def _shards(folder: Path) -> dict[str, str]:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise FileNotFoundError(
-            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; other forms are not read, load the model and save "
-            "it with save_pretrained"
+            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}, and other forms are not read. Load the model and "
+            "save it with save_pretrained"
         )
     names = _json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise ValueError(f"{index} has no weight_map; get the checkpoint again")
+        raise ValueError(f"{index} has no weight_map. Get the checkpoint again")
     for shard in set(map(str, names.values())):
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise ValueError(
-                f"{index} names the shard {shard!r}, which is not a file in {folder}; get the checkpoint again"
+                f"{index} names the shard {shard!r}, which is not a file in {folder}. Get the checkpoint again"
             )
     return {name: str(shard) for name, shard in names.items()}
 
@@ -179,7 +179,7 @@ def _tensors(shard: Path) -> dict[str, StoredTensor]:
         with safe_open(shard, "numpy"):
             pass
     except SafetensorError as error:
-        raise ValueError(f"{shard} is no whole safetensors file ({error}); get the checkpoint again") from error
+        raise ValueError(f"{shard} is no whole safetensors file ({error}). Get the checkpoint again") from error
     with shard.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -201,7 +201,7 @@ def _check_not_quantized(folder: Path) -> None:
         bits = " in 4 bits" if isinstance(settings, dict) and settings.get("load_in_4bit") else ""
         raise ValueError(
             f"{folder} is quantised ({method}{bits}): merging would quantise again and change weights that no delta "
-            "touches; merge into the 16-bit checkpoint that it was made from (with --allow_quantized_base if the "
+            "touches. Merge into the 16-bit checkpoint that it was made from (with --allow_quantized_base if the "
             "deltas were trained over the quantised one), or keep the deltas beside it"
         )
 
@@ -223,7 +223,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}); get the checkpoint again") from error
+        raise ValueError(f"{path} is no JSON ({error}). Get the checkpoint again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object; get the checkpoint again")
+        raise ValueError(f"{path} holds no JSON object. Get the checkpoint again")
     return value

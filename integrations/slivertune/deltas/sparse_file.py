@@ -21,7 +21,7 @@ from slivertune.deltas.hashes import FIELD, UNKNOWN, has_its_hash, write_file_ha
 
 _NAME_OF_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
 _MAX_DIMENSIONS = 8
-_DAMAGED = "the file is damaged or not to be trusted; get it again from where it was written"
+_DAMAGED = "The file is damaged or not to be trusted. Get it again from its source"
 
 
 class DeltaFileError(ValueError):
@@ -67,7 +67,7 @@ def write_sparse_file(
         try:
             metadata[key] = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{key} can't be written as JSON ({error}); use finite numbers, strings, lists") from error
+            raise ValueError(f"{key} can't be written as JSON ({error}). Use finite numbers, strings, lists") from error
     tensors: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, (indices, values) in entries.items():
@@ -101,7 +101,7 @@ def read_sparse_file(
         DeltaFileError: If the content breaks a rule; names the tensor, the value and the rule.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; name the folder that save_pretrained or merge wrote")
+        raise FileNotFoundError(f"{path} is not there. Name the folder that save_pretrained or merge wrote")
     try:
         with safe_open(path, "pt") as file:
             fields = _metadata(path, file.metadata() or {}, kind, version)
@@ -111,7 +111,7 @@ def read_sparse_file(
                 _check_layout(path, file, name, table[name], value_key)
             entries = {name: (file.get_tensor(f"{name}.indices"), file.get_tensor(f"{name}.values")) for name in table}
     except SafetensorError as error:
-        raise DeltaFileError(f"{path} is no safetensors file ({error}); {_DAMAGED}") from error
+        raise DeltaFileError(f"{path} is no safetensors file ({error}). {_DAMAGED}") from error
     for name, (indices, values) in entries.items():
         check_entries(f"{path}: {name!r}", indices, values, table[name]["shape"], finite=finite)
     return SparseFile(fields, table, entries)
@@ -137,7 +137,7 @@ def check_entries(
     if len(outside):
         at = int(outside[0])
         raise DeltaFileError(
-            f"{where}: indices[{at}]={int(indices[at])} must be in [0, {num_elements - 1}] for shape {shape}; "
+            f"{where}: indices[{at}]={int(indices[at])} must be in [0, {num_elements - 1}] for shape {shape}. "
             f"{_DAMAGED}"
         )
     falls = torch.nonzero(indices[1:] <= indices[:-1])
@@ -145,37 +145,37 @@ def check_entries(
         at = int(falls[0]) + 1
         rule = "appears twice" if indices[at] == indices[at - 1] else f"follows {int(indices[at - 1])}"
         raise DeltaFileError(
-            f"{where}: indices[{at}]={int(indices[at])} {rule}; indices must increase strictly; {_DAMAGED}"
+            f"{where}: indices[{at}]={int(indices[at])} {rule}, and indices must increase strictly. {_DAMAGED}"
         )
     bad = torch.nonzero(~torch.isfinite(values))
     if finite and len(bad):
         at = int(bad[0])
-        raise DeltaFileError(f"{where}: values[{at}]={float(values[at])} must be finite; take an earlier checkpoint")
+        raise DeltaFileError(f"{where}: values[{at}]={float(values[at])} must be finite. Use an earlier checkpoint")
 
 
 def _metadata(path: Path, metadata: Mapping[str, str], kind: str, version: int) -> dict[str, Any]:
     if metadata.get("format") != kind:
-        raise DeltaFileError(f"{path} has format {metadata.get('format')!r}, not {kind!r}; it is another kind of file")
+        raise DeltaFileError(f"{path} has format {metadata.get('format')!r}, not {kind!r}. Name a file of {kind!r}")
     if metadata.get("version") != str(version):
         raise DeltaFileError(
-            f"{path} has version {metadata.get('version')!r}, this library reads {version}; "
-            "use the version of slivertune that wrote it"
+            f"{path} has version {metadata.get('version')!r}, and this library reads {version}. "
+            "Use the version of slivertune that wrote it"
         )
     fields = {}
     # Damage is reported first, not the field that it changed.
     if not has_its_hash(path, metadata.get(FIELD)):
-        raise DeltaFileError(f"{path} holds other bytes than were written (its SHA-256 is another); {_DAMAGED}")
+        raise DeltaFileError(f"{path} holds other bytes than were written (its SHA-256 differs). {_DAMAGED}")
     for key in {*metadata, "tensors"} - {"format", "version", FIELD}:
         try:
             fields[key] = json.loads(metadata[key])
         except (KeyError, ValueError, RecursionError) as error:
-            raise DeltaFileError(f"{path}: its metadata {key!r} is absent or no JSON; {_DAMAGED}") from error
+            raise DeltaFileError(f"{path}: its metadata {key!r} is absent or no JSON. {_DAMAGED}") from error
     return fields
 
 
 def _table(path: Path, table: Any) -> dict[str, dict[str, Any]]:
     if not isinstance(table, dict) or not table:
-        raise DeltaFileError(f"{path}: its table of tensors is {_brief(table)}, not a list of names; {_DAMAGED}")
+        raise DeltaFileError(f"{path}: its table of tensors is {_brief(table)}, not a list of names. {_DAMAGED}")
     for name, said in table.items():
         shape = said.get("shape") if isinstance(said, dict) else None
         # Few and small, so that their product is computed quickly, even for a hostile file.
@@ -186,7 +186,7 @@ def _table(path: Path, table: Any) -> dict[str, dict[str, Any]]:
             rule = f"beyond the {INDEX_LIMIT - 1} elements that int32 indices reach"
         else:
             continue
-        raise DeltaFileError(f"{path}: {name!r} has shape {_brief(shape)}, {rule}; {_DAMAGED}")
+        raise DeltaFileError(f"{path}: {name!r} has shape {_brief(shape)}, {rule}. {_DAMAGED}")
     return {name: {**said, "shape": tuple(said["shape"])} for name, said in table.items()}
 
 
@@ -195,7 +195,7 @@ def _check_keys(path: Path, keys: set[str], table: Mapping[str, Any]) -> None:
     for what, names in (("lacks", expected - keys), ("has, beyond its table,", keys - expected)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise DeltaFileError(f"{path} {what} the tensor {min(names)!r}{more}; {_DAMAGED}")
+            raise DeltaFileError(f"{path} {what} the tensor {min(names)!r}{more}. {_DAMAGED}")
 
 
 def _check_layout(path: Path, file: Any, name: str, said: Mapping[str, Any], value_key: str | None) -> None:
@@ -207,14 +207,14 @@ def _check_layout(path: Path, file: Any, name: str, said: Mapping[str, Any], val
         shape = entry.get_shape()
         if not isinstance(dtype, str) or entry.get_dtype() != wanted.get(dtype):
             raise DeltaFileError(
-                f"{path}: {name}.{part} has dtype {entry.get_dtype()}, it must be {_brief(dtype)}; {_DAMAGED}"
+                f"{path}: {name}.{part} has dtype {entry.get_dtype()}, it must be {_brief(dtype)}. {_DAMAGED}"
             )
         if len(shape) != 1:
-            raise DeltaFileError(f"{path}: {name}.{part} has shape {shape}, it must have one dimension; {_DAMAGED}")
+            raise DeltaFileError(f"{path}: {name}.{part} has shape {shape}, it must have one dimension. {_DAMAGED}")
         lengths += shape
     if lengths[0] != lengths[1]:
         raise DeltaFileError(
-            f"{path}: {name!r} has {lengths[0]} indices and {lengths[1]} values, it must have as many; {_DAMAGED}"
+            f"{path}: {name!r} has {lengths[0]} indices and {lengths[1]} values, not as many. {_DAMAGED}"
         )
 
 

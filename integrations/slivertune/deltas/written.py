@@ -8,7 +8,7 @@ from slivertune.deltas.additions import add_rounded
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.plain_checkpoint import PlainCheckpoint, StoredTensor
 
-_AGAIN = "nothing was kept; check the disk, and merge again"
+_AGAIN = "Nothing was saved. Check the disk, and merge again"
 
 
 def check_written(base: PlainCheckpoint, written: PlainCheckpoint, deltas: Mapping[str, SparseDelta]) -> None:
@@ -23,10 +23,10 @@ def check_written(base: PlainCheckpoint, written: PlainCheckpoint, deltas: Mappi
         ValueError: If a tensor differs; names the first one.
     """
     if strange := sorted(base.tensors.keys() ^ written.tensors.keys()):
-        raise ValueError(f"{strange[0]!r} is in the base or in what was written alone; {_AGAIN}")
+        raise ValueError(f"{strange[0]!r} is only in the base or only in the written files. {_AGAIN}")
     for name, tensor in base.tensors.items():
         if not is_sum(tensor, written.tensors[name], deltas.get(name)):
-            raise ValueError(f"{name!r} was not written as the base's plus its delta; {_AGAIN}")
+            raise ValueError(f"{name!r} was not written as the base's plus its delta. {_AGAIN}")
 
 
 def is_sum(base: StoredTensor, written: StoredTensor, delta: SparseDelta | None = None) -> bool:
