@@ -201,7 +201,7 @@ def test_the_default_prompt_fits_rows_of_any_length_and_one_that_was_typed_must(
     monkeypatch.setattr("slivertune.training.options.parse.default_values", lambda *_: defaults)
     short = ("--max_length", "32", "--max_steps", "1", *UNMEASURED)
     runs.train("out", *short)
-    message = "sample_prompt has 33 tokens; it must have at least 1, and fewer than max_length=32"
+    message = "sample_prompt has 33 tokens, and must have 1 or more and fewer than max_length=32"
     assert message in runs.complaint(*short, "--output_dir", str(runs["other"]), "--sample_prompt", "y" * 33)
 
 

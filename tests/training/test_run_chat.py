@@ -26,8 +26,8 @@ QUESTIONS = [{"question": f"Say {word}.", "answer": word.upper()} for word in WO
 
 
 TURN_END = (
-    "the chat template ends a turn by '<|im_end|>' and not by the EOS token '<eos>': where generation should end with "
-    "the turn, pass the former's id as eos_token_id"
+    "the chat template ends a turn by '<|im_end|>' and not by the EOS token '<eos>'. To end generation with the turn, "
+    "pass the id of '<|im_end|>' as eos_token_id"
 )
 
 
@@ -205,9 +205,9 @@ def test_a_resumed_chat_run_ends_with_the_same_loss(chats: Runs) -> None:
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
-        (CHATS, (), "the tokenizer has no chat template to write them with; name one by --chat_template"),
+        (CHATS, (), "the tokenizer has no chat template to write them with. Name one by --chat_template"),
         ([{"message": row["messages"]} for row in CHATS], (), "did you mean 'messages' by 'message'?"),
-        ([{"chosen": "a", "rejected": "b"}] * 9, (), "does not tune to preferences; use TRL's DPOTrainer"),
+        ([{"chosen": "a", "rejected": "b"}] * 9, (), "does not tune to preferences. Use TRL's DPOTrainer"),
         (CHATS, ("--dataset_weights", "0.5", "0.5"), "dataset_weights=[0.5, 0.5] has 2 weights for 1 datasets"),
         (CHATS, ("--chat_template", "nowhere"), "chat_template='nowhere' is neither a file nor a template"),
         (

@@ -55,7 +55,7 @@ ONE_TWO = table("one", "two")
             label_column,
             {"task": "classification"},
             ONE_TWO,
-            "give no plain choice; name what to read with --label_column",
+            r"give no plain choice\. Name what to read with --label_column",
         ),
         (sentence_columns, {"task": "classification"}, table(text=[1, 2]), r"column 'text' holds .*int64.*, not text"),
     ],
@@ -89,7 +89,7 @@ def test_empty_rows_are_left_out_on_request_and_counted(caplog: pytest.LogCaptur
     assert "1 of 3 rows of the eval split have nothing in column 'text' (row 1, counted from 0); they are left out" in (
         caplog.text
     )
-    with pytest.raises(ValueError, match="no row is left"):
+    with pytest.raises(ValueError, match=r"\. No row is left"):
         usable_rows(rows, ["other"], skip, split="eval")
 
 

@@ -74,13 +74,13 @@ def test_columns_that_are_not_read_are_known() -> None:
         (
             {},
             table(messages=OPENAI, loss_mask=[[0, 1]] * 2),
-            r"look like chat \(messages, tools\), which leaves out loss_mask; write what it says",
+            r"look like chat \(messages, tools\), which leaves out loss_mask\. Move its content",
         ),
         # What could mean several things is not guessed.
         (
             {},
             table("text", "content"),
-            r"\(text, content\) could be text or content; name what to read with --text_column, or [^;]+_column$",
+            r"\(text, content\) could be text or content\. Name what to read with --text_column, or [^.;]+_column$",
         ),
         (
             {},
@@ -91,18 +91,18 @@ def test_columns_that_are_not_read_are_known() -> None:
         (
             {},
             table("instruction", "input", "output", text=["c", "d"]),
-            r"could be instruction\+output or text; .*, or --dataset_format alpaca$",
+            r"could be instruction\+output or text\. .*, or --dataset_format alpaca$",
         ),
         (
             {},
             table("instruction", "output", messages=OPENAI),
-            r"could be messages or instruction\+output; .* or --dataset_format messages or alpaca$",
+            r"could be messages or instruction\+output\. .* or --dataset_format messages or alpaca$",
         ),
         # Near misses.
         (
             {},
             table("mr", "reference"),
-            r"\(mr, reference\) give no plain choice; .* formats found by their columns are messages \(of role and",
+            r"\(mr, reference\) give no plain choice\. .* Formats known by their columns are messages \(of role and",
         ),
         ({}, table("id", message=OPENAI), r"did you mean 'messages' by 'message'\? Rename what is misspelt$"),
         ({}, table(conversation=SHAREGPT), "did you mean 'conversations' by 'conversation'"),
@@ -112,10 +112,10 @@ def test_columns_that_are_not_read_are_known() -> None:
         (
             {},
             table("question", "context", "answer"),
-            r"look like question and answer .*leaves out context; .*without it by --dataset_format question_answer",
+            r"look like question and answer .*leaves out context\. .*without it by --dataset_format question_answer",
         ),
-        ({}, table("system", conversations=SHAREGPT), "leaves out system; .*--dataset_format sharegpt"),
-        ({}, table("system_prompt", messages=OPENAI), "leaves out system_prompt; .*--dataset_format messages"),
+        ({}, table("system", conversations=SHAREGPT), r"leaves out system\. .*--dataset_format sharegpt"),
+        ({}, table("system_prompt", messages=OPENAI), r"leaves out system_prompt\. .*--dataset_format messages"),
         (
             {"dataset_format": "alpaca"},
             table("prompt", "output"),
@@ -124,17 +124,21 @@ def test_columns_that_are_not_read_are_known() -> None:
         (
             {"text_column": "three"},
             table("one", "two"),
-            r"--text_column names the column 'three'.* its columns are one, two \(if",
+            r"--text_column names the column 'three'.* Name one of its columns: one, two \(if",
         ),
         (
             {"prompt_column": "one", "response_column": "three"},
             table("one", "two"),
             "--response_column names the column 'three'",
         ),
-        ({"text_column": "Txt"}, table("id", "text"), r"'Txt', which is not in .* \(did you mean 'text'\?\); its"),
+        (
+            {"text_column": "Txt"},
+            table("id", "text"),
+            r"'Txt', which is not in .* \(did you mean 'text'\?\)\. Name one",
+        ),
         ({}, table(text=[1, 2]), r"column 'text' holds .*int64.*, not text"),
         ({}, table("question", answer=[1, 2]), r"column 'answer' holds .*int64.*, not text"),
-        ({}, table("messages"), r"'messages' should hold lists of messages, .* its first value begins 'a'; write"),
+        ({}, table("messages"), r"'messages' should hold lists of messages, .* its first value begins 'a'\. Write"),
         ({}, table(conversations=[["a"], ["b"]]), r"'conversations' should hold lists of messages"),
         ({}, table(messages=[None, []]), "column 'messages' has no messages in any row"),
         # Preferences.

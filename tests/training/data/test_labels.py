@@ -47,7 +47,7 @@ def test_labels_written_differently_in_another_file_are_the_same_labels() -> Non
         (["0.5", "1"], "label column 'label' holds decimals such as 0.5, and regression is not supported"),
         (["1e-3", "2"], "label column 'label' holds decimals such as 1e-3, and regression is not supported"),
         ([".5", "3."], "label column 'label' holds decimals such as .5, and regression is not supported"),
-        ([1, 1], "has the labels ['1']; a classifier needs at least two"),
+        ([1, 1], "has the labels ['1'], and a classifier needs at least two"),
     ],
 )
 def test_decimals_are_refused_as_regression_and_one_label_as_no_classification(values: list[Any], message: str) -> None:

@@ -46,22 +46,22 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": None}, "give --dataset a hub id or a local file"),
+        ({"dataset": None}, "Give --dataset a hub id or a local file"),
         ({"dataset": ["nowhere/rows.csv"]}, "dataset 'nowhere/rows.csv' is not there (looked for from"),
-        ({"dataset": ["./nowhere"]}, "give an existing .csv, .tsv"),
+        ({"dataset": ["./nowhere"]}, "Give an existing .csv, .tsv"),
         ({"dataset": ["two words"]}, "a hub id (name or owner/name)"),
         ({"eval_file": "nowhere.csv"}, "eval_file 'nowhere.csv' is no file"),
         ({"eval_split": "test", "eval_file": "e.csv"}, "Keep one"),
-        ({"eval_split": "test"}, "has no split 'test'; it has train"),
-        ({"eval_split": "trian[:3]"}, "use --eval_file); did you mean train?"),
-        ({"train_split": "test[:3]"}, "has no split 'test[:3]'; it has train"),
+        ({"eval_split": "test"}, "has no split 'test'. Use train, or --eval_file"),
+        ({"eval_split": "trian[:3]"}, "(a file has one split, train); did you mean train?"),
+        ({"train_split": "test[:3]"}, "has no split 'test[:3]'. Use train"),
         ({"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
         ({"dataset_config": "sst2"}, "dataset_config='sst2' is for hub datasets"),
-        ({"dataset": ["owner/name"], "column_names": ["a"]}, "'owner/name' is a hub dataset"),
-        ({"dataset": ["owner/name"], "sample_by": "document"}, "for local txt files; 'owner/name' is a hub dataset"),
+        ({"dataset": ["owner/name"], "column_names": ["a"]}, "'owner/name' is on the hub"),
+        ({"dataset": ["owner/name"], "sample_by": "document"}, "for local txt files, and 'owner/name' is on the hub"),
         (
             {"train_split": "train[:1]"},
-            "1 rows are too few to hold out 0.1 of them for evaluation; name evaluation rows",
+            "1 rows are too few to hold out 0.1 of them for evaluation. Name evaluation rows",
         ),
         ({"train_split": "train[:1]"}, "or cut a txt file finer with --sample_by"),
     ],
@@ -101,7 +101,7 @@ def test_an_unreachable_hub_is_said_at_once(
     answer_of_hub(OSError("no route"))
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    with pytest.raises(ConnectionError, match=r"'owner/name' is no local file or folder.*no route.*name a local file"):
+    with pytest.raises(ConnectionError, match=r"'owner/name' is no local file or folder.*no route.*Name a local file"):
         splits_from("owner/name", dataset_cache_dir=str(tmp_path))
     assert waits == [], "the datasets library's own retries wait for half a minute in all"
 
@@ -118,7 +118,7 @@ def test_an_unreachable_hub_is_said_at_once(
         (
             None,
             ValueError("Config name is missing.\nPlease pick one among ['sst2', 'mnli']"),
-            "pick one among ['sst2', 'mnli']; see --dataset_config",
+            "pick one among ['sst2', 'mnli']. See --dataset_config",
         ),
     ],
 )
@@ -235,9 +235,7 @@ def test_a_text_file_is_cut_by_line_paragraph_or_not_at_all(tmp_path: Path) -> N
     assert [row["text"] for row in rows_of(file)] == ["one", "two", "", "", "three"]
     assert [str(row["text"]).strip() for row in rows_of(file, sample_by="paragraph")] == ["one\ntwo", "three"]
     assert len(rows_of(file, sample_by="document")) == 1
-    with pytest.raises(
-        ValueError, match=r"sample_by=paragraph says what a row of a txt file is, .*rows\.csv is read as csv"
-    ):
+    with pytest.raises(ValueError, match=r"sample_by=paragraph is for txt files, and .*rows\.csv is read as csv"):
         rows_of(write(tmp_path / "rows.csv", NUMBERED), sample_by="paragraph")
 
 
@@ -267,7 +265,7 @@ def test_what_the_datasets_library_saved_is_read_back(tmp_path: Path) -> None:
     datasets.DatasetDict(fit=rows).save_to_disk(str(tmp_path / "split"))
     assert list(load_local(tmp_path / "plain", ["train"])[0]["text"]) == ["one", "two"]
     assert list(load_local(tmp_path / "split", ["fit"])[0]["text"]) == ["one", "two"]
-    with pytest.raises(ValueError, match="has no split 'train'; it has fit"):
+    with pytest.raises(ValueError, match=r"has no split 'train'\. Use fit"):
         load_local(tmp_path / "split", ["train"])
 
 
@@ -292,7 +290,7 @@ def test_what_the_datasets_library_saved_is_read_back(tmp_path: Path) -> None:
             "rows.csv",
             "text,label\none,1\n",
             ["text", "label"],
-            "already names the columns ['text', 'label']; leave out",
+            "already names the columns ['text', 'label']. Leave out",
         ),
         ("rows.csv", "text,label\none,1\n", ["only"], "has 1 column names (only) and 2 cells"),
         ("rows.txt", "one\n", ["a"], "column_names=['a'] is for csv and tsv files"),
@@ -338,10 +336,10 @@ def test_json_without_a_row_and_parquet_that_was_cut_are_named(
     blank.write_text("\n \n", encoding="utf-8")
     capfd.readouterr()
     with pytest.raises(
-        ValueError, match=re.escape(f"{blank} holds only blank lines; a dataset needs at least one row")
+        ValueError, match=re.escape(f"{blank} holds only blank lines. Give a file with at least one row")
     ):
         rows_of(blank)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(cut))} can't be read as parquet: .*; repair the file, or"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(cut))} can't be read as parquet: .*\. Repair the file, or"):
         rows_of(cut)
     assert "Failed" not in capfd.readouterr().err
 
@@ -386,7 +384,7 @@ def test_what_is_said_of_one_kind_of_file_holds_for_those_of_several_datasets(tm
     splits = load_splits(DataArguments(dataset=[rows], eval_file=bare, column_names=["text"]), seed=0)
     assert (len(splits["train"]), len(splits["eval"])) == (4, 20)
     for name, value in options.items():
-        with pytest.raises(ValueError, match=rf"{name}=.* read as json; leave it out"):
+        with pytest.raises(ValueError, match=rf"{name}=.* read as json\. Leave it out"):
             load_datasets(DataArguments(dataset=[rows, other], **{name: value}), seed=0)
 
 

@@ -183,11 +183,11 @@ def test_several_processes_make_the_same_rows(monkeypatch: pytest.MonkeyPatch) -
             "the eval split has no column 'text', which the train split has",
         ),
         ({"tokenizer": word_tokenizer()}, "has no EOS token to end a text with"),
-        ({"config": T5Config()}, "t5 is an encoder-decoder; choose another model"),
+        ({"config": T5Config()}, r"t5 is an encoder-decoder\. Choose another model"),
         ({"max_length": 65}, "max_length=65 is more than the 64 positions of the model"),
         (
             {"packing": True, "max_length": 60},
-            "the train split has 54 tokens, which make no packed block of max_length=60",
+            "the train split has 54 tokens, too few for a packed block of max_length=60",
         ),
         (
             {"splits": splits_of(PAIRS), "max_length": 24},

@@ -247,9 +247,9 @@ def test_a_long_row_loses_text_but_never_template_or_word(caplog: pytest.LogCapt
         (
             masked,
             {"template": "{text} {mask}"},
-            "--template names the column 'text', which is not in the dataset; its columns are sentence, label",
+            "--template names the column 'text', which is not in the dataset. Name one of its columns: sentence, label",
         ),
-        (masked, {"template": "{sentence} it was"}, "has no {mask}, which a masked language model needs"),
+        (masked, {"template": "{sentence} it was"}, "has no {mask}, and a masked language model needs it"),
         (
             masked,
             {"tokenizer": PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)},

@@ -255,7 +255,7 @@ def test_conversations_that_become_several_rows_are_counted(tmp_path: Path) -> N
     template = CHATML.replace("<|im_end|>", f"{mark}<|im_end|>")
     task = task_of(tmp_path, CHAT, chat_tokenizer(template))
     assert learned(task) == ["2!<|im_end|>\n", "4!<|im_end|>\n", "Hello!<|im_end|>\n"]
-    assert task.notes[1].startswith("1 of 2 train conversations became a row for each of the assistant's turns")
+    assert task.notes[1].startswith("1 of 2 train conversations became one row per turn of the assistant")
 
 
 @pytest.mark.parametrize(
@@ -265,27 +265,27 @@ def test_conversations_that_become_several_rows_are_counted(tmp_path: Path) -> N
             CHAT,
             byte_tokenizer(),
             {},
-            r"chat \(messages\), and the tokenizer has no chat template .* --chat_template .*, or take a model",
+            r"chat \(messages\), and the tokenizer has no chat template .* --chat_template .*, or use a model",
         ),
         (
             CHAT,
             chat_tokenizer({"tool_use": CHATML}),
             {},
-            r"has the chat templates tool_use and none called default; name the one to use by --chat_template \(",
+            r"has the chat templates tool_use and none called default\. Name the one to use by --chat_template \(",
         ),
         (
             [{"text": "a"}] * 2,
             byte_tokenizer(),
             {"chat_template": CHATML},
-            r"writes chats and instructions, and the rows are text \(text\); leave it out",
+            r"writes chats and instructions, and the rows are text \(text\)\. Leave it out",
         ),
         (
             QUESTIONS,
             chat_tokenizer(),
             {"response_separator": " "},
-            "response_separator=' ' stands between .* rows are question and answer .* by a chat template; leave it out",
+            r"response_separator=' ' stands between .* rows are question and answer .* chat template\. Leave it out",
         ),
-        (ALPACA, byte_tokenizer(), {"response_separator": " "}, "rows are Alpaca .*; leave it out"),
+        (ALPACA, byte_tokenizer(), {"response_separator": " "}, r"rows are Alpaca .*\. Leave it out"),
         (
             CHAT,
             chat_tokenizer(),
@@ -302,7 +302,7 @@ def test_conversations_that_become_several_rows_are_counted(tmp_path: Path) -> N
             CHAT,
             chat_tokenizer("{{ raise_exception('never') }}"),
             {},
-            "no row of the train split can be learned from: .*: the chat template refuses them: never; correct",
+            r"no row of the train split can be learned from: .*: the chat template refuses them: never\. Correct",
         ),
     ],
 )

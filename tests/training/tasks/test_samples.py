@@ -103,7 +103,7 @@ def test_no_tokens_ask_nothing(model_and_tokenizer: tuple[Any, Any]) -> None:
     ("asked", "labels", "message"),
     [
         ("", None, "sample_prompt has 0 tokens"),
-        ("x" * 64, None, "sample_prompt has 64 tokens; it must have at least 1, and fewer than max_length=64"),
+        ("x" * 64, None, "sample_prompt has 64 tokens, and must have 1 or more and fewer than max_length=64"),
         ("x", {0: "no"}, "sample_prompt='x' is for language modelling"),
     ],
 )

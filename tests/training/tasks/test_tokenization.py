@@ -161,7 +161,7 @@ def test_padding_falls_back_on_the_end_of_text_token() -> None:
     assert padding_id(byte_tokenizer(pad=False)) == 0
     tokenizer = byte_tokenizer(pad=False)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"neither a pad nor an EOS token; set tokenizer.pad_token"):
+    with pytest.raises(ValueError, match=r"neither a pad nor an EOS token\. Set tokenizer.pad_token"):
         padding_id(tokenizer)
 
 

@@ -90,12 +90,12 @@ def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> s
     if name not in there:
         meant = "".join(f" (did you mean {each!r}?)" for each in close_names(name, there)[:1])
         raise ValueError(
-            f"{option} names the column {name!r}, which is not in the dataset{meant}; its columns are "
+            f"{option} names the column {name!r}, which is not in the dataset{meant}. Name one of its columns: "
             f"{', '.join(there)} (if these are data, the file has no header line: name its columns with --column_names)"
         )
     feature = rows.features[name]
     if text and not (isinstance(feature, datasets.Value) and "string" in feature.dtype):
-        raise ValueError(f"column {name!r} holds {feature}, not text; choose another with {option}")
+        raise ValueError(f"column {name!r} holds {feature}, not text. Choose another with {option}")
     return name
 
 
@@ -158,8 +158,8 @@ def first_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, s
     for name in columns:
         if name not in rows.column_names:
             raise ValueError(
-                f"the {split} split has no column {name!r}, which the train split has; its columns are "
-                f"{', '.join(user_columns(rows))}"
+                f"the {split} split has no column {name!r}, which the train split has. Rename its columns "
+                f"({', '.join(user_columns(rows))}) like those of the train split"
             )
     limit = arguments.max_train_samples if split == "train" else arguments.max_eval_samples
     return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
@@ -195,7 +195,7 @@ def usable_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, 
         f"have nothing in column {named}",
         split=split,
         skip=arguments.skip_empty_rows,
-        way_out="fill them, or leave them out with --skip_empty_rows (a txt file with blank lines may rather want "
+        way_out="Fill them, or leave them out with --skip_empty_rows (a txt file with blank lines may rather want "
         "--sample_by paragraph)",
     )
 
@@ -208,7 +208,7 @@ def leave_out(
     split: str,
     skip: bool,
     way_out: str,
-    none_left: str = "no row is left",
+    none_left: str = "No row is left",
 ) -> Any:
     """Reject or skip rows that a run can't use.
 
@@ -231,9 +231,9 @@ def leave_out(
         return rows
     found = describe_rows(rows, np.flatnonzero(is_unfit), fault, split)
     if not skip:
-        raise ValueError(f"{found}; {way_out}")
+        raise ValueError(f"{found}. {way_out}")
     if is_unfit.all():
-        raise ValueError(f"{found}; {none_left}")
+        raise ValueError(f"{found}. {none_left}")
     logger.warning("%s; they are left out", found)
     return rows.select(np.flatnonzero(~is_unfit))
 
@@ -252,4 +252,4 @@ def ambiguous(there: Sequence[str], choices: Sequence[tuple[str, ...]], options:
     """
     found = " or ".join("+".join(choice) for choice in choices)
     rule = f"could be {found}" if len(choices) > 1 else "give no plain choice"
-    return f"the dataset's columns ({', '.join(there)}) {rule}; name what to read with {options}"
+    return f"the dataset's columns ({', '.join(there)}) {rule}. Name what to read with {options}"

@@ -115,8 +115,8 @@ def find_format(arguments: DataArguments, rows: Any) -> DatasetFormat:
     left_out = [name for name in _ALSO_MEANT if name in there]
     if left_out and (only.is_chat or only.is_instruction):
         raise ValueError(
-            f"the dataset's columns ({', '.join(there)}) look like {only}, which leaves out {', '.join(left_out)}; "
-            f"write what it says into the other columns, or go on without it by --dataset_format {only.name}"
+            f"the dataset's columns ({', '.join(there)}) look like {only}, which leaves out {', '.join(left_out)}. "
+            f"Move its content into the other columns, or train without it by --dataset_format {only.name}"
         )
     return _checked(only, rows, there)
 
@@ -178,7 +178,7 @@ def _named(name: FormatName, there: Sequence[str]) -> DatasetFormat:
             return known
     wanted = " or ".join(" + ".join(known.columns) for known in choices)
     raise ValueError(
-        f"dataset_format={name} reads {wanted}, and the dataset's columns are {', '.join(there)}; rename them, or "
+        f"dataset_format={name} reads {wanted}, and the dataset's columns are {', '.join(there)}. Rename them, or "
         "leave out --dataset_format"
     )
 
@@ -219,13 +219,13 @@ def _first_value(rows: Any, column: str) -> Any:
 def _require_messages(rows: Any, column: str) -> None:
     value = _first_value(rows, column)
     if value is None:
-        raise ValueError(f"column {column!r} has no messages in any row")
+        raise ValueError(f"column {column!r} has no messages in any row. Name another dataset or --dataset_format")
     first = value[0] if isinstance(value, list) else value
     if not isinstance(value, list) or not isinstance(first, dict) or not any(keys <= first.keys() for keys in _KEYS):
         raise ValueError(
             f"column {column!r} should hold lists of messages, as in "
             '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}] or with from and value, and '
-            f"its first value begins {str(value)[:60]!r}; write the rows so, as jsonl or parquet"
+            f"its first value begins {str(value)[:60]!r}. Write the rows in this form, as jsonl or parquet"
         )
 
 
@@ -235,9 +235,9 @@ def _refuse_preferences(rows: Any, there: Sequence[str]) -> None:
         columns = ["completion", "label"]
     if columns:
         raise ValueError(
-            f"the columns {' and '.join(columns)} are preferences, and slivertune train does not tune to preferences; "
-            "use TRL's DPOTrainer (KTOTrainer for single labels) with HiFT or SFT by slivertune.attach(trainer, "
-            "slivertune.HiFTConfig()), or name what to read with --prompt_column and --response_column"
+            f"the columns {' and '.join(columns)} are preferences, and slivertune train does not tune to preferences. "
+            "Use TRL's DPOTrainer (KTOTrainer for single labels) with HiFT or SFT by slivertune.attach(trainer, "
+            "slivertune.HiFTConfig()), or name the columns to read with --prompt_column and --response_column"
         )
 
 
@@ -251,4 +251,4 @@ def _no_choice(there: Sequence[str], found: Sequence[DatasetFormat]) -> str:
     near = {name: closest(name, _NAMES, cutoff=0.8) for name in there}
     meant = ", ".join(f"{match!r} by {name!r}" for name, match in near.items() if match is not None and match != name)
     asked = f"; did you mean {meant}? Rename what is misspelt" if meant else ""
-    return f"{ambiguous(there, choices, _WAYS_OUT)}; formats found by their columns are {_DESCRIBED}{asked}"
+    return f"{ambiguous(there, choices, _WAYS_OUT)}. Formats known by their columns are {_DESCRIBED}{asked}"

@@ -41,7 +41,7 @@ def read_labels(rows: Any, column: str) -> tuple[str, ...]:
         names.sort(key=int)
     if len(names) < 2:
         raise ValueError(
-            f"column {column!r} of the train split has the labels {names}; a classifier needs at least two, choose "
+            f"column {column!r} of the train split has the labels {names}, and a classifier needs at least two. Choose "
             "another column with --label_column"
         )
     return tuple(names)
@@ -74,14 +74,14 @@ def encode_labels(rows: Any, column: str, labels: Sequence[str], *, split: str) 
         raise ValueError(
             f"column {column!r} of the {split} split holds labels that the train split does not have: "
             f"{_listed(sorted({names[row] for row in unknown}))} ({len(unknown)} rows: {name_rows(rows, unknown)}); "
-            f"the train split has {_listed(labels)}; correct them, or train on rows with every label"
+            f"the train split has {_listed(labels)}. Correct them, or train on rows with every label"
         )
     return [classes[name] for name in names]
 
 
 def _refuse(column: str, what: str) -> None:
     raise ValueError(
-        f"label column {column!r} holds {what}, and regression is not supported: labels are integers or words; choose "
+        f"label column {column!r} holds {what}, and regression is not supported: labels are integers or words. Choose "
         "another column with --label_column, or write the classes as such"
     )
 

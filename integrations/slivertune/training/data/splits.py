@@ -60,7 +60,7 @@ def load_splits(arguments: DataArguments, *, seed: int) -> Any:
         ConnectionError: If the hub can't be reached.
     """
     if arguments.dataset is None or len(arguments.dataset) != 1:
-        raise ValueError(f"dataset={arguments.dataset} names no rows; give --dataset a hub id or a local file")
+        raise ValueError(f"dataset={arguments.dataset} names no rows. Give --dataset a hub id or a local file")
     (dataset,) = arguments.dataset
     splits = [arguments.train_split] if arguments.eval_split is None else [arguments.train_split, arguments.eval_split]
     loaded = _load_rows(dataset, splits, _for_dataset(dataset, arguments))
@@ -144,14 +144,18 @@ def _load_rows(dataset: str, splits: list[str], arguments: DataArguments) -> lis
     path, config, names = Path(dataset).expanduser(), arguments.dataset_config, arguments.column_names
     if path.exists():
         if config is not None:
-            raise ValueError(f"dataset_config={config!r} is for hub datasets; {path} is local, leave it out")
+            raise ValueError(f"dataset_config={config!r} is for hub datasets, and {path} is local. Leave it out")
         loaded = load_local(path, splits, column_names=names, **_reader_options(arguments))
     else:
         _check_hub_id(dataset)
         if names is not None:
-            raise ValueError(f"column_names={names} is for local csv and tsv files; {dataset!r} is a hub dataset")
+            raise ValueError(
+                f"column_names={names} is for local csv and tsv files, and {dataset!r} is on the hub. Leave it out"
+            )
         if arguments.sample_by != "line":
-            raise ValueError(f"sample_by={arguments.sample_by} is for local txt files; {dataset!r} is a hub dataset")
+            raise ValueError(
+                f"sample_by={arguments.sample_by} is for local txt files, and {dataset!r} is on the hub. Leave it out"
+            )
         loaded = _load_hub(dataset, config, splits, arguments.dataset_cache_dir)
     return [_with_rows(rows, dataset, split) for rows, split in zip(loaded, splits, strict=True)]
 
@@ -159,7 +163,7 @@ def _load_rows(dataset: str, splits: list[str], arguments: DataArguments) -> lis
 def _load_eval_file(eval_file: str, arguments: DataArguments) -> Any:
     file = Path(eval_file).expanduser()
     if not file.is_file():
-        raise ValueError(f"eval_file {eval_file!r} is no file; give an existing {', '.join(FORMATS)} file")
+        raise ValueError(f"eval_file {eval_file!r} is no file. Give an existing {', '.join(FORMATS)} file")
     arguments = _for_dataset(eval_file, arguments)
     (rows,) = load_local(file, ["train"], column_names=arguments.column_names, **_reader_options(arguments))
     return _with_rows(rows, eval_file, "train")
@@ -204,15 +208,13 @@ def load_local(
     reader = _reader_of(files)
     options: dict[str, Any] = {}
     if reader != "text" and sample_by != "line":
-        raise ValueError(
-            f"sample_by={sample_by} says what a row of a txt file is, and {files[0]} is read as {reader}; leave it out"
-        )
+        raise ValueError(f"sample_by={sample_by} is for txt files, and {files[0]} is read as {reader}. Leave it out")
     if reader == "csv":
         options = _csv_options(files, column_names)
     elif column_names is not None:
         raise ValueError(
             f"column_names={column_names} is for csv and tsv files without a header line, and {files[0]} is read as "
-            f"{reader}; leave it out"
+            f"{reader}. Leave it out"
         )
     elif reader == "text":
         options = {"sample_by": sample_by, "encoding": "utf-8-sig"}
@@ -225,7 +227,7 @@ def load_local(
         return list(loaded)
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         raise ValueError(
-            f"{path} can't be read as {reader}: {_reason(error)}; repair the file, or write it again as another format"
+            f"{path} can't be read as {reader}: {_reason(error)}. Repair the file, or write it again as another format"
         ) from error
 
 
@@ -247,7 +249,7 @@ def _load_saved(path: Path, splits: list[str]) -> list[Any]:
     for split in splits:
         if split not in by_name:
             raise ValueError(
-                f"{path} has no split {split!r}; it has {', '.join(by_name)} (a saved dataset takes no slices)"
+                f"{path} has no split {split!r}. Use {', '.join(by_name)} (a saved dataset takes no slices)"
             )
     return [by_name[split] for split in splits]
 
@@ -257,7 +259,7 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
         file for file in folder.iterdir() if file.suffix.lower() in FORMATS and not file.name.startswith(".")
     )
     if not files:
-        raise ValueError(f"folder {folder} holds no data file; put in {', '.join(FORMATS)} files, or name a file")
+        raise ValueError(f"folder {folder} holds no data file. Put in {', '.join(FORMATS)} files, or name a file")
     files_of_split: dict[str, list[Path]] = {}
     for file in files:
         words = re.findall("[a-z]+", file.stem.lower())
@@ -265,7 +267,7 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
     unnamed = files_of_split.pop("", [])
     if unnamed and files_of_split:
         names = ", ".join(file.name for file in unnamed)
-        logger.warning("%s: left out %s, whose names say neither train, validation nor test", folder, names)
+        logger.warning("%s: left out %s, whose names contain neither train, validation nor test", folder, names)
     return files_of_split or {"train": unnamed}
 
 
@@ -273,20 +275,20 @@ def _reader_of(files: list[Path]) -> str:
     for file in files:
         if file.suffix.lower() not in FORMATS:
             raise ValueError(
-                f"{file} has the extension {file.suffix!r}, which is not one of {', '.join(FORMATS)}; convert it or "
+                f"{file} has the extension {file.suffix!r}, which is not one of {', '.join(FORMATS)}. Convert it or "
                 "rename it"
             )
         if file.stat().st_size == 0:
-            raise ValueError(f"{file} is empty; a dataset needs at least one row")
+            raise ValueError(f"{file} is empty. Give a file with at least one row")
         if file.suffix.lower() != ".parquet" and (not_text := find_not_utf8(file)) is not None:
             # The JSON reader accepts other encodings, and the rows break only when they are used.
             raise ValueError(not_text)
         if file.stat().st_size < _FEW_BYTES and not file.read_bytes().strip():
-            raise ValueError(f"{file} holds only blank lines; a dataset needs at least one row")
+            raise ValueError(f"{file} holds only blank lines. Give a file with at least one row")
     suffixes = Counter(file.suffix.lower() for file in files)
     if len(suffixes) > 1:
         found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.items())
-        raise ValueError(f"folder {files[0].parent} mixes formats ({found}); keep one, or name a file")
+        raise ValueError(f"folder {files[0].parent} mixes formats ({found}). Keep one, or name a file")
     return FORMATS[files[0].suffix.lower()]
 
 
@@ -296,7 +298,7 @@ def _csv_options(files: list[Path], column_names: list[str] | None) -> dict[str,
     names, *others = (_header(file, delimiter, quoting, column_names) for file in files)
     for file, header in zip(files[1:], others, strict=True):
         if header != names:
-            raise ValueError(f"{file} has the columns {header}, {files[0]} has {names}; files of a folder must agree")
+            raise ValueError(f"{file} has the columns {header}, and {files[0]} has {names}. Give both the same columns")
     # Every cell is text. Guessed types would turn "null" into nothing and "01" into 1, and change between pieces.
     return {
         "column_names": column_names,
@@ -319,22 +321,22 @@ def _header(file: Path, delimiter: str, quoting: Any, column_names: list[str] | 
         raise ValueError(f"{file} can't be read as csv: {error}") from error
     header, row = (first, second) if column_names is None else (column_names, first)
     if not first:
-        raise ValueError(f"{file} holds only blank lines; a dataset needs at least one row")
+        raise ValueError(f"{file} holds only blank lines. Give a file with at least one row")
     if first == column_names:
-        raise ValueError(f"the first line of {file} already names the columns {column_names}; leave out --column_names")
+        raise ValueError(f"the first line of {file} already names the columns {column_names}. Leave out --column_names")
     if not row:
         raise ValueError(
-            f"{file} has a header line and no rows; if its only line is data, name the columns with --column_names"
+            f"{file} has a header line and no rows. If its only line is data, name the columns with --column_names"
         )
     if len(header) != len(row):
         raise ValueError(
-            f"{file} has {len(header)} column names ({', '.join(header)}) and {len(row)} cells in its first row; "
-            "they must be as many"
+            f"{file} has {len(header)} column names ({', '.join(header)}) and {len(row)} cells in its first row. "
+            "Give one name per cell"
         )
     repeated = [name for name, count in Counter(header).items() if count > 1]
     if repeated:
         raise ValueError(
-            f"the columns of {file} are {header}, and {repeated[0]!r} is there twice; rename one, or name "
+            f"the columns of {file} are {header}, and {repeated[0]!r} is there twice. Rename one, or name "
             "the columns of a file without a header line with --column_names"
         )
     return header
@@ -345,8 +347,8 @@ def _check_splits(path: Path, splits: list[str], there: list[str]) -> None:
         for part in split.split("+"):
             if part.split("[")[0].strip() not in there:
                 raise ValueError(
-                    f"{path} has no split {part!r}; it has {', '.join(there)} (a file has one split, train; for other "
-                    f"rows to evaluate on, use --eval_file){did_you_mean(part.split('[')[0], there)}"
+                    f"{path} has no split {part!r}. Use {', '.join(there)}, or --eval_file for other evaluation rows "
+                    f"(a file has one split, train){did_you_mean(part.split('[')[0], there)}"
                 )
 
 
@@ -361,7 +363,7 @@ def _check_hub_id(dataset: str) -> None:
     looks_local = Path(dataset).suffix.lower() in FORMATS or dataset.startswith((".", "/", "~"))
     if looks_local or not _HUB_ID.fullmatch(dataset):
         raise ValueError(
-            f"dataset {dataset!r} is not there (looked for from {Path.cwd()}); give an existing "
+            f"dataset {dataset!r} is not there (looked for from {Path.cwd()}). Give an existing "
             f"{', '.join(FORMATS)} file, a folder of such, or a hub id (name or owner/name){_named_beside(dataset)}"
         )
 
@@ -376,7 +378,7 @@ def _named_beside(dataset: str) -> str:
 
 def _with_rows(rows: Any, dataset: str, split: str) -> Any:
     if len(rows) == 0:
-        raise ValueError(f"split {split!r} of {dataset!r} has no rows; name another split or file")
+        raise ValueError(f"split {split!r} of {dataset!r} has no rows. Name another split or file")
     return number_rows(rows)
 
 
@@ -384,7 +386,7 @@ def _hold_out(rows: Any, fraction: float, seed: int) -> Any:
     num_held_out = max(1, round(fraction * len(rows)))
     if num_held_out >= len(rows):
         raise ValueError(
-            f"{len(rows)} rows are too few to hold out {fraction:g} of them for evaluation; name evaluation rows with "
+            f"{len(rows)} rows are too few to hold out {fraction:g} of them for evaluation. Name evaluation rows with "
             "--eval_split or --eval_file, lower --eval_fraction, or cut a txt file finer with --sample_by"
         )
     logger.info("held out %d of %d rows for evaluation (seed %d)", num_held_out, len(rows), seed)
@@ -404,7 +406,7 @@ def _load_hub(dataset: str, config: str | None, splits: list[str], cache_dir: st
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(
             f"dataset {dataset!r} (configuration {config!r}, splits {', '.join(splits)}) can't be loaded from "
-            f"the hub: {' '.join(str(error).split())}; see --dataset_config, --train_split and --eval_split"
+            f"the hub: {' '.join(str(error).split())}. See --dataset_config, --train_split and --eval_split"
         ) from error
 
 
@@ -416,7 +418,7 @@ def _check_reachable(dataset: str, cache_dir: str | None) -> None:
         return
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"dataset {dataset!r} is neither a local file or folder nor a dataset that the hub shows you; check the "
+            f"dataset {dataset!r} is neither a local file or folder nor a dataset that the hub shows you. Check the "
             f"spelling, or log in with `hf auth login` if it is private{_named_beside(dataset)}"
         ) from error
     except HfHubHTTPError:
@@ -425,11 +427,11 @@ def _check_reachable(dataset: str, cache_dir: str | None) -> None:
     # Each transport raises its own errors, and all mean the same.
     except Exception as error:
         if _is_cached(dataset, cache_dir):
-            logger.warning("the hub can't be reached (%s); taking %s from the cache", error, dataset)
+            logger.warning("the hub can't be reached (%s), so %s is read from the cache", error, dataset)
             return
         raise ConnectionError(
             f"dataset {dataset!r} is no local file or folder, and the hub can't be reached to look for it "
-            f"({type(error).__name__}: {error}); name a local file, or connect once so that it is cached"
+            f"({type(error).__name__}: {error}). Name a local file, or connect once so that it is cached"
             f"{_named_beside(dataset)}"
         ) from error
 

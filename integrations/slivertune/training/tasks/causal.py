@@ -121,10 +121,10 @@ def prepare_mixture(
     """
     if getattr(model_config, "is_encoder_decoder", False):
         raise ValueError(
-            f"task=causal_lm needs a decoder, and {model_config.model_type} is an encoder-decoder; choose another model"
+            f"task=causal_lm needs a decoder, and {model_config.model_type} is an encoder-decoder. Choose another model"
         )
     if not isinstance(tokenizer.eos_token_id, int):
-        raise ValueError(f"{type(tokenizer).__name__} has no EOS token to end a text with; set tokenizer.eos_token")
+        raise ValueError(f"{type(tokenizer).__name__} has no EOS token to end a text with. Set tokenizer.eos_token")
     max_length = resolve_max_length(args.max_length, model_config, tokenizer)
     if args.chat_template is not None:
         set_chat_template(tokenizer, args.chat_template)
@@ -231,8 +231,8 @@ def pack(rows: Any, max_length: int, *, split: str) -> Any:
     )
     if len(packed) == 0:
         raise ValueError(
-            f"the {split} split has {num_tokens} tokens, which make no packed block of max_length={max_length} with a "
-            "loss; lower --max_length or leave out --packing"
+            f"the {split} split has {num_tokens} tokens, too few for a packed block of max_length={max_length} with a "
+            "loss. Lower --max_length or leave out --packing"
         )
     logger.info(
         "packed the %s split into %d blocks of %d tokens; %d of %d tokens were left over",
@@ -287,8 +287,8 @@ def _encode_split(
             f"have prompts that leave no room for a response in max_length={max_length} tokens",
             split=split,
             skip=args.skip_empty_rows,
-            way_out="raise --max_length, or leave them out with --skip_empty_rows",
-            none_left="no row is left, raise --max_length",
+            way_out="Raise --max_length, or leave them out with --skip_empty_rows",
+            none_left="No row is left. Raise --max_length",
         )
     notes += describe_remarks(encoded, split=split)
     return encoded.select_columns(["input_ids", "labels"]), notes

@@ -45,7 +45,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
     is_template = "{{" in given or "{%" in given
     if not is_template and not Path(given).expanduser().is_file():
         raise ValueError(
-            f"chat_template={given!r} is neither a file nor a template (which has a {{{{ or {{%); give the path of a "
+            f"chat_template={given!r} is neither a file nor a template (which has a {{{{ or {{%). Give the path of a "
             "Jinja file, or the template itself"
         )
     if not is_template and (not_text := find_not_utf8(Path(given).expanduser())) is not None:
@@ -139,13 +139,13 @@ def describe_turn_end(tokenizer: PreTrainedTokenizerBase, labels: list[int]) -> 
     end = tokenizer.convert_ids_to_tokens(learned[-1])
     if learned[-1] not in tokenizer.added_tokens_decoder:
         line = (
-            "the chat template ends a turn by no token of its own, so that the model does not learn where to stop; "
-            "write {{ eos_token }} behind it in a --chat_template"
+            "the chat template ends a turn by no token of its own, so the model does not learn where to stop. "
+            "Write {{ eos_token }} after it in a --chat_template"
         )
         return [line]
     line = (
-        f"the chat template ends a turn by {end!r} and not by the EOS token {tokenizer.eos_token!r}: where generation "
-        "should end with the turn, pass the former's id as eos_token_id"
+        f"the chat template ends a turn by {end!r} and not by the EOS token {tokenizer.eos_token!r}. To end "
+        f"generation with the turn, pass the id of {end!r} as eos_token_id"
     )
     return [line]
 
@@ -169,7 +169,7 @@ def describe_turn_begin(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     rest = prompt.removeprefix(begin)
     line = (
         f"the chat template's generation prompt ends by {rest!r}, which it does not write before the answers in the "
-        "data: they are learned without it; a --chat_template may have it in both, or in none"
+        "data, so they are learned without it. A --chat_template may have it in both, or in none"
     )
     return [line]
 

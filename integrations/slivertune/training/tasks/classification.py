@@ -122,12 +122,12 @@ def _masked(
 ) -> tuple[dict[str, partial[Columns]], MaskedPromptHooks]:
     if not template.has_mask:
         raise ValueError(
-            f"template {template.text!r} has no {{mask}}, which a masked language model needs where the label word "
-            "stands, as in '{sentence} It was {mask} .'"
+            f"template {template.text!r} has no {{mask}}, and a masked language model needs it. Put it in the label "
+            "word's place, as in '{sentence} It was {mask} .'"
         )
     if tokenizer.mask_token_id is None:
         raise ValueError(
-            f"{type(tokenizer).__name__} has no mask token; choose a masked language model with its own tokenizer"
+            f"{type(tokenizer).__name__} has no mask token. Choose a masked language model with its own tokenizer"
         )
     word_ids = mask_token_ids(tokenizer, words, template)
     encode = partial(encode_masked_prompts, template=template, word_ids=word_ids)
@@ -140,8 +140,8 @@ def _causal(
     filled = template.fill(dict.fromkeys(template.columns, "x"), mask="{mask}").rstrip()
     if template.has_mask and not filled.endswith("{mask}"):
         raise ValueError(
-            f"template {template.text!r} goes on after {{mask}}, and a causal language model sees only what stands "
-            "before it; end the template with {mask}"
+            f"template {template.text!r} goes on after {{mask}}, and a causal language model sees only the text before "
+            "it. End the template with {mask}"
         )
     check_words(tokenizer, words)
     encode = partial(encode_causal_prompts, template=template.before_mask, words=words)
@@ -235,7 +235,7 @@ def _without_notes(rows: Any, split: str) -> Any:
         odd = np.flatnonzero(np.asarray(column_values(rows, "num_masks")) != 1)
         if len(odd):
             found = describe_rows(rows, odd, "hold another mask token beside the template's", split)
-            raise ValueError(f"{found}; take it out of the text")
+            raise ValueError(f"{found}. Remove it from the text")
     return rows.remove_columns([name for name in ("length", "num_masks", ROW_COLUMN) if name in rows.column_names])
 
 

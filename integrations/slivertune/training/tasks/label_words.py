@@ -272,7 +272,7 @@ class CausalPromptHooks:
         scores[example, word], scored[example, word] = prediction.predictions, True
         if not scored.all():
             raise RuntimeError(
-                f"{(~scored).sum()} of {scored.size} candidates were not evaluated; evaluate whole splits"
+                f"{(~scored).sum()} of {scored.size} candidates were not evaluated. Evaluate whole splits"
             )
         classes = np.empty(len(scores), dtype=np.int64)
         classes[example] = right
@@ -290,7 +290,7 @@ def check_words(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> N
         if not ids or tokenizer.unk_token_id in ids:
             raise ValueError(
                 f"label word {word!r} is {tokenizer.convert_ids_to_tokens(ids)} to the tokenizer, which does not know "
-                "it; choose another"
+                "it. Choose another"
             )
     if len(set(map(tuple, spelled))) < len(words):
-        raise ValueError(f"label words {', '.join(words)} are not different to the tokenizer: {spelled}; choose others")
+        raise ValueError(f"label words {', '.join(words)} are not different to the tokenizer: {spelled}. Choose others")

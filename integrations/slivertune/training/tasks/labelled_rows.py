@@ -115,7 +115,7 @@ def refuse_unclear(encoded: Any, *, split: str) -> None:
         ((reason, _),) = Counter(filter(None, reasons)).most_common(1)
         found = describe_rows(encoded, np.flatnonzero([each == reason for each in reasons]), reason, split)
         raise ValueError(
-            f"{found}. Write weight: 0 for a turn that is only read and weight: 1 for one that is learned, or leave "
+            f"{found}. Write weight: 0 for a turn that is only read and weight: 1 for a turn that is learned, or leave "
             "the key out"
         )
 
@@ -137,7 +137,7 @@ def leave_out_faulty(encoded: Any, *, split: str, skip: bool) -> Any:
     faults = column_values(encoded, "fault")
     first = next(filter(None, faults), "")
     is_faulty = np.asarray([bool(fault) for fault in faults])
-    way_out = "correct them, or leave them out with --skip_empty_rows"
+    way_out = "Correct them, or leave them out with --skip_empty_rows"
     return leave_out(encoded, is_faulty, f"can't be used ({first})", split=split, skip=skip, way_out=way_out)
 
 
@@ -188,14 +188,14 @@ def drop_unusable(encoded: Any, target: str, *, max_length: int, split: str) -> 
         notes.append(f"{others:,} of {total:,} {split} rows dropped for other reasons")
     if not left:
         raise ValueError(
-            f"no row of the {split} split can be learned from: {'; '.join(notes)}; correct the rows, raise "
+            f"no row of the {split} split can be learned from: {'; '.join(notes)}. Correct the rows, raise "
             "--max_length, or name what to read with --dataset_format, or --prompt_column and --response_column"
         )
     several = sum(count > 1 for count in Counter(numbers).values())
     if several:
         notes.append(
-            f"{several:,} of {total:,} {split} conversations became a row for each of the assistant's turns, since the "
-            "chat template writes a turn otherwise once others follow"
+            f"{several:,} of {total:,} {split} conversations became one row per turn of the assistant, since the chat "
+            "template writes a turn differently once others follow"
         )
     return encoded.select(np.flatnonzero([not reason for reason in reasons])), notes
 

@@ -37,10 +37,10 @@ def register_train_task(name: str, prepare: Prepare, *, reads: tuple[str, ...] =
         ValueError: If another task has its name, or if an option in `reads` is not one that only some tasks read.
     """
     if _PREPARE.get(name, prepare) is not prepare:
-        raise ValueError(f"another task is registered as {name!r}; choose another name for {prepare!r}")
+        raise ValueError(f"another task is registered as {name!r}. Choose another name for {prepare!r}")
     for option in reads:
         if not tasks_reading(option):
-            raise ValueError(f"reads={option!r} is no option of the data that only some tasks read; leave it out")
+            raise ValueError(f"reads={option!r} is no option of the data that only some tasks read. Leave it out")
     _PREPARE[name] = prepare
     TASK_OPTIONS[name] = frozenset(reads)
 

@@ -42,18 +42,18 @@ class Template:
         try:
             parsed = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise ValueError(f"template {text!r} can't be read: {error}; write a literal brace twice") from error
+            raise ValueError(f"template {text!r} can't be read: {error}. Write a literal brace twice") from error
         for _, name, form, conversion in parsed:
             if name is not None and (not name or form or conversion):
                 raise ValueError(
                     f"template {text!r} has the placeholder {{{name}{'!' if conversion else ''}{conversion or ''}"
-                    f"{':' if form else ''}{form or ''}}}, which is no plain column name; write a literal brace twice"
+                    f"{':' if form else ''}{form or ''}}}, which is no plain column name. Write a literal brace twice"
                 )
         template = cls(text=text, pieces=tuple((literal, name) for literal, name, _, _ in parsed))
         if not template.columns:
-            raise ValueError(f"template {text!r} names no column; put one in, as in '{{sentence}} It was {{mask}} .'")
+            raise ValueError(f"template {text!r} names no column. Put one in, as in '{{sentence}} It was {{mask}} .'")
         if sum(name == MASK for _, name in template.pieces) > 1:
-            raise ValueError(f"template {text!r} has {{mask}} more than once; one place is scored")
+            raise ValueError(f"template {text!r} has {{mask}} more than once, and only one place is scored. Keep one")
         return template
 
     @property
@@ -100,7 +100,7 @@ def prompt_model_kind(config: PreTrainedConfig) -> ModelKind:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"task=prompt_classification takes masked and causal language models, and {config.model_type} is an "
-            "encoder-decoder; choose another model"
+            "encoder-decoder. Choose another model"
         )
     architectures = getattr(config, "architectures", None) or ()
     if any(name.endswith("ForMaskedLM") for name in architectures):
@@ -131,15 +131,15 @@ def parse_label_words(text: str, labels: Sequence[str]) -> tuple[str, ...]:
         named = {label.strip(): word.strip() for label, _, word in (word.partition("=") for word in words)}
         if set(named) != set(labels) or len(named) != len(words):
             raise ValueError(
-                f"label_words={text!r} names the labels {', '.join(named)}; the data has {there}, each once"
+                f"label_words={text!r} names the labels {', '.join(named)}, and the data has {there}. Name each once"
             )
         words = [named[label] for label in labels]
     if len(words) != len(labels):
         raise ValueError(
-            f"label_words={text!r} are {len(words)} words for {len(labels)} labels ({there}); give each label one"
+            f"label_words={text!r} are {len(words)} words for {len(labels)} labels ({there}). Give each label one"
         )
     if not all(words) or len(set(words)) != len(words):
-        raise ValueError(f"label_words={text!r} must be different words, none empty, or labels can't be told apart")
+        raise ValueError(f"label_words={text!r} must be different words, none empty. Give each label its own word")
     return tuple(words)
 
 
@@ -174,7 +174,7 @@ def mask_token_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...], t
     )
     raise ValueError(
         f"label words of a masked language model must each be one known token of their own, and these are not: "
-        f"{pieces}; choose words that the tokenizer knows"
+        f"{pieces}. Choose words that the tokenizer knows"
     )
 
 
@@ -193,7 +193,7 @@ def cut_to_fit(values: dict[str, str], fits: Callable[[dict[str, str]], bool]) -
     """
     low, high = 0, max(len(text) for text in values.values())
     if not fits(dict.fromkeys(values, "")):
-        raise ValueError("the template alone is longer than --max_length; raise it")
+        raise ValueError("the template alone is longer than --max_length. Raise it")
     while low < high:
         middle = (low + high + 1) // 2
         if fits({name: text[:middle] for name, text in values.items()}):

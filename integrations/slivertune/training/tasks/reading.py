@@ -63,13 +63,13 @@ def choose_reading(args: DataArguments, tokenizer: PreTrainedTokenizerBase, foun
     has_template = bool(tokenizer.chat_template)
     if found.is_chat and not has_template:
         raise ValueError(
-            f"the rows are {found}, and the tokenizer has no chat template to write them with; name one by "
-            "--chat_template (a Jinja file, or the template itself), or take a model whose tokenizer has one"
+            f"the rows are {found}, and the tokenizer has no chat template to write them with. Name one by "
+            "--chat_template (a Jinja file, or the template itself), or use a model whose tokenizer has one"
         )
     if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(tokenizer.chat_template)
         raise ValueError(
-            f"the tokenizer has the chat templates {names} and none called default; name the one to use by "
+            f"the tokenizer has the chat templates {names} and none called default. Name the one to use by "
             "--chat_template (a Jinja file, or the template itself)"
         )
     if found.name == "prompt_response":
@@ -108,13 +108,13 @@ def check_settings_are_read(args: DataArguments, readings: Iterable[Reading]) ->
     formats = " and ".join(str(reading.format) for reading in readings)
     if args.chat_template is not None and not any(reading.uses_template for reading in readings):
         raise ValueError(
-            f"chat_template={args.chat_template!r} writes chats and instructions, and the rows are {formats}; leave "
+            f"chat_template={args.chat_template!r} writes chats and instructions, and the rows are {formats}. Leave "
             "it out"
         )
     separator = DataArguments().response_separator
     if args.response_separator != separator and not any(reading.uses_separator for reading in readings):
         raise ValueError(
             f"response_separator={args.response_separator!r} stands between prompts and responses in plain text, and "
-            f"the rows are {formats}{' by a chat template' if any(each.uses_template for each in readings) else ''}; "
-            "leave it out"
+            f"the rows are {formats}{' by a chat template' if any(each.uses_template for each in readings) else ''}. "
+            "Leave it out"
         )

@@ -55,7 +55,7 @@ def make_probe(
     """
     is_own = not isinstance(task.model_kind, str)
     if asked is not None and (is_own or task.id2label is not None):
-        raise ValueError(f"sample_prompt={asked!r} is for language modelling; leave it out for other tasks")
+        raise ValueError(f"sample_prompt={asked!r} is for language modelling. Leave it out for other tasks")
     # The answers of another package's model are unknown.
     if num_tokens == 0 or is_own:
         return None
@@ -68,7 +68,7 @@ def make_probe(
         ids = ids[: task.max_length - 1]
     if not 0 < len(ids) < task.max_length:
         raise ValueError(
-            f"sample_prompt has {len(ids)} tokens; it must have at least 1, and fewer than max_length={task.max_length}"
+            f"sample_prompt has {len(ids)} tokens, and must have 1 or more and fewer than max_length={task.max_length}"
         )
     return Probe(
         prompt=str(tokenizer.decode(ids, skip_special_tokens=True)),

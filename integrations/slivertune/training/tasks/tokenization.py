@@ -87,14 +87,14 @@ def resolve_max_length(requested: int | None, config: PreTrainedConfig, tokenize
     limit = usable_positions(config)
     if requested is None:
         length = int(min(DEFAULT_MAX_LENGTH, limit[0] if limit else DEFAULT_MAX_LENGTH, tokenizer.model_max_length))
-        logger.info("rows are at most %d tokens long; --max_length changes that", length)
+        logger.info("rows are at most %d tokens long (--max_length)", length)
         return length
     if requested < 2:
         raise ValueError(f"max_length={requested} must be at least 2 tokens")
     if limit is not None and requested > limit[0]:
         raise ValueError(
-            f"max_length={requested} is more than the {limit[0]} positions of the model ({limit[1]}); "
-            f"lower --max_length to {limit[0]} or take a model with more positions"
+            f"max_length={requested} is more than the {limit[0]} positions of the model ({limit[1]}). "
+            f"Lower --max_length to {limit[0]}, or use a model with more positions"
         )
     return requested
 
@@ -179,7 +179,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(value, int):
             return value
-    raise ValueError(f"{type(tokenizer).__name__} has neither a pad nor an EOS token; set tokenizer.pad_token")
+    raise ValueError(f"{type(tokenizer).__name__} has neither a pad nor an EOS token. Set tokenizer.pad_token")
 
 
 def check_lengths(rows: Any, *, max_length: int, truncate: bool, split: str) -> None:
@@ -209,8 +209,8 @@ def check_lengths(rows: Any, *, max_length: int, truncate: bool, split: str) -> 
         return
     some = ", ".join(str(length) for length in long[:NUM_NAMED_ROWS])
     raise ValueError(
-        f"{found} ({name_rows(rows, np.flatnonzero(is_long))}, with {some} tokens; the longest "
-        f"has {max(long)}); raise --max_length, or cut them with --truncate"
+        f"{found} ({name_rows(rows, np.flatnonzero(is_long))}, with {some} tokens, and {max(long)} at most). "
+        "Raise --max_length, or cut them with --truncate"
     )
 
 
