@@ -127,4 +127,4 @@ def test_every_method_trains_it(options: str, tmp_path: Path, capsys: pytest.Cap
     results = results_of(tmp_path / "out")
     assert results["num_steps"] == 7 and results["before"]["eval_loss"] != results["after"]["eval_loss"]
     assert 0 <= results["after"]["eval_accuracy"] <= 1
-    assert "a plan knows causal_lm and classification, not pairs" in " ".join(capsys.readouterr().out.split())
+    assert "plans support --task causal_lm and classification, not pairs" in " ".join(capsys.readouterr().out.split())

@@ -85,7 +85,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("compare", "--rows", "dense", "--dataset", "absent.jsonl"),
         "--rows dense: dataset 'absent.jsonl' is not there",
     ),
-    "a report of no run": (("report", "absent"), "absent is not a folder; name that of a run"),
+    "a report of no run": (("report", "absent"), "absent is not a folder. Name that of a run"),
     "a report below a file": (
         ("report", "given", "--output", "given/rows.jsonl/report.png"),
         "--output given/rows.jsonl is a file. Name a folder",

@@ -256,7 +256,7 @@ def test_what_can_not_be_merged_is_one_line_and_leaves_nothing(capfd: pytest.Cap
     for arguments, message in (
         (
             ["adapter", "--model_name_or_path", "wider"],
-            "layers.0.mlp.down_proj.lora_B.weight is (32, 4) in the adapter and (64, 4) in the base; name the base",
+            "layers.0.mlp.down_proj.lora_B.weight is (32, 4) in the adapter and (64, 4) in the base. Name the base",
         ),
         (
             ["adapter", "--model_name_or_path", "deeper"],

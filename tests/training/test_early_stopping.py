@@ -87,11 +87,11 @@ def test_a_resumed_run_counts_on_with_its_own_patience() -> None:
         (["--early_stopping_patience", "0"], "early_stopping_patience=0 must be at least 1"),
         (
             ["--early_stopping_patience", "2"],
-            "--early_stopping_patience 2 needs evaluations while training; give --eval_strategy steps",
+            "--early_stopping_patience 2 needs evaluations while training. Give --eval_strategy steps",
         ),
         (
             ["--early_stopping_patience", "2", *EVERY_2],
-            "--early_stopping_patience 2 needs a metric to watch; give --load_best_model_at_end true",
+            "--early_stopping_patience 2 needs a metric to watch. Give --load_best_model_at_end true",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_what_early_stopping_needs_is_said(arguments: list[str], message: str) -
 
 def test_a_metric_that_is_not_evaluated_is_refused_before_training(runs: Runs) -> None:
     error = runs.complaint(*BEST, "--metric_for_best_model", "eval_accuracy", code=1)
-    assert "--metric_for_best_model eval_accuracy is not among what is evaluated; take eval_loss" in error
+    assert "--metric_for_best_model eval_accuracy is no metric of the evaluation. Use eval_loss" in error
     assert not list(runs["out"].glob("checkpoint-*"))
     check_best_metric(SimpleNamespace(metric_for_best_model="accuracy"), {"eval_accuracy": 1.0})  # type: ignore[arg-type]
 

@@ -74,13 +74,13 @@ def test_a_run_with_auto_measures_a_cycle_twice_and_then_keeps_with_the_same_bit
     assert set(seen[: 2 * 2 * TINY_CYCLE]) == {0} and 2 in seen[2 * 2 * TINY_CYCLE :]
     out = runs.printed()
     assert "  keeps   activations of the uppermost of 2 checkpointed blocks: as many as there is room for" in out
-    assert "  memory  not planned: --keep_activations auto fills what the device has left" in out
+    assert "  memory  not planned: --keep_activations auto fills the memory that the device has left" in out
 
 
 def test_a_run_with_auto_is_not_planned(runs: Runs) -> None:
     run = runs.assembled("out", *CHECKPOINTED)
     other = replace(run, arguments=replace(run.arguments, run=RunArguments(keep_activations="auto")))
-    with pytest.raises(ValueError, match="--keep_activations auto fills what the device has left"):
+    with pytest.raises(ValueError, match="--keep_activations auto fills the memory that the device has left"):
         request_of(other)
     run.close()
 

@@ -70,7 +70,7 @@ def test_training_and_evaluation_hold_no_logits_and_end_where_the_plain_run_ends
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor computes it outside of the model"),
+        ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor computes it outside the model"),
         ({"torch_compile": True}, "--torch_compile can't see into it"),
         ({"model": "gemma2"}, "the model reads its head's output outside of the loss function"),
         ({"model": "bamba"}, "the model reads its head's output outside of the loss function"),
@@ -174,4 +174,4 @@ def test_a_head_whose_weight_is_shared_out_scores_whole_logits_and_says_so(
     monkeypatch.setattr(loss_of_run, "layout_of", lambda accelerator: layout)
     said: list[str] = []
     assert attach_loss(make_trainer(tmp_path), CAUSAL, said.append, wanted=True) is None
-    assert len(said) == 1 and "the head's weight is shared out over the ranks" in said[0]
+    assert len(said) == 1 and "the head's weight is sharded over the ranks" in said[0]

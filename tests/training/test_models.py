@@ -80,7 +80,7 @@ def test_a_model_that_is_not_there_is_named(name: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "unheard").mkdir()
     (tmp_path / "unheard" / "config.json").write_text('{"model_type": "unheard"}')
-    with pytest.raises(ValueError, match=rf"model_name_or_path='{name}' can't be opened.*give a local folder"):
+    with pytest.raises(ValueError, match=rf"model_name_or_path='{name}' can't be opened.*Give a local folder"):
         open_model(ModelArguments(model_name_or_path=name), None)
 
 

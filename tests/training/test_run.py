@@ -299,7 +299,7 @@ def test_a_run_without_an_update_is_an_error(runs: Runs, monkeypatch: pytest.Mon
     poison_losses(monkeypatch, calls=set(range(1, 100)))
     error = runs.complaint("--max_steps", "2", code=1)
     assert (
-        "none of the 2 updates since step 0 was applied, as their losses or gradients were not" in error
+        "none of the 2 updates since step 0 was applied, since their losses or gradients were not" in error
         and "Traceback" not in error
     )
 

@@ -215,7 +215,7 @@ def test_a_resumed_chat_run_ends_with_the_same_loss(chats: Runs) -> None:
             ("--chat_template_date", "1.2.2026"),
             "chat_template_date='1.2.2026' is not a date. Write it as 2026-01-31",
         ),
-        (QUESTIONS, ("--chat_template_date", "2026-01-31"), "no chat template of this run writes today's date; leave"),
+        (QUESTIONS, ("--chat_template_date", "2026-01-31"), "no chat template of this run writes today's date. Leave"),
     ],
 )
 def test_the_command_ends_with_what_is_wrong_and_the_way_out(

@@ -274,7 +274,7 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
     for name, value in facts.items():
         if saved.get(name) != value:
             raise ValueError(
-                f"{checkpoint} was trained with {name}={saved.get(name)}, and this run asks for {name}={value}; repeat "
+                f"{checkpoint} was trained with {name}={saved.get(name)}, and this run asks for {name}={value}. Repeat "
                 "the first run's settings, or start again without --resume_from_checkpoint"
             )
     return saved
@@ -285,13 +285,13 @@ def _chat_template_date(arguments: TrainArguments, facts: dict[str, Any], coordi
     asked, saved = arguments.data.chat_template_date, facts.get("chat_template_date")
     if saved is not None and not is_date(saved):
         raise ValueError(
-            f"{arguments.folder.checkpoint} says chat_template_date={saved!r}, which is no date; resume from another "
+            f"{arguments.folder.checkpoint} has chat_template_date={saved!r}, which is no date. Resume from another "
             "checkpoint, or start again without --resume_from_checkpoint"
         )
     if asked is not None and saved is not None and asked != saved:
         raise ValueError(
             f"{arguments.folder.checkpoint} was trained with chat_template_date={saved}, and this run asks for "
-            f"chat_template_date={asked}; leave it out, or start again without --resume_from_checkpoint"
+            f"chat_template_date={asked}. Leave it out, or start again without --resume_from_checkpoint"
         )
     # One process decides, since around midnight the processes could disagree.
     return asked or saved or coordinator.decide("the date", lambda: today_in_templates().isoformat())
@@ -308,7 +308,7 @@ def _prepare_data(arguments: TrainArguments, source: ModelSource, day: str) -> T
         nowhere = "no chat template of this run writes today's date"
         options = {word.partition("=")[0].replace("-", "_") for word in arguments.command}
         if "__chat_template_date" in options:
-            raise ValueError(f"chat_template_date={day}: {nowhere}; leave it out")
+            raise ValueError(f"chat_template_date={day}: {nowhere}. Leave it out")
         # A run file may serve several models, so there it is no error.
         line = f"chat_template_date={day} is not read: {nowhere}"
         task = dataclasses.replace(task, notes=(*task.notes, line))
@@ -329,7 +329,7 @@ def _add_ledger(
     if coordinator.world_size > 1:
         display.say(f"the memory ledger is rank 0's, one of {coordinator.world_size}")
     if arguments.training.torch_compile:
-        display.say("the memory ledger is off: it can't see into what torch.compile makes")
+        display.say("the memory ledger is off: it can't see into graphs of torch.compile")
         return None
     # The first cycle creates the state. The second is like all later ones.
     num_cycles = 2 if arguments.run.memory_ledger == "first_cycles" else None

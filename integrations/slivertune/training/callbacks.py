@@ -44,8 +44,8 @@ class CheckpointMarker(KeepManifest):
         """Remove the manifests of damaged checkpoints that this run will overwrite."""
         if args.save_total_limit is not None:
             raise RuntimeError(
-                f"TrainingArguments.save_total_limit={args.save_total_limit} deletes before a checkpoint is marked; "
-                "set it to None and give the limit to CheckpointMarker"
+                f"TrainingArguments.save_total_limit={args.save_total_limit} deletes before a checkpoint is marked. "
+                "Set it to None and give the limit to CheckpointMarker"
             )
         if state.is_world_process_zero:
             for folder in checkpoint_folders(Path(str(args.output_dir))):
@@ -122,7 +122,7 @@ class NonFiniteGuard(TrainerCallback):
                 if self._stops and not bool(loss.isfinite().all()):
                     raise RuntimeError(
                         f"the loss is {loss.detach().float().sum().item()}, and --gradients stepped can't skip an "
-                        "update; lower --learning_rate, look for broken rows, or take --gradients host"
+                        "update. Lower --learning_rate, look for broken rows, or use --gradients host"
                     )
                 self._losses.append(loss.detach())
             return computed
@@ -157,7 +157,7 @@ class NonFiniteGuard(TrainerCallback):
         self._lacks_loss |= lacks_loss
         if not self.can_skip:
             raise RuntimeError(
-                f"step {state.global_step + 1}: {found}, and DeepSpeed has made that update already; resume from the "
+                f"step {state.global_step + 1}: {found}, and DeepSpeed has made that update already. Resume from the "
                 "last checkpoint with a lower --learning_rate or --max_grad_norm, or look for broken rows"
             )
         model.zero_grad()
@@ -167,7 +167,7 @@ class NonFiniteGuard(TrainerCallback):
         self._say(f"step {step}: {found}; this update is skipped ({self.num_skipped} so far)")
         if self._num_in_a_row >= self._limit:
             raise RuntimeError(
-                f"{self._num_in_a_row} updates in a row were not finite, the last at step {step} ({found}); lower "
+                f"{self._num_in_a_row} updates in a row were not finite, the last at step {step} ({found}). Lower "
                 "--learning_rate or --max_grad_norm, look for broken rows, or raise --non_finite_limit"
             )
 
@@ -193,16 +193,16 @@ class NonFiniteGuard(TrainerCallback):
             return
         message = f"none of the {num_updates} updates since step {self._first_step} was applied"
         if num_skipped == num_updates:
-            message += ", as their losses or gradients were not finite"
+            message += ", since their losses or gradients were not finite"
         elif args.fp16:
-            message += ", as their gradients overflowed under fp16, whose loss scale falls for some updates"
+            message += ", since their gradients overflowed under fp16, whose loss scale falls for some updates"
         else:
-            message += ", as no gradient reached the trained weights"
+            message += ", since no gradient reached the trained weights"
         if self._first_step:
             self._say(f"warning: {message}; the model is that of the checkpoint")
             return
         raise RuntimeError(
-            f"{message}. The model is as it was. Lower --learning_rate or --max_grad_norm, look for broken rows, take "
+            f"{message}. The model is unchanged. Lower --learning_rate or --max_grad_norm, look for broken rows, use "
             "more updates or bf16, or check that the loss depends on the trained weights"
         )
 

@@ -77,13 +77,13 @@ def check_early_stopping(patience: int | None, training: TrainingArguments) -> N
     asked = f"--early_stopping_patience {patience}"
     if training.eval_strategy == IntervalStrategy.NO:
         raise ValueError(
-            f"{asked} needs evaluations while training; give --eval_strategy steps with --eval_steps N, or "
+            f"{asked} needs evaluations while training. Give --eval_strategy steps with --eval_steps N, or "
             "--eval_strategy epoch"
         )
     if training.metric_for_best_model is None:
         raise ValueError(
-            f"{asked} needs a metric to watch; give --load_best_model_at_end true, which watches the evaluation loss "
-            "and ends with the best model (it needs --save_strategy as --eval_strategy), or "
+            f"{asked} needs a metric to watch. Give --load_best_model_at_end true, which watches the evaluation loss "
+            "and ends with the best model (it needs the same --save_strategy as --eval_strategy), or "
             "--metric_for_best_model eval_loss to end with the last one"
         )
 
@@ -101,4 +101,4 @@ def check_best_metric(training: TrainingArguments, metrics: dict[str, float]) ->
     asked = training.metric_for_best_model
     if asked is not None and f"eval_{asked.removeprefix('eval_')}" not in metrics:
         known = [name for name in ("eval_loss", "eval_accuracy") if name in metrics]
-        raise ValueError(f"--metric_for_best_model {asked} is not among what is evaluated; take {' or '.join(known)}")
+        raise ValueError(f"--metric_for_best_model {asked} is no metric of the evaluation. Use {' or '.join(known)}")

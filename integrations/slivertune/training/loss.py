@@ -30,12 +30,12 @@ def attach_loss(
     model: Any = trainer.model
     arguments = trainer.args
     reasons = (
-        (arguments.label_smoothing_factor, "--label_smoothing_factor computes it outside of the model"),
+        (arguments.label_smoothing_factor, "--label_smoothing_factor computes it outside the model"),
         # Compilation by block does not include the loss.
         (arguments.torch_compile and not has_compiled_blocks(model), "--torch_compile can't see into it"),
         (
             layout_of(trainer.accelerator) in ("fsdp2", "zero3"),
-            "the head's weight is shared out over the ranks, which gather it for the head's own forward alone",
+            "the head's weight is sharded over the ranks, which gather it only for the head's own forward",
         ),
         (arguments.use_liger_kernel, "--use_liger_kernel brings a loss of its own"),
     )

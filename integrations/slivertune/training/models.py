@@ -96,7 +96,7 @@ def choose_precision(
         return Precision(loading="bf16" if weights_dtype != "fp32" else "fp32", autocast="bf16")
     if fp16:
         if weights_dtype == "bf16":
-            raise ValueError("--fp16 autocast needs fp32 weights; leave out --weights_dtype bf16, or take --bf16")
+            raise ValueError("--fp16 autocast needs fp32 weights. Leave out --weights_dtype bf16, or use --bf16")
         return Precision(loading="fp32", autocast="fp16")
     if bf16_use == "both" or four_bit:
         is_bf16 = bf16 or weights_dtype == "bf16"
@@ -142,7 +142,7 @@ def open_model(arguments: ModelArguments, embedded: Path | None) -> ModelSource:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
-            f"model_name_or_path={name!r} can't be opened: {_first_line(error)}; give a local folder with a model and "
+            f"model_name_or_path={name!r} can't be opened: {_first_line(error)}. Give a local folder with a model and "
             "its tokenizer, or a hub id"
         ) from error
     return ModelSource(name_or_path=name, options=options, config=config, tokenizer=tokenizer)

@@ -92,23 +92,23 @@ def _check(arguments: TrainArguments, layout: str) -> None:
     for is_unknown, reason in (
         (
             arguments.data.task not in get_args(TaskName),
-            f"a plan knows causal_lm and classification, not {arguments.data.task}",
+            f"plans support --task causal_lm and classification, not {arguments.data.task}",
         ),
-        (arguments.run.num_kept == "auto", "--keep_activations auto fills what the device has left"),
-        (training.torch_compile, "a plan can't see into what torch.compile makes"),
-        (others, f"a plan has no word for {', '.join(others)}"),
+        (arguments.run.num_kept == "auto", "--keep_activations auto fills the memory that the device has left"),
+        (training.torch_compile, "plans can't see into graphs of torch.compile"),
+        (others, f"plans do not support {', '.join(others)}"),
         (
             attention not in (None, *get_args(AttentionName)),
-            f"a plan knows --attn_implementation {' and '.join(get_args(AttentionName))}, not {attention}",
+            f"plans support --attn_implementation {' and '.join(get_args(AttentionName))}, not {attention}",
         ),
         (
             checkpointing.get("use_reentrant") or checkpointing.keys() - {"use_reentrant"},
-            "a plan knows checkpointing without --gradient_checkpointing_kwargs",
+            "plans support checkpointing only without --gradient_checkpointing_kwargs",
         ),
-        (decays, f"a plan has no word for --weight_decay with --optim {enum_value(training.optim)}"),
+        (decays, f"plans do not support --weight_decay with --optim {enum_value(training.optim)}"),
         (
             layout != "single" and not method.is_planned_on_ranks,
-            f"on several GPUs this line knows {planned}; for {method.name} see slivertune plan --layout",
+            f"on several GPUs only {planned} are planned here. For {method.name}, see slivertune plan --layout",
         ),
     ):
         if is_unknown:

@@ -23,16 +23,16 @@ def test_rates_may_be_left_to_the_rows() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--method hift", "--method differs from run to run here; take --rows"),
-        ("--seed=3", "take --seeds"),
+        ("--method hift", r"--method differs between the runs of a comparison\. Use --rows"),
+        ("--seed=3", "Use --seeds"),
         ("--resume-from-checkpoint auto", "the same command again"),
         ("--search_rates 1e-3", "one rate is no search"),
-        ("--search_rates 1e-3 -1", "rates are above 0"),
+        ("--search_rates 1e-3 -1", "rates must be above 0"),
         ("--seeds -1", "--seeds -1 must be at least 0 and at most 4294967295"),
         ("--seeds 1.5", "--seeds '1.5' must be a whole number"),
         ("--search_rates 1e6 1e7", "--search_rates 1000000.0 must be at least 0 and at most 100"),
         ("--output_dir /dev/null", r"output_dir /dev/null is a file\. Name a folder"),
-        ("--seeds 1 1", "one of them stands there twice"),
+        ("--seeds 1 1", "one of them is there twice"),
         ("--rows", "expected at least one argument"),
     ],
 )

@@ -24,10 +24,10 @@ def test_settings_of_ones_own_have_a_name_and_add_to_those_of_a_known_one() -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["hfit"], "'hfit': there are dense, .* did you mean hift"),
+        (["hfit"], r"'hfit' is unknown\. Use dense, .* did you mean hift"),
         (["dense", "dense"], "names 'dense' twice"),
-        (["a/b:--method hift"], "a name has letters"),
-        ([":--method hift"], "a name has letters"),
+        (["a/b:--method hift"], "a name may have only letters"),
+        ([":--method hift"], "a name may have only letters"),
     ],
 )
 def test_what_is_no_row_is_refused(words: list[str], message: str) -> None:

@@ -69,7 +69,7 @@ def test_notes_name_what_may_mislead() -> None:
     middle = result("hift", best, rates={1e-4: worse, 1e-3: best, 1e-2: outcome(3.0, rate=1e-2)})
     edge = result("dense", best, rates={1e-4: worse, 1e-3: best})
     said = "\n".join(notes([edge, middle], is_searched=True))
-    assert "the largest or the smallest tried: dense; search further" in said
+    assert "the largest or the smallest tried: dense. Search further" in said
     assert "not searched" not in said and "one seed" in said
 
 

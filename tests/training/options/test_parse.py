@@ -333,7 +333,7 @@ def test_fp16_and_tf32_without_a_gpu_are_refused_alike_for_all_methods(
     if asked == "by a launcher":
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     for more in ([], ["--use_cpu"]):
-        with pytest.raises(ValueError, match=r"^--fp16 needs a GPU, and this run has none; leave it out, or take --bf"):
+        with pytest.raises(ValueError, match=r"^--fp16 needs a GPU, and this run has none\. Leave it out, or use --bf"):
             parse_train_arguments([*words, "--method", method, *more])
     with pytest.raises(ValueError, match="--tf32 needs an NVIDIA GPU of compute capability 8 or later"):
         parse_train_arguments(["--method", method, "--tf32"])
@@ -353,7 +353,7 @@ def test_bf16_without_support_is_said_alike_for_all_methods(
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     arguments = parse_train_arguments(words)
     assert arguments.training.device.type == "cpu" and "use_cpu" not in arguments.values
-    assert "no GPU is here; --bf16 computes on the CPU" in caplog.text
+    assert "no GPU is here, so --bf16 computes on the CPU" in caplog.text
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    with pytest.raises(ValueError, match="--bf16 needs a GPU with bf16, and the one that is here has none"):
+    with pytest.raises(ValueError, match="--bf16 needs a GPU with bf16, and this machine's GPU has none"):
         parse_train_arguments(words)

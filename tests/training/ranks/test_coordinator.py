@@ -48,7 +48,7 @@ def test_what_all_share_is_agreed_on() -> None:
 
 def test_what_differs_is_named_on_every_process() -> None:
     outcomes = on_each(lambda coordinator: coordinator.agree_on("arguments", coordinator.rank // 2))
-    text = "the processes were given different arguments: rank 0 0, rank 2 1"
+    text = "the processes were given different arguments: rank 0 0, rank 2 1. Start all of them alike"
     assert [(type(each), str(each)) for each in outcomes] == [(ValueError, text)] * RANKS
 
 
@@ -68,7 +68,7 @@ def test_what_differs_is_named_without_secrets(words: list[str], monkeypatch: py
     monkeypatch.setattr(masking, "_known", set())
     hidden = [word.format(MASK) for word in words]
     said = disagreement(lambda rank: [word.format(SECRETS[rank]) for word in words])
-    assert said.endswith(f"arguments: rank 0 {hidden}, rank 1 {hidden}, rank 2 {hidden}")
+    assert said.endswith(f"arguments: rank 0 {hidden}, rank 1 {hidden}, rank 2 {hidden}. Start all of them alike")
 
 
 def test_each_process_hides_the_secrets_that_it_alone_knows(monkeypatch: pytest.MonkeyPatch) -> None:

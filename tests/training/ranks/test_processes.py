@@ -55,7 +55,7 @@ def test_what_the_launcher_asks_for_counts_too(
 
 
 def test_fsdp_without_gpus_is_refused_since_accelerate_would_fall_to_ddp() -> None:
-    with pytest.raises(ValueError, match="accelerate shards weights over GPUs alone; take DDP or DeepSpeed"):
+    with pytest.raises(ValueError, match=r"accelerate shards weights only over GPUs\. Use DDP or DeepSpeed"):
         device_values({"fsdp": "full_shard"}, 2)
 
 

@@ -32,8 +32,8 @@ def test_what_is_drawn_is_what_the_log_has(tmp_path: Path) -> None:
         (30, 3),
     ]
     assert points(panels["gradient norm, before clipping"], "norm") == [(step, 0.1 * step) for step in STEPS]
-    assert points(panels["tokens a second"], "measured") == [(step, 800 + step) for step in STEPS]
-    assert set(points(panels["tokens a second"], "planned")) == {(0, 900.0), (1, 900.0)}
+    assert points(panels["tokens/s"], "measured") == [(step, 800 + step) for step in STEPS]
+    assert set(points(panels["tokens/s"], "planned")) == {(0, 900.0), (1, 900.0)}
     state = panels["optimizer state between two updates (MB)"]
     assert points(state, "host") == [(step, step / 10) for step in STEPS]
     assert len(state.lines) == 1, "nothing lies on the device or on disk"

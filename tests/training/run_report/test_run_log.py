@@ -67,7 +67,7 @@ def test_a_log_that_is_broken_is_named(text: str, message: str, tmp_path: Path) 
 
 
 def test_a_folder_that_is_none_or_has_no_log_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere is not a folder; name that of a run"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is not a folder\. Name that of a run"):
         read_run_log(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no log: neither a trainer_state\.json nor a checkpoint with one"):
         read_run_log(tmp_path)

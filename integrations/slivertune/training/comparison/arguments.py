@@ -15,10 +15,10 @@ from slivertune.training.options.table import train_options
 
 DEFAULT_FOLDER = "runs/compare"
 _DESCRIPTION = (
-    "Fine-tune on one task by several methods or settings, at an equal budget, and hold them against the first: "
-    "evaluation, seconds, tokens a second, peak memory. Each row is a run of slivertune train; all options of that "
-    "command may be given, for all rows. Without any options: six methods on the embedded model and data, in under ten "
-    "minutes. The same command again goes on where it was stopped, and rows, rates and seeds may be added."
+    "Fine-tune on one task by several methods or settings, at an equal budget, and compare them with the first: "
+    "evaluation, seconds, tokens/s, peak memory. Each row is a run of slivertune train, and takes all options of that "
+    "command, given for all rows. Without any options: six methods on the embedded model and data, in under ten "
+    "minutes. Repeat the command to continue a stopped comparison, or to add rows, rates and seeds."
 )
 _RUN = "slivertune compare --model_name_or_path PATH --dataset data.jsonl --max_steps 400"
 _EXAMPLES = (
@@ -27,29 +27,29 @@ _EXAMPLES = (
     "slivertune compare --rows dense 'm4:--method hift --layers_per_group 4'",
 )
 _OWN = HelpGroup(
-    "what is compared",
+    "the comparison",
     [
         HelpEntry(
             "--rows ROW ...",
-            f"{', '.join(NAMED_ROWS)}; or any settings, as 'NAME:--option value'. By default "
-            f"{', '.join(DEFAULT_ROWS)}. The first is what the others are held against",
+            f"runs to compare, the first being the baseline: {', '.join(NAMED_ROWS)}, or any settings as "
+            f"'NAME:--option value'. By default {', '.join(DEFAULT_ROWS)}",
         ),
         HelpEntry(
             "--budget steps|tokens|seconds[=N] [bytes=SIZE]",
-            "what is equal: updates, tokens read, or seconds of updates; without a number, as many as the first row "
-            "takes by --max_steps or --num_train_epochs. bytes is a limit on the device's peak: rows take smaller "
-            "forwards and accumulate; a row that still does not fit fails. By default steps",
+            "equal amount of updates, tokens read, or seconds of updates; without a number, as many as the first row "
+            "takes by --max_steps or --num_train_epochs. bytes: limit on the device's peak; rows then use smaller "
+            "forwards and accumulate, and a row that still does not fit fails. By default steps",
         ),
         HelpEntry(
             "--search_rates [RATE ...]",
-            "try each row at these learning rates, with the first seed; the other seeds train at its best, and at the "
-            "next best where their mean is worse than that. Without a rate: half, once and twice the row's own, and on "
-            "until the best lies between others. Without the option each row trains at its own rate, and the table "
-            "says so",
+            "learning rates to try for each row, with the first seed; the other seeds train at its best rate, and at "
+            "the next best if their mean is worse than that. Without a rate: half, once and twice the row's own, and "
+            "further until the best lies between others. Without the option, each row trains at its own rate, and the "
+            "table says so",
         ),
-        HelpEntry("--seeds N ...", "train with each; the table has means and ranges. By default 42, the Trainer's"),
-        HelpEntry("--output_dir FOLDER", f"of the comparison, by default {DEFAULT_FOLDER}"),
-        HelpEntry("-h, --help", "this text"),
+        HelpEntry("--seeds N ...", "seeds to train with; the table has means and ranges. By default 42, the Trainer's"),
+        HelpEntry("--output_dir FOLDER", f"folder of the comparison, by default {DEFAULT_FOLDER}"),
+        HelpEntry("-h, --help", "show this text"),
     ],
 )
 
@@ -101,16 +101,16 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
     for name, instead in (
         ("--method", "--rows"),
         ("--seed", "--seeds"),
-        ("--resume_from_checkpoint", "the same command again, which goes on"),
+        ("--resume_from_checkpoint", "the same command again, which continues"),
     ):
         typed = (word.partition("=")[0] for word in common if word.startswith("--"))
         if any(option.replace("-", "_").lstrip("_") == name.lstrip("-") for option in typed):
-            raise ValueError(f"{name} differs from run to run here; take {instead}")
+            raise ValueError(f"{name} differs between the runs of a comparison. Use {instead}")
     rates = None if own.search_rates is None else tuple(own.search_rates)
     if rates is not None and any(not 0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"--search_rates {' '.join(map(str, rates))}: rates are above 0")
+        raise ValueError(f"--search_rates {' '.join(map(str, rates))}: rates must be above 0")
     if rates is not None and len(set(rates)) == 1:
-        raise ValueError(f"--search_rates {rates[0]:g}: one rate is no search; give three or more, or --learning_rate")
+        raise ValueError(f"--search_rates {rates[0]:g}: one rate is no search. Give three or more, or --learning_rate")
     options = train_options()
     for name, values, option in (("--seeds", own.seeds, "seed"), ("--search_rates", rates or (), "learning_rate")):
         rule = number_rule(options[option])
@@ -118,9 +118,9 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
             if rule is not None and not rule.allows(value):
                 raise ValueError(f"{name} {value} must be {rule.describe()}")
         if len(set(values)) < len(values):
-            raise ValueError(f"{name} {' '.join(map(str, values))}: one of them stands there twice")
+            raise ValueError(f"{name} {' '.join(map(str, values))}: one of them is there twice. Give each once")
     if not own.output_dir:
-        raise ValueError("--output_dir '' is empty; name a folder, or leave it out")
+        raise ValueError("--output_dir '' is empty. Name a folder, or leave it out")
     folder = Path(own.output_dir).expanduser()
     check_place(folder)
     return CompareArguments(

@@ -45,13 +45,13 @@ def parse_budget(words: Sequence[str]) -> Budget:
         known = (*LENGTHS, "bytes")
         if name not in known:
             raise ValueError(
-                f"--budget {word!r}: what can be equal is {', '.join(known)}{did_you_mean(name, known)}, alone or with "
-                "an amount: seconds=60"
+                f"--budget {word!r} is unknown. Use {', '.join(known)}, alone or with an amount: seconds=60"
+                f"{did_you_mean(name, known)}"
             )
         values[name] = amount if equals else None
     lengths = [name for name in LENGTHS if name in values]
     if len(lengths) > 1:
-        raise ValueError(f"--budget {' '.join(words)}: a run has one length; keep {' or '.join(lengths)}")
+        raise ValueError(f"--budget {' '.join(words)}: a run has one length. Keep {' or '.join(lengths)}")
     length = lengths[0] if lengths else "steps"
     return Budget(length=length, amount=_amount(length, values.get(length)), limit_bytes=_limit(values))
 
@@ -65,7 +65,7 @@ def _amount(length: Length, text: str | None) -> float | None:
         amount = 0.0
     if not 0 < amount < float("inf") or (length == "steps" and amount != int(amount)):
         kind = "a whole number" if length == "steps" else "a number"
-        raise ValueError(f"--budget {length}={text}: {kind} above 0 is needed, as {length}=200")
+        raise ValueError(f"--budget {length}={text} must be {kind} above 0, as {length}=200")
     return amount
 
 
@@ -74,8 +74,8 @@ def _limit(values: dict[str, str | None]) -> int | None:
         return None
     text = values["bytes"]
     if not text:
-        raise ValueError("--budget bytes needs the limit: bytes=24GiB")
+        raise ValueError("--budget bytes needs a limit. Give one: bytes=24GiB")
     limit = parse_memory_size(text)
     if not limit:
-        raise ValueError(f"--budget bytes={text}: nothing fits 0 bytes")
+        raise ValueError(f"--budget bytes={text} must be above 0. Give a size such as 24GiB")
     return limit

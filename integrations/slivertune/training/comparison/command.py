@@ -30,7 +30,7 @@ def run_compare(argv: Sequence[str], *, program: Sequence[str] = TRAIN_PROGRAM) 
     """
     arguments = parse_compare_arguments(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("compare starts its runs by itself, each on one device; start it without a launcher")
+        raise ValueError("compare starts its runs by itself, each on one device. Start it without a launcher")
     console = make_console()
     with one_voice(console):
         record = Record(arguments.folder)

@@ -147,7 +147,7 @@ class Comparison:
                 by_rate[further] = self._run(row, words, further, first)
                 best = best_of(list(by_rate.values()))
             if best.badness == float("inf"):
-                raise FailedError("its evaluation is no number after any run; give lower --search_rates")
+                raise FailedError("its evaluation is no number after any run. Give lower --search_rates")
             for candidate in sorted(by_rate.values(), key=lambda each: each.badness):
                 if by_seed and candidate.badness >= min(map(mean_badness, by_seed)):
                     break  # with the first seed alone it is worse than the best mean
@@ -186,10 +186,10 @@ class Comparison:
                     raise
                 continue
             if peak is None:
-                raise FailedError("its peak is not measured with --memory_ledger off; leave that out")
+                raise FailedError("its peak is not measured with --memory_ledger off. Leave that out")
             if peak <= limit:
                 return sized
-        raise FailedError(f"does not fit {self._arguments.budget.describe()} even with one row a forward")
+        raise FailedError(f"does not fit {self._arguments.budget.describe()} even with one row per forward")
 
     def _length(self, row: Row, words: Sequence[str]) -> list[str]:
         """Return the options for the number of updates and for evaluations in between."""
@@ -201,7 +201,7 @@ class Comparison:
             trial = self._trial(row.name, words)
             one = trial.seconds_per_update if length == "seconds" else trial.tokens_per_update
             if not one:
-                raise FailedError("batches have no input_ids, whose tokens could be counted; take --budget seconds")
+                raise FailedError("batches have no input_ids to count tokens of. Use --budget seconds")
             num_updates = max(1, round(self._amount / one))
         options = ["--max_steps", str(num_updates)] if num_updates > 0 else []
         if "eval_strategy" not in self._parsed[row.name].given:
@@ -254,7 +254,7 @@ class Comparison:
         if spent is None:
             raise FailedError(
                 f"--budget {length}: the first row, {first.row.name}, has no {length} to share "
-                f"({first.failure or 'not counted'}); give a number: {length}=..."
+                f"({first.failure or 'not counted'}). Give a number: {length}=..."
             )
         return spent
 

@@ -47,7 +47,7 @@ class Kept(Generic[_Measured]):
         if found["command"] != command:
             raise ValueError(
                 f"{self._record.path} has {name!r} by another command, {shlex.join(found['command'])}, and this would "
-                f"be {shlex.join(command)}; their figures don't belong in one table: name another --output_dir, or "
+                f"be {shlex.join(command)}. Their figures don't belong in one table. Name another --output_dir, or "
                 "give the old settings"
             )
         measured: _Measured = self._class(**found[self._field])
@@ -87,9 +87,9 @@ class Record:
         except FileNotFoundError:
             return empty
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path} can't be read ({error}); move it away, or name another folder") from error
+            raise ValueError(f"{self.path} can't be read ({error}). Move it away, or name another folder") from error
         if not isinstance(values, dict) or not all(isinstance(values.get(name), dict) for name in empty):
-            raise ValueError(f"{self.path} is no record of a comparison; move it away, or name another folder")
+            raise ValueError(f"{self.path} is no record of a comparison. Move it away, or name another folder")
         return values
 
     def write(self) -> None:

@@ -54,17 +54,19 @@ def parse_rows(words: Sequence[str]) -> tuple[Row, ...]:
     names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"--rows names {name!r} twice; give settings a name of their own: 'NAME:--option value'")
+            raise ValueError(f"--rows names {name!r} twice. Give settings a name of their own: 'NAME:--option value'")
     return rows
 
 
 def _parse_row(word: str) -> Row:
     name, colon, options = word.partition(":")
     if not _NAME.fullmatch(name):
-        raise ValueError(f"--rows {word!r}: a name has letters, digits, '.', '+', '_' and '-' alone, for its folder")
+        raise ValueError(
+            f"--rows {word!r}: a name may have only letters, digits, '.', '+', '_' and '-', for its folder"
+        )
     if not colon and name not in NAMED_ROWS:
         raise ValueError(
-            f"--rows {name!r}: there are {', '.join(NAMED_ROWS)}{did_you_mean(name, NAMED_ROWS)}; any other is written "
-            "with its options: 'NAME:--option value'"
+            f"--rows {name!r} is unknown. Use {', '.join(NAMED_ROWS)}, or write it with its options: "
+            f"'NAME:--option value'{did_you_mean(name, NAMED_ROWS)}"
         )
     return Row(name=name, options=(*NAMED_ROWS.get(name, ()), *shlex.split(options)))

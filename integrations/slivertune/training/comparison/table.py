@@ -80,11 +80,11 @@ def notes(results: Sequence[RowResult], *, is_searched: bool) -> list[str]:
     """
     lines = []
     if not is_searched:
-        lines.append("rates are each row's own and were not searched, which may decide the order; see --search_rates")
+        lines.append("rates are each row's own and were not searched, so they may decide the order. See --search_rates")
     edges = [each.row.name for each in results if each.outcomes and each.is_at_edge]
     if edges:
-        lines.append(f"the best rate is the largest or the smallest tried: {', '.join(edges)}; search further")
+        lines.append(f"the best rate is the largest or the smallest tried: {', '.join(edges)}. Search further")
     if max((len(each.outcomes) for each in results), default=0) == 1:
-        lines.append("one seed: differences as small as between two seeds mean nothing; see --seeds")
+        lines.append("one seed: differences as small as between two seeds mean nothing. See --seeds")
     lines += [f"{each.row.name} failed: {each.failure}" for each in results if each.failure]
     return lines

@@ -129,12 +129,12 @@ def prepare_base_model(recipe: BaseRecipe, console: Console, *, bar: bool) -> Pa
     if folder.is_dir():
         damage = find_damage(folder)
         if damage is None:
-            say(f"base model: {folder}, made before")
+            say(f"base model: {folder}, from an earlier run")
             return folder
-        say(f"base model: {folder} is damaged ({damage}) and is made again")
+        say(f"base model: {folder} is damaged ({damage}) and is trained again")
     say(
-        f"base model: training it on the docstrings of Python's standard library, {recipe.num_steps} updates; it is "
-        f"kept in {folder} for later runs"
+        f"base model: training it on the docstrings of Python's standard library, {recipe.num_steps} updates. It is "
+        f"saved in {folder} for later runs"
     )
     with make_progress(console, enabled=bar) as progress:
         task = progress.add_task("base model", total=recipe.num_steps, status="")
@@ -204,8 +204,8 @@ def train_base_model(recipe: BaseRecipe, texts: list[str], report: StepReport) -
     tokens = _as_tokens(texts, recipe.corpus_bytes)
     if len(tokens) <= recipe.sequence_length:
         raise RuntimeError(
-            f"{len(tokens)} bytes of docstrings are too few for windows of {recipe.sequence_length}; "
-            "name a model with --model_name_or_path"
+            f"{len(tokens)} bytes of docstrings are too few for windows of {recipe.sequence_length}. "
+            "Name a model with --model_name_or_path"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

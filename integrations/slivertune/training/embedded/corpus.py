@@ -36,7 +36,7 @@ def collect_docstrings(root: Path | None = None) -> list[str]:
     if not docstrings:
         raise RuntimeError(
             f"no docstrings under {folder}: this Python comes without its library's sources, so the embedded base "
-            "model can't be made; name a model with --model_name_or_path"
+            "model can't be trained. Name a model with --model_name_or_path"
         )
     return sorted(docstrings, key=_shuffled)
 
@@ -75,7 +75,7 @@ def reference_splits() -> Any:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise RuntimeError(
-            "this Python comes without pydoc_data.topics, the language reference; name data with --dataset"
+            "this Python comes without pydoc_data.topics, the language reference. Name data with --dataset"
         ) from error
     texts = [topics[name].strip() for name in sorted(topics, key=_shuffled)]
     num_held_out = len(texts) // _EVALUATED_TOPICS

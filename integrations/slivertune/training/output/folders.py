@@ -105,8 +105,8 @@ def _fresh_folder(method: str, asked: Path | None) -> Path:
         return next(folder for folder in _default_folders(method) if not _is_occupied(folder))
     if _is_occupied(asked):
         raise FileExistsError(
-            f"output_dir {asked} already holds something, which is never written over; name another folder, or "
-            "continue what lies there with --resume_from_checkpoint true, or auto"
+            f"output_dir {asked} already holds something, which is never written over. Name another folder, or "
+            "continue the run there with --resume_from_checkpoint true, or auto"
         )
     return asked
 
@@ -118,7 +118,7 @@ def _continue_newest(method: str, asked: Path | None) -> RunFolder:
     if checkpoint is None:
         reasons = "; ".join(passed_over) or "it holds no checkpoint"
         raise ValueError(
-            f"there is nothing whole to resume in {folder}: {reasons}; start again in another --output_dir"
+            f"there is nothing whole to resume in {folder}: {reasons}. Start again in another --output_dir"
         )
     return RunFolder(path=folder, checkpoint=checkpoint, notes=tuple(f"passed over: {line}" for line in passed_over))
 
@@ -142,14 +142,14 @@ def _start_or_continue(method: str, asked: Path | None, goal: Goal) -> RunFolder
         if checkpoint is None:
             raise ValueError(
                 f"the run in {folder} is finished after {results['num_steps']} updates and kept no checkpoint to train "
-                "on from; start again in another --output_dir, with a --save_strategy other than no"
+                "on from. Start again in another --output_dir, with a --save_strategy other than no"
             )
     if checkpoint is not None:
         return RunFolder(path=folder, checkpoint=checkpoint, notes=notes)
     if _is_occupied(folder) and not _is_of_a_run(folder):
         raise FileExistsError(
             f"output_dir {folder} holds no checkpoint, and files that no run of slivertune train wrote, which are "
-            "never written over; name another folder"
+            "never written over. Name another folder"
         )
     return RunFolder(path=folder, notes=(*notes, f"{folder} holds no whole checkpoint; this run begins at the start"))
 
@@ -178,7 +178,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} can't be read ({error}); move it away to go on") from error
+        raise ValueError(f"{path} can't be read ({error}). Move it away to go on") from error
     if isinstance(results, dict):
         command = results.get("command")
         is_command = isinstance(command, list) and all(isinstance(word, str) for word in command)
@@ -186,7 +186,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
             return results
     raise ValueError(
         f"{path} can't be read: a run of slivertune train has a number as its num_steps and a list of words as its "
-        "command; move it away to go on"
+        "command. Move it away to go on"
     )
 
 
@@ -204,21 +204,21 @@ def _read_log(folder: Path) -> dict[str, Any]:
 def _continue_from(checkpoint: Path, asked: Path | None) -> RunFolder:
     if not checkpoint.is_dir():
         raise ValueError(
-            f"resume_from_checkpoint={str(checkpoint)!r} is not a folder; give a checkpoint's path, true for the "
+            f"resume_from_checkpoint={str(checkpoint)!r} is not a folder. Give a checkpoint's path, true for the "
             "newest, or auto for the newest or the start"
         )
     damage = find_damage(checkpoint)
     if damage is not None:
         whole, _ = newest_whole(checkpoint.parent)
-        instead = "no checkpoint beside it is whole" if whole is None else f"{whole} is the newest whole one"
-        raise ValueError(f"{checkpoint} can't be resumed: {damage}; {instead}")
+        instead = "Start again: no checkpoint beside it is whole" if whole is None else f"Resume from {whole}"
+        raise ValueError(f"{checkpoint} can't be resumed: {damage}. {instead}")
     folder = asked or checkpoint.parent
     if folder.resolve() != checkpoint.parent.resolve():
         return RunFolder(path=_fresh_folder("", folder), checkpoint=checkpoint)
     for path in checkpoint_folders(folder):
         if checkpoint_step(path) > checkpoint_step(checkpoint) and find_damage(path, read_files=False) is None:
             raise ValueError(
-                f"{path} is newer than {checkpoint} and would be written over; name another --output_dir to branch off"
+                f"{path} is newer than {checkpoint} and would be written over. Name another --output_dir to branch off"
             )
     return RunFolder(path=folder, checkpoint=checkpoint)
 

@@ -74,7 +74,9 @@ class LaunchCoordinator:
         others = [f"rank {rank} {shown[rank]!r}" for rank, each in enumerate(values) if each != values[0]]
         if others:
             listed = ", ".join(others if len(others) <= _NUM_SHOWN else [*others[:_NUM_SHOWN], "..."])
-            raise ValueError(f"the processes were given different {name}: rank 0 {shown[0]!r}, {listed}")
+            raise ValueError(
+                f"the processes were given different {name}: rank 0 {shown[0]!r}, {listed}. Start all of them alike"
+            )
 
     def decide(self, name: str, choose: Callable[[], _Value]) -> _Value:
         """Let the first process choose a value for all.

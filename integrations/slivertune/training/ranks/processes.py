@@ -55,7 +55,7 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
         for name, is_asked in (("DeepSpeed", asks_for("deepspeed", values)), ("FSDP", asks_for("fsdp", values))):
             if is_asked and not has_gpu:
                 raise ValueError(
-                    f"{name} is asked for, and one process without a GPU has nothing to share; leave it out"
+                    f"{name} is asked for, and one process without a GPU has nothing to shard. Leave it out"
                 )
         return {}
     # The Trainer's default searches for unused parameters in every update, though there are hardly ever any.
@@ -63,7 +63,7 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
     if has_gpu:
         return settled
     if asks_for("fsdp", values):
-        raise ValueError("FSDP is asked for, and accelerate shards weights over GPUs alone; take DDP or DeepSpeed here")
+        raise ValueError("FSDP is asked for, and accelerate shards weights only over GPUs. Use DDP or DeepSpeed here")
     if asks_for("deepspeed", values):
         check_build(_say_once)
         settled |= {"use_cpu": False, "ddp_backend": "gloo"}
@@ -91,8 +91,8 @@ def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
     """
     if autocast == "bf16" and asks_for("deepspeed", values) and not is_torch_bf16_gpu_available():
         raise ValueError(
-            "bf16 is asked for, by --bf16, --weights_dtype or the launcher, and under DeepSpeed the Trainer takes it "
-            "on GPUs with bf16 alone, of which none is here; leave it out, as by accelerate launch --mixed_precision no"
+            "bf16 is asked for, by --bf16, --weights_dtype or the launcher. Under DeepSpeed the Trainer needs a GPU "
+            "with bf16 for it, and none is here. Leave it out, as by accelerate launch --mixed_precision no"
         )
 
 
@@ -110,16 +110,16 @@ def precision_values(values: dict[str, Any], mixed: Sequence[str]) -> dict[str, 
         ValueError: If the GPU here does not support bf16, or no GPU supports TF32.
     """
     if values.get("tf32") and not is_torch_tf32_available():
-        raise ValueError("--tf32 needs an NVIDIA GPU of compute capability 8 or later, and none is here; leave it out")
+        raise ValueError("--tf32 needs an NVIDIA GPU of compute capability 8 or later, and none is here. Leave it out")
     is_bf16 = "bf16" in mixed or values.get("bf16_full_eval", False)
     has_place = values.get("use_cpu", False) or asks_for("deepspeed", values) or is_torch_bf16_gpu_available()
     if has_place or not is_bf16:
         return {}
     if torch.accelerator.is_available():
         raise ValueError(
-            "--bf16 needs a GPU with bf16, and the one that is here has none; leave it out, or add --use_cpu"
+            "--bf16 needs a GPU with bf16, and this machine's GPU has none. Leave it out, or add --use_cpu"
         )
-    _LOG.info("no GPU is here; --bf16 computes on the CPU")
+    _LOG.info("no GPU is here, so --bf16 computes on the CPU")
     return {"use_cpu": True}
 
 
@@ -134,7 +134,7 @@ def check_fp16(values: dict[str, Any]) -> None:
     """
     on_cpu = values.get("use_cpu", False) or not torch.accelerator.is_available()
     if values.get("fp16", False) and on_cpu and not asks_for("deepspeed", values):
-        raise ValueError("--fp16 needs a GPU, and this run has none; leave it out, or take --bf16")
+        raise ValueError("--fp16 needs a GPU, and this run has none. Leave it out, or use --bf16")
 
 
 def check_processes(training: TrainingArguments, world_size: int, *, four_bit: bool = False) -> None:
@@ -151,7 +151,7 @@ def check_processes(training: TrainingArguments, world_size: int, *, four_bit: b
     if training.world_size != world_size:
         raise ValueError(
             f"{world_size} processes were started, and torch.distributed has joined {training.world_size}: each would "
-            "train by itself; start them by torchrun, accelerate launch or deepspeed"
+            "train by itself. Start them by torchrun, accelerate launch or deepspeed"
         )
     plugin: Any = training.deepspeed_plugin if four_bit else None
     if plugin is not None and plugin.zero_stage == 3:

@@ -34,7 +34,9 @@ def run_report(folder: Path, output: Path | None = None) -> Path:
         check_file_place(path, "--output")
     log = read_run_log(folder)
     if not any("loss" in entry for entry in log.entries):
-        raise ValueError(f"{log.source} has no line with a loss: the run was over before --logging_steps updates")
+        raise ValueError(
+            f"{log.source} has no line with a loss: the run ended before --logging_steps updates. Lower --logging_steps"
+        )
     save(run_figure(log), path)
     return path
 

@@ -137,7 +137,7 @@ def _draw_speed(axes: Axes, log: RunLog) -> None:
         axes.axhline(planned, label="planned", color=GREY, linestyle="--", linewidth=1.2)
     _begin_at_zero(axes)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _finish(axes, "tokens a second", legend=planned is not None)
+    _finish(axes, "tokens/s", legend=planned is not None)
 
 
 def _draw_state(axes: Axes, log: RunLog) -> None:

@@ -75,13 +75,13 @@ def read_run_log(folder: Path) -> RunLog:
         ValueError: If the run has no log, or a damaged one.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; name that of a run, such as runs/hift")
+        raise FileNotFoundError(f"{folder} is not a folder. Name that of a run, such as runs/hift")
     sources = [path / TRAINER_STATE_NAME for path in (*checkpoint_folders(folder), folder)]
     found = [(_read_state(path), path) for path in sources if path.is_file()]
     if not found:
         raise ValueError(
-            f"{folder} has no log: neither a {TRAINER_STATE_NAME} nor a checkpoint with one; a run writes it with its "
-            "first checkpoint and when it ends"
+            f"{folder} has no log: neither a {TRAINER_STATE_NAME} nor a checkpoint with one. Wait until the run has "
+            "written its first checkpoint, or has ended"
         )
     state, source = max(found, key=lambda pair: pair[0]["global_step"])
     entries = [entry for entry in state["log_history"] if _is_number(entry.get("step"))]
@@ -111,13 +111,13 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     try:
         state: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} can't be read ({error}); move it away to go on") from error
+        raise ValueError(f"{path} can't be read ({error}). Move it away to go on") from error
     history = state.get("log_history") if isinstance(state, dict) else None
     is_history = isinstance(history, list) and all(isinstance(entry, dict) for entry in history)
     if not is_history or type(state.get("global_step")) is not int:
         raise ValueError(
             f"{path} can't be read: a Trainer's state has a number as its global_step and a list of dictionaries as "
-            "its log_history; move it away to go on"
+            "its log_history. Move it away to go on"
         )
     return dict(state)
 
