@@ -64,8 +64,8 @@ def test_it_trains_here_where_the_card_is(machine: None, monkeypatch: pytest.Mon
 
 def test_what_waits_without_a_limit_is_said_with_the_option_that_sets_one() -> None:
     limits = Limits(device_bytes=24 * GIB)
-    host = "needs 75.00 GiB of host memory, and no limit was given; --fit_host 64GiB makes it a limit"
-    disk = "needs 9.00 GiB of disk for each process, and no limit was given; --fit_disk 500GiB makes it a limit"
+    host = "needs 75.00 GiB of host memory, and no limit was given. Give one by --fit_host 64GiB"
+    disk = "needs 9.00 GiB of disk for each process, and no limit was given. Give one by --fit_disk 500GiB"
     assert unlimited_needs(needs(), limits) == []
     assert unlimited_needs(needs(host=75 * GIB), limits) == [host]
     assert unlimited_needs(needs(disk=9 * GIB, layout="ddp", num_gpus=2), limits) == [disk]

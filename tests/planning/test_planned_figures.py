@@ -34,7 +34,7 @@ def test_the_plan_that_is_shown_is_the_one_that_is_made() -> None:
     # The page ends with the command; notes and hints stand below it.
     assert lines[-1].startswith("to run it: ")
     assert [line.rstrip() for line in made.splitlines()][: len(lines)] == lines
-    waits = re.search(r"waits in host memory +│ (\S+ GiB)", shown)
+    waits = re.search(r"offloaded to host memory +│ (\S+ GiB)", shown)
     assert waits is not None
     assert f"warning: needs {waits[1]} of host memory, and no limit was given" in words_of(PLAN)
 

@@ -52,13 +52,13 @@ def test_the_parts_of_the_peak_the_allowance_and_the_groups_each_have_a_line() -
         ("masters and optimizer state", "192.0 MiB"),
         ("activations and other", "3.00 GiB"),
         ("fragmentation", f"{REQUIREMENT.allowance.fragmentation / MIB:.1f} MiB"),
-        ("waits in host memory", "75.00 GiB"),
+        ("offloaded to host memory", "75.00 GiB"),
     ):
         assert row_of(text, title)[1] == size
     assert row_of(text, "peak")[1:] == ["15.56 GiB", "in the backward, while model.layers.0 or one of 31 alike trains"]
     assert row_of(text, "CUDA context and kernels")[1:] == ["512.0 MiB", "allowance, not planned"]
     assert row_of(text, "cuBLAS workspaces")[1:] == ["64.00 MiB", "allowance"]
-    assert row_of(text, "a GPU must have")[1:] == [f"{REQUIREMENT.device_bytes / GIB:.2f} GiB", ""]
+    assert row_of(text, "GPU memory needed")[1:] == [f"{REQUIREMENT.device_bytes / GIB:.2f} GiB", ""]
     assert row_of(text, "model.layers.0 or one of 31 alike")[1:] == [
         "202,383,360", "11 B", "17 B", "13 B", "15.56 GiB", "backward",
     ]  # fmt: skip
@@ -66,7 +66,7 @@ def test_the_parts_of_the_peak_the_allowance_and_the_groups_each_have_a_line() -
     assert "NCCL" not in text
     for part in (
         "hift on tiny: 1,234,567 parameters, from a test",
-        "33 groups, one an update",
+        "33 groups, one per update",
         "note: a [odd] note",
         "to run it: slivertune train --model_name_or_path owner/tiny",
         "--fit 24GiB finds settings",
@@ -77,26 +77,24 @@ def test_the_parts_of_the_peak_the_allowance_and_the_groups_each_have_a_line() -
 def test_a_limit_has_its_verdict() -> None:
     text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT, limits=Limits(device_bytes=24 * GIB)))
     spare = (24 * GIB - REQUIREMENT.device_bytes) / GIB
-    assert row_of(text, "a GPU must have")[2] == f"fits 24.00 GiB, {spare:.2f} GiB to spare"
+    assert row_of(text, "GPU memory needed")[2] == f"fits 24.00 GiB, {spare:.2f} GiB to spare"
     assert "--fit 24GiB finds" not in text
-    assert row_of(text, "waits in host memory")[2] == ""
-    assert (
-        "\nwarning: needs 75.00 GiB of host memory, and no limit was given; --fit_host 64GiB makes it a limit\n" in text
-    )
+    assert row_of(text, "offloaded to host memory")[2] == ""
+    assert "\nwarning: needs 75.00 GiB of host memory, and no limit was given. Give one by --fit_host 64GiB\n" in text
     text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT, limits=Limits(device_bytes=10 * GIB)))
-    assert row_of(text, "a GPU must have")[2] == f"{REQUIREMENT.device_bytes / GIB - 10:.2f} GiB more than 10.00 GiB"
+    assert row_of(text, "GPU memory needed")[2] == f"{REQUIREMENT.device_bytes / GIB - 10:.2f} GiB more than 10.00 GiB"
 
 
 def test_what_waits_has_a_verdict_where_there_is_a_limit() -> None:
     limits = Limits(device_bytes=24 * GIB, host_bytes=64 * GIB)
     text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT, limits=limits))
-    assert row_of(text, "waits in host memory")[2] == "11.00 GiB more than 64.00 GiB"
+    assert row_of(text, "offloaded to host memory")[2] == "11.00 GiB more than 64.00 GiB"
     assert "warning" not in text
     on_disk = add_allowance(plan(REQUEST, BLOCKS, disk_bytes=75 * GIB))
     limits = Limits(device_bytes=24 * GIB, disk_bytes=100 * GIB, assumed=frozenset({"disk_bytes"}))
     text = text_of(Answer(model=tiny_model(), requirement=on_disk, limits=limits))
     verdict = "fits 100.0 GiB that this machine has free, 25.00 GiB to spare"
-    assert row_of(text, "on disk")[2] == verdict
+    assert row_of(text, "offloaded to disk")[2] == verdict
     assert "warning" not in text
 
 
@@ -129,7 +127,7 @@ def test_kinds_of_updates_that_are_no_groups_are_called_so() -> None:
             ),
         )
     )
-    assert "2 kinds of updates" in text and "groups, one an update" not in text
+    assert "2 kinds of updates" in text and "groups, one per update" not in text
     assert row_of(text, "peak")[2] == "in the backward, inside an estimation phase"
 
 
@@ -155,7 +153,7 @@ def test_what_was_chosen_comes_with_its_gain_and_cost_and_what_was_left_with_its
     assert f"\n{before:.2f} GiB needed as asked, {after:.2f} GiB as chosen:\n" in text
     (chosen,) = [line for line in text.splitlines() if line.startswith("  chose")]
     assert chosen.startswith("  chose  gradient checkpointing (gradient_checkpointing false -> true). Cost: the same")
-    assert "  left   8-bit optimizer state: --optimizer was set" in text
+    assert "  skipped 8-bit optimizer state: --optimizer was set" in text
 
 
 def test_a_run_that_fits_as_asked_says_so() -> None:

@@ -20,7 +20,10 @@ pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
 
 CHECKPOINTED = ("--gradient_checkpointing", "true")
-KEPT, OFFLOADED = "activations of the uppermost of 2 checkpointed blocks: 1", "inputs of 2 checkpointed blocks wait"
+KEPT, OFFLOADED = (
+    "activations of the uppermost of 2 checkpointed blocks: 1",
+    "inputs of 2 checkpointed blocks, to host memory",
+)
 OPTIONS: dict[str, tuple[tuple[str, ...], object, str]] = {
     "kept": (("--keep_activations", "1"), 1, KEPT),
     "offloaded": (("--offload_activations",), True, OFFLOADED),

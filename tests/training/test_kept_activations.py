@@ -73,7 +73,7 @@ def test_a_run_with_auto_measures_a_cycle_twice_and_then_keeps_with_the_same_bit
     assert results["settings"]["keep_activations"] == "auto" and results["planned_peak_bytes"] is None
     assert set(seen[: 2 * 2 * TINY_CYCLE]) == {0} and 2 in seen[2 * 2 * TINY_CYCLE :]
     out = runs.printed()
-    assert "  keeps   activations of the uppermost of 2 checkpointed blocks: as many as there is room for" in out
+    assert "  keeps   activations of the uppermost of 2 checkpointed blocks: as many as fit" in out
     assert "  memory  not planned: --keep_activations auto fills the memory that the device has left" in out
 
 

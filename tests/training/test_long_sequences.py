@@ -15,7 +15,7 @@ def test_a_run_that_offloads_has_the_bits_of_plain_checkpointing(method: tuple[s
     runs.train("plain", *more)
     runs.printed()
     results = runs.train("offloaded", *more, "--offload_activations")
-    assert "  offload inputs of 2 checkpointed blocks wait in host memory" in runs.printed()
+    assert "  offload inputs of 2 checkpointed blocks, to host memory" in runs.printed()
     assert results["settings"]["offload_activations"] is True
     assert_same_bits(runs["plain"], runs["offloaded"])
 

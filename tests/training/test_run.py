@@ -48,7 +48,7 @@ def test_a_run_lowers_the_loss_leaves_a_loadable_model_and_a_whole_checkpoint_an
     moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
     assert all(moved), "24 updates are six cycles, so that every layer has moved"
     out = runs.printed()
-    for part in ("evaluation before", "evaluation loss", "updates a second", results["checkpoint"], "[prompt]"):
+    for part in ("evaluation before", "evaluation loss", "updates/s", results["checkpoint"], "[prompt]"):
         assert part in out
     lines = [line for line in out.splitlines() if "state on the host" in line and "weights" in line]
     # Of three, for eight updates each: HiFT measures in the first, and what is like the one before is not said again.

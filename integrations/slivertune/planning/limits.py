@@ -91,7 +91,7 @@ def unlimited_needs(requirement: MemoryRequirement, limits: Limits) -> list[str]
     each = " for each process" if requirement.plan.request.num_gpus > 1 else ""
     needs = [(getattr(requirement, name), getattr(limits, name), *about) for name, about in _PLACES.items()]
     return [
-        f"needs {format_bytes(size)} of {place}{each}, and no limit was given; {option} {example} makes it a limit"
+        f"needs {format_bytes(size)} of {place}{each}, and no limit was given. Give one by {option} {example}"
         for size, limit, place, option, example in needs
         if size and limit is None
     ]

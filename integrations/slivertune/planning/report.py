@@ -26,7 +26,7 @@ PART_TITLES = {
     "residual": "activations and other",
 }
 """Titles of the kinds of bytes."""
-_WAITING_TITLES: dict[LimitName, str] = {"host_bytes": "waits in host memory", "disk_bytes": "on disk"}
+_WAITING_TITLES: dict[LimitName, str] = {"host_bytes": "offloaded to host memory", "disk_bytes": "offloaded to disk"}
 _ALWAYS_SHOWN = ("optimizer", "precision", "batch_size", "seq_length")
 
 
@@ -61,7 +61,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     if answer.time is not None and answer.card is not None:
         print_time(answer.time, answer.card, answer.num_tokens, console)
     elif answer.card is not None:
-        say(f"time per update on a {answer.card.name} is planned if the run fits; --fit finds settings that do")
+        say(f"the time per update on a {answer.card.name} is planned only if the run fits. --fit finds such settings")
     for note in plan.notes:
         say(f"note: {note}")
     if command.arguments is not None:
@@ -85,7 +85,7 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
     all_needs = [requirement for _, requirement in answer.requirements]
     _print_head(answer.model, all_needs[0].plan, say, without=answer.field)
     unit, size = common_unit(max(each.device_bytes for each in all_needs))
-    titles = ["weights", "gradients", "state", "activations", "peak", "allowance", "needed", "on the host"]
+    titles = ["weights", "gradients", "state", "activations", "peak", "allowance", "needed", "host"]
     if answer.card is not None:
         titles.remove("allowance")  # leaves room for seconds; the allowance is "needed" minus "peak"
     timed = ("seconds", "tokens/s") if answer.card is not None else ()
@@ -154,9 +154,9 @@ def _parts_table(requirement: MemoryRequirement, limits: Limits | None) -> Table
             ("CUDA context and kernels", allowance.context, "allowance, not planned"),
             ("cuBLAS workspaces", allowance.workspace, "allowance"),
             *([("NCCL buffers", allowance.collectives, "allowance")] if allowance.collectives else []),
-            ("fragmentation", allowance.fragmentation, "allowance, 5 % of what comes and goes"),
+            ("fragmentation", allowance.fragmentation, "allowance, 5 % of transient memory"),
         ],
-        [("a GPU must have", requirement.device_bytes, _verdict(requirement, limits))],
+        [("GPU memory needed", requirement.device_bytes, _verdict(requirement, limits))],
         [
             (title, getattr(requirement, name), _verdict_on(name, requirement, limits))
             for name, title in _WAITING_TITLES.items()
@@ -166,7 +166,7 @@ def _parts_table(requirement: MemoryRequirement, limits: Limits | None) -> Table
     for rows in sections:
         for title, num_bytes, remark in rows:
             size = format_bytes(num_bytes)
-            is_sum = title in ("peak", "a GPU must have")
+            is_sum = title in ("peak", "GPU memory needed")
             table.add_row(title, f"[bold]{size}[/]" if is_sum else size, remark)
         table.add_section()
     return table
@@ -216,8 +216,8 @@ def _groups_table(plan: Plan) -> Table:
     num_groups = sum(len(group.indices) for group in plan.groups)
     first, heading = "update", f"{num_groups} kinds of updates"
     if planned(plan.request.method).trains_in_groups:
-        first, heading = "group", f"{num_groups} groups, one an update"
-    table = _table(heading, [first], ["trains", "gradients", "masters", "optimizer state", "peak"], ["in the"])
+        first, heading = "group", f"{num_groups} groups, one per update"
+    table = _table(heading, [first], ["trains", "gradients", "masters", "optimizer state", "peak"], ["phase"])
     for group in plan.groups:
         sizes = (group.gradient_bytes, group.master_bytes, group.state_bytes, group.peak.total)
         table.add_row(_name_of(group), f"{group.num_parameters:,}", *map(format_bytes, sizes), _phase_of(group))
@@ -234,7 +234,7 @@ def _print_search(found: Found, say: Tell) -> None:
         changes = ", ".join(f"{name} {_plain(old)} -> {_plain(new)}" for name, (old, new) in step.changes.items())
         say(f"  chose  {step.title} ({changes}). Cost: {step.cost}")
     for title, reason in found.skipped:
-        say(f"  left   {title}: {reason}")
+        say(f"  skipped {title}: {reason}")
 
 
 def _plain(value: Any) -> str:

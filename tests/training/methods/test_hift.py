@@ -102,7 +102,7 @@ def test_waiting_layers_in_fewer_bits_resume_with_the_same_bits_and_save_exact_w
         waiting,
     )
     result = runs.train("whole", *more)
-    assert f"waiting layers  in {waiting}; evaluation uses them, saved weights are exact" in runs.printed()
+    assert f"  layers  idle ones in {waiting}, also in evaluation; saved weights are exact" in runs.printed()
     assert result["settings"]["waiting"] == waiting
     runs.train("resumed", *more, "--resume_from_checkpoint", str(runs["whole/checkpoint-3"]))
     assert_same_bits(runs["resumed"], runs["whole"])

@@ -44,7 +44,7 @@ def test_on_a_card_it_is_what_a_plan_for_that_card_says(precision: Any, monkeypa
     expected = plan_time(with_room_ahead(add_allowance(plan), CARD.memory_bytes), rates)
     assert planned.time == expected and planned.note == note_of(expected)
     assert said == [f"  time    {describe_update(expected)}"]
-    assert f"({expected.tokens_per_second:,.0f} tokens a second if 60% of the card's peak is reached; " in said[0]
+    assert f"({expected.tokens_per_second:,.0f} tokens/s at 60% of the card's peak, " in said[0]
 
 
 def test_on_a_cpu_no_time_is_planned(runs: Runs) -> None:
@@ -52,7 +52,7 @@ def test_on_a_cpu_no_time_is_planned(runs: Runs) -> None:
     results = runs.train("out", "--packing", "--max_length", "32")
     out = " ".join(runs.printed().split())
     assert (results["planned_update"], results["planned_update_note"]) == (None, None)
-    assert "  time  " not in out and f"tokens a second {results['tokens_per_second']:,.0f}" in out
+    assert "  time  " not in out and f"tokens/s {results['tokens_per_second']:,.0f}" in out
     assert results["tokens_per_second"] == pytest.approx(2 * 32 * results["steps_per_second"])
 
 
@@ -78,12 +78,12 @@ def test_operators_that_python_issues_slower_than_the_card_computes_are_noted() 
     assert note_of(replace(time, num_operators=0.9 * limit)) is None
     late = replace(time, num_operators=1.1 * limit)
     note = note_of(late)
-    assert note is not None and note.endswith(f"to issue the {late.num_operators:,.0f} of an update")
+    assert note is not None and note.endswith(f"to issue the {late.num_operators:,.0f} operators per update")
     assert describe_update(late).endswith(note)
 
 
 def test_what_is_written_to_a_disk_is_said_with_the_time() -> None:
     assert "written to disk" not in describe_update(planned())
-    assert "3.50 TiB an hour written to disk" in describe_update(
+    assert "3.50 TiB per hour written to disk" in describe_update(
         planned(disk_bytes_per_update=3.5 * 2**40 * planned().seconds / 3600)
     )

@@ -76,13 +76,13 @@ def test_a_plan_for_longer_rows_than_ran_says_so_in_place_of_a_share(ran: tuple[
     planned, largest = BatchSize(num_rows=4, num_tokens=512), BatchSize(num_rows=ran[0], num_tokens=ran[1])
     line = " ".join(printed(planned_batch=planned, largest_batch=largest).split())
     assert text in line
-    assert ("%)" in line.partition("peak on the device")[2].partition("most")[0]) == (ran == (4, 512))
+    assert ("%)" in line.partition("peak on the device")[2].partition("peak")[0]) == (ran == (4, 512))
 
 
 def test_what_was_not_measured_is_not_printed() -> None:
     sizes = dict.fromkeys(("peak", "highest", "planned_peak_bytes", "measured_peak_bytes"))
     text = printed(**sizes, checkpoint=None, sample=None, num_skipped=0, steps_per_second=None)
-    for part in ("peak", "checkpoint", "Sample", "skipped", "a second"):
+    for part in ("peak", "checkpoint", "Sample", "skipped", "tokens/s", "updates/s"):
         assert part not in text
 
 
@@ -114,8 +114,8 @@ PLANNED_UPDATE = PlannedTime(
 def test_the_measured_speed_has_the_planned_one_beside_it(planned: Any, note: Any, text: str) -> None:
     out = printed(tokens_per_second=1600.0, planned_update=planned, planned_update_note=note)
     lines = [" ".join(line.split()) + "\n" for line in out.splitlines()]
-    assert f"tokens a second {text}" in lines
-    assert "tokens a second" not in printed(planned_update=planned, planned_update_note=note)
+    assert f"tokens/s {text}" in lines
+    assert "tokens/s" not in printed(planned_update=planned, planned_update_note=note)
 
 
 def test_the_file_has_the_planned_update(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_deltas_without_a_model_come_with_the_command_that_makes_one(
     command = ("slivertune", "merge", "runs/sft/my delta", *option)
     saved: dict[str, Any] = {"model_folder": None, "delta_folder": Path("runs/sft/my delta"), "merge_command": command}
     text = printed(**saved)
-    assert f"not saved, as {reason}" in text and "runs/hift/model" not in text
+    assert f"not saved, since {reason}" in text and "runs/hift/model" not in text
     assert "slivertune merge 'runs/sft/my delta'" in " ".join(text.split())
     values = json.loads(write_results(replace(RESULTS, **saved), tmp_path).read_text())
     assert [values[name] for name in saved] == [None, "runs/sft/my delta", list(command)]

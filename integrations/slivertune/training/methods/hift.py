@@ -313,7 +313,7 @@ class HiFTMethod(SliverMethod):
         turns = f"{hift.cycle_length} updates per cycle"
         lines = [f"  groups  {hift.num_groups} groups, {num_layers} layers in all, {hift.config.order}; {turns}"]
         if hift.config.waiting is not None:
-            lines.append(f"  waiting layers  in {hift.config.waiting}; evaluation uses them, saved weights are exact")
+            lines.append(f"  layers  idle ones in {hift.config.waiting}, also in evaluation; saved weights are exact")
         return lines
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:

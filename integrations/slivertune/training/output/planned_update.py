@@ -78,11 +78,10 @@ def describe_update(planned: PlannedTime) -> str:
     """
     (low, high), (slow, fast) = EFFICIENCIES, planned.tokens_per_second_range
     said = (
-        f"{format_seconds(planned.seconds)} planned an update ({planned.tokens_per_second:,.0f} tokens a second if "
-        f"{planned.rates.efficiency:.0%} of the card's peak is reached; {slow:,.0f} with {low:.0%}, {fast:,.0f} with "
-        f"{high:.0%})"
+        f"{format_seconds(planned.seconds)} planned per update ({planned.tokens_per_second:,.0f} tokens/s at "
+        f"{planned.rates.efficiency:.0%} of the card's peak, {slow:,.0f} at {low:.0%}, {fast:,.0f} at {high:.0%})"
     )
-    disk = f"{format_bytes(planned.disk_bytes_per_hour)} an hour written to disk"
+    disk = f"{format_bytes(planned.disk_bytes_per_hour)} per hour written to disk"
     parts = (said, disk if planned.disk_bytes_per_update else None, note_of(planned))
     return ", ".join(part for part in parts if part is not None)
 
@@ -98,5 +97,5 @@ def note_of(planned: PlannedTime) -> str | None:
         return None
     return (
         f"from operators alone: Python takes about {format_seconds(issuing)} to issue the "
-        f"{planned.num_operators:,.0f} of an update"
+        f"{planned.num_operators:,.0f} operators per update"
     )

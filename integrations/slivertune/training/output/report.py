@@ -168,18 +168,18 @@ def print_results(results: Results, console: Console, results_path: Path, pictur
 def _figures(results: Results, results_path: Path, picture: Path | None) -> Table:
     highest, merge_command = results.highest, results.merge_command
     sizes = {} if highest is None else {title: getattr(highest, name) for name, title in _PEAK_ROWS.items()}
-    reason = "sharded weights don't hold the deltas; it comes by: "
+    reason = "sharded weights don't hold the deltas. To save it: "
     if merge_command is not None and "--allow_quantized_base" in merge_command:
-        reason = "4-bit weights can't hold the deltas; nearly the same, on the base's weights, comes by: "
+        reason = "4-bit weights can't hold the deltas. To save a close one, on the base's weights: "
     rows = (
         ("peak on the device", _measured_and_planned(results)),
-        *((f"  most {title}", _megabytes(size)) for title, size in sizes.items() if size or title != "state on disk"),
-        ("tokens a second", _measured_and_planned_speed(results)),
-        ("updates a second", results.steps_per_second and f"{results.steps_per_second:.2f}"),
+        *((f"  peak {title}", _megabytes(size)) for title, size in sizes.items() if size or title != "state on disk"),
+        ("tokens/s", _measured_and_planned_speed(results)),
+        ("updates/s", results.steps_per_second and f"{results.steps_per_second:.2f}"),
         ("updates skipped", results.num_skipped and f"{results.num_skipped} (a loss or gradient was not finite)"),
         ("model", results.model_folder),
         ("deltas", results.delta_folder),
-        ("model", merge_command and f"not saved, as {reason}{shlex.join(typed_command(*merge_command[1:]))}"),
+        ("model", merge_command and f"not saved, since {reason}{shlex.join(typed_command(*merge_command[1:]))}"),
         ("ends with", results.best_checkpoint and f"the model of {results.best_checkpoint}, the best evaluated"),
         ("last checkpoint", results.checkpoint),
         ("figures", results_path),
@@ -257,10 +257,10 @@ def describe(run: Run) -> None:
     if run.tokens is not None:
         say(tokens_line(run.tokens))
     if run.kept is not None:
-        number = "as many as there is room for" if arguments.run.num_kept == "auto" else str(run.kept.num_kept)
+        number = "as many as fit" if arguments.run.num_kept == "auto" else str(run.kept.num_kept)
         say(f"  keeps   activations of the uppermost of {len(run.kept.blocks)} checkpointed blocks: {number}")
     if run.offloaded is not None:
-        say(f"  offload inputs of {len(run.offloaded.blocks)} checkpointed blocks wait in host memory")
+        say(f"  offload inputs of {len(run.offloaded.blocks)} checkpointed blocks, to host memory")
     if run.tiles is not None:
         say(f"  tiles   of {arguments.run.token_tile_size:,} tokens in {len(run.tiles.paths)} MLPs and norms")
     schedule = enum_value(training.lr_scheduler_type)
@@ -285,7 +285,7 @@ def _batch(run: Run) -> str:
     parts = [f"{rows} at a time"]
     parts += [f"{accumulated} times"] if accumulated > 1 else []
     parts += [f"on each of {ranks} ranks ({run.layout})"] if ranks > 1 else []
-    return f"  batch   {rows * accumulated * ranks} rows an update: {', '.join(parts)}"
+    return f"  batch   {rows * accumulated * ranks} rows per update: {', '.join(parts)}"
 
 
 def _kinds_of_weights(model: torch.nn.Module) -> str:
