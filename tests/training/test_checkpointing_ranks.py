@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 CHECKPOINTED = ("--gradient_checkpointing", "true")
 KEPT, OFFLOADED = (
-    "activations of the uppermost of 2 checkpointed blocks: 1",
+    "activations of 1 of 2 checkpointed blocks, from the top",
     "inputs of 2 checkpointed blocks, to host memory",
 )
 OPTIONS: dict[str, tuple[tuple[str, ...], object, str]] = {

@@ -34,7 +34,8 @@ def test_a_run_that_keeps_activations_has_the_bits_of_plain_checkpointing_and_co
         more = () if number == "none" else ("--keep_activations", number)
         results.append(runs.train(number, *method, *CHECKPOINTED, *UNMEASURED, *more))
         out = runs.printed()
-        assert ("  keeps   activations of the uppermost of 2 checkpointed blocks: " + number in out) == bool(more)
+        line = f"  keeps   activations of {number} of 2 checkpointed blocks, from the top"
+        assert (line in out) == bool(more)
         assert results[-1]["settings"]["keep_activations"] == (int(number) if more else None)
         assert_same_bits(runs["none"], runs[number])
     assert counts[0] == counts[1] > counts[2] > counts[3] == 0
@@ -73,7 +74,7 @@ def test_a_run_with_auto_measures_a_cycle_twice_and_then_keeps_with_the_same_bit
     assert results["settings"]["keep_activations"] == "auto" and results["planned_peak_bytes"] is None
     assert set(seen[: 2 * 2 * TINY_CYCLE]) == {0} and 2 in seen[2 * 2 * TINY_CYCLE :]
     out = runs.printed()
-    assert "  keeps   activations of the uppermost of 2 checkpointed blocks: as many as fit" in out
+    assert "  keeps   activations of as many as fit of 2 checkpointed blocks, from the top" in out
     assert "  memory  not planned: --keep_activations auto fills the memory that the device has left" in out
 
 

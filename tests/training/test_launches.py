@@ -137,7 +137,7 @@ def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resu
     results, out = launch(TORCHRUN, arguments, tmp_path)
     assert (results["world_size"], results["layout"], results["method"]) == (2, "ddp", "hift")
     assert "batch   4 rows per update: 2 at a time, on each of 2 ranks (ddp)" in out
-    assert "the memory ledger is rank 0's, one of 2" in out
+    assert "the memory ledger counts rank 0 only, of 2 ranks" in out
     # Beside so small a model, the batch and what ranks tell each other count for a twentieth.
     assert results["planned_peak_bytes"] == pytest.approx(results["measured_peak_bytes"], rel=0.1)
     assert out.count("evaluation before") == 1 and out.count("evaluation loss") == 1, "one process speaks"

@@ -168,7 +168,7 @@ def test_the_first_rank_reports_once_and_the_other_not_at_all(name: str, ranks: 
     for line in (
         f": {CASES[name].method} on ",
         f"on each of {RANKS} ranks ({CASES[name].layout})",
-        "the memory ledger is rank 0's, one of 2",
+        "the memory ledger counts rank 0 only, of 2 ranks",
         "  memory  ",
         "evaluation before: loss ",
         "step    2/6  loss ",

@@ -162,7 +162,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         training.log_level_replica = "error"
     if training.n_gpu > 1:
         # The Trainer would split each batch over all GPUs by DataParallel, under which HiFT can't rotate groups.
-        display.say(f"{training.n_gpu} GPUs are visible; this run uses the first")
+        display.say(f"{training.n_gpu} GPUs are visible, and this run uses the first")
         use_one_device(training)
     marker = CheckpointMarker(facts, training.save_total_limit)
     training.save_total_limit = None
@@ -327,7 +327,7 @@ def _add_ledger(
     if arguments.run.memory_ledger == "off" or not coordinator.is_first:
         return None
     if coordinator.world_size > 1:
-        display.say(f"the memory ledger is rank 0's, one of {coordinator.world_size}")
+        display.say(f"the memory ledger counts rank 0 only, of {coordinator.world_size} ranks")
     if arguments.training.torch_compile:
         display.say("the memory ledger is off: it can't see into graphs of torch.compile")
         return None

@@ -364,7 +364,7 @@ def test_turns_of_other_formats_that_are_not_to_be_learned_are_read(
 def test_a_turn_of_somebody_else_that_is_to_be_learned_is_read_and_said(key: str, value: Any, tmp_path: Path) -> None:
     task = task_of(tmp_path, with_key(1, key, value, role="user"))
     assert learned(task)[1] == "Hello<|im_end|>\n"
-    line = "1 of 2 train rows: a message that is not the assistant's says that it is to be learned; it is read alone"
+    line = "1 of 2 train rows: a message that is not the assistant's says that it is to be learned, but is only read"
     assert line in task.notes
 
 

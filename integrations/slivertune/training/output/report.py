@@ -258,7 +258,7 @@ def describe(run: Run) -> None:
         say(tokens_line(run.tokens))
     if run.kept is not None:
         number = "as many as fit" if arguments.run.num_kept == "auto" else str(run.kept.num_kept)
-        say(f"  keeps   activations of the uppermost of {len(run.kept.blocks)} checkpointed blocks: {number}")
+        say(f"  keeps   activations of {number} of {len(run.kept.blocks)} checkpointed blocks, from the top")
     if run.offloaded is not None:
         say(f"  offload inputs of {len(run.offloaded.blocks)} checkpointed blocks, to host memory")
     if run.tiles is not None:

@@ -94,7 +94,7 @@ def encode_chats(
     def encode(row: dict[str, Any], remarks: list[str]) -> list[Encoded]:
         conversation = read_conversation(row, found)
         if conversation.asks_for_others:
-            remarks.append("a message that is not the assistant's says that it is to be learned; it is read alone")
+            remarks.append("a message that is not the assistant's says that it is to be learned, but is only read")
         return encode_conversation(tokenizer, conversation, day=day, remarks=remarks)
 
     return _encode_each(batch, encode, max_length if truncate else None)
