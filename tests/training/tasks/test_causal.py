@@ -59,10 +59,10 @@ def test_special_tokens_that_texts_have_themselves_are_there_once(bos: bool, pac
     task, expected = causal(written, tokenizer, **options), causal(plain, tokenizer, **options)
     assert list(task.train_dataset["input_ids"]) == list(expected.train_dataset["input_ids"])
     tokens = "'<bos>' or '<eos>'" if bos else "'<eos>'"
-    assert f"2 of 3 train rows: {tokens} stands in the data where a row has it anyway; the row has it once" in (
+    assert f"2 of 3 train rows: the text already has {tokens}, which each row gets anyway. The row has it once" in (
         task.notes
     )
-    assert not any("stands in the data" in note for note in expected.notes)
+    assert not any("the text already has" in note for note in expected.notes)
 
 
 def test_special_tokens_inside_a_text_stay() -> None:
@@ -85,7 +85,7 @@ def test_special_tokens_that_prompts_and_responses_have_themselves_are_there_onc
     options = {**options, "packing": packing, "max_length": 14 if packing else 64}
     task, expected = causal(written, tokenizer, **options), causal(plain, tokenizer, **options)
     assert list(task.train_dataset) == list(expected.train_dataset)
-    assert any(note.startswith("2 of 2 train rows: '<bos>' or '<eos>' stands in the data") for note in task.notes)
+    assert any(note.startswith("2 of 2 train rows: the text already has '<bos>' or '<eos>'") for note in task.notes)
 
 
 @pytest.mark.parametrize("max_length", [2, 5, 11, 16, 32])

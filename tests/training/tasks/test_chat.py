@@ -282,7 +282,7 @@ def test_special_tokens_that_the_template_writes_are_written_once(
     assert remarks == []
     messages = [{**each, "content": given.get(each["content"], each["content"])} for each in TWO_TURNS]
     assert encode_conversation(tokenizer, Conversation(messages=messages), remarks=remarks) == plain
-    assert remarks == ["special tokens that the chat template writes stand in messages, too; the row has them once"]
+    assert remarks == ["messages contain special tokens that the chat template also writes. The row has them once"]
 
 
 BOS_ONCE = "{{ bos_token }}" + CHATML

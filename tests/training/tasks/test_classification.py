@@ -80,14 +80,14 @@ def test_special_tokens_that_texts_and_templates_have_themselves_are_there_once(
     plain = splits_of({"text": ["a film", "b"], "label": [0, 1]})
     task = classified(given)
     assert list(task.train_dataset) == list(classified(plain).train_dataset)
-    line = "1 of 2 train rows: '[CLS]' or '[SEP]' stands in the data where a row has it anyway; the row has it once"
+    line = "1 of 2 train rows: the text already has '[CLS]' or '[SEP]', which each row gets anyway. The row has it once"
     assert line in task.notes
     prompt = {"task": "prompt_classification", "label_words": "bad,good"}
     rows = [
         list(prepared(plain, word_tokenizer(), bert_config(), template=template, **prompt).train_dataset)
         for template in ("[CLS] {text} {mask} [SEP]", "{text} {mask}")
     ]
-    assert rows[0] == rows[1] and "template '[CLS] {text} {mask} [SEP]': '[CLS]' or '[SEP]' stands" in caplog.text
+    assert rows[0] == rows[1] and "template '[CLS] {text} {mask} [SEP]': the text already has '[CLS]'" in caplog.text
 
 
 def test_a_causal_classifier_is_padded_with_what_its_configuration_must_name() -> None:

@@ -236,7 +236,7 @@ class Heartbeat:
             if fate is not None:
                 fates.append(f"rank {rank} {fate}; ")
             place = self._look_up(f"{self._prefix}/{rank}")
-            places.append(f"rank {rank} was last seen {place or 'gone, or never here'}")
+            places.append(f"rank {rank} was last seen {place or 'nowhere: it is gone, or never started'}")
         if not fates:
             places.append("a rank that falls behind has died or has other settings")
         return f"this rank is {self._own}; {''.join(fates)}{'; '.join(places)}"

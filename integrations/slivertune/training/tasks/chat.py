@@ -29,7 +29,7 @@ Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids and labels of one row, of the same length."""
 
 UNMARKED_REMARK = "the template's generation blocks leave out words of the assistant"
-_ELSEWHERE = "the chat template writes words of an assistant's turn outside of what is learned"
+_ELSEWHERE = "the chat template writes words of an assistant's turn outside the learned part"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:

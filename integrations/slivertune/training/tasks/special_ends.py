@@ -10,7 +10,7 @@ from slivertune.training.tasks.marked_words import find_marks, mark_of
 from slivertune.training.tasks.rendering import render
 from slivertune.training.tasks.tokenization import added_tokens, leading_special_tokens
 
-TEMPLATE_REMARK = "special tokens that the chat template writes stand in messages, too; the row has them once"
+TEMPLATE_REMARK = "messages contain special tokens that the chat template also writes. The row has them once"
 _SAMPLE = Conversation(messages=[{"role": role, "content": ""} for role in ("user", "assistant") * 2])
 """Sample conversation, rendered beside the one at hand to find the tokens that a template usually writes."""
 _FIRST = ""
@@ -35,7 +35,7 @@ class SpecialEnds:
     def remark(self) -> str:
         """Line about texts that have such tokens themselves."""
         tokens = " or ".join(repr(token) for token in dict.fromkeys((self.begin, self.end)) if token)
-        return f"{tokens} stands in the data where a row has it anyway; the row has it once"
+        return f"the text already has {tokens}, which each row gets anyway. The row has it once"
 
     def text_once(self, text: str) -> str:
         """Return a text without the special tokens that its row gets, and with the others at most once."""
