@@ -229,7 +229,9 @@ def test_another_base_is_refused_and_nothing_changed(dtype: torch.dtype, tmp_pat
         apply(model, folder)
     # Its last entry is not among those that are touched.
     apply(model, folder, check_base=False).remove()
-    with pytest.raises(DeltaFileError, match=r"was trained on a .* tensor, and this one is float16\. Load or save the"):
+    with pytest.raises(
+        DeltaFileError, match=r"was trained on a .* tensor, and this one is float16\. Load or save the base"
+    ):
         apply(model.half(), folder, check_base=False)
 
 

@@ -540,9 +540,12 @@ def test_a_merged_checkpoint_that_was_changed_is_not_unmerged(tmp_path: Path) ->
         ),
         (
             {**content, UP: content[UP].float()},
-            f"'{UP}' was .48, 32. bfloat16 when it was merged, and is .*float32.* n",
+            rf"'{UP}' was .48, 32. bfloat16 when it was merged, and is .*float32.* now\. Use the base",
         ),
-        ({name: it for name, it in content.items() if name != UP}, "bfloat16 when it was merged, and is absent now"),
+        (
+            {name: it for name, it in content.items() if name != UP},
+            r"when it was merged, and is absent now\. Use the base",
+        ),
     ):
         save_file(tensors, merged / "model.safetensors", {"format": "pt"})
         with pytest.raises(DeltaFileError, match=message):
