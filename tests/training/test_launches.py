@@ -34,6 +34,8 @@ ACCELERATE = (
     *("--dynamo_backend=no", "--main_process_port=0", "-m", "slivertune"),
 )
 TIMEOUT_S = 240
+GRACE_S = 30
+"""After which launchers kill their processes."""
 CAP = 1e-4
 """Of the largest weight: with a rate that is off by 1 % they are 1e-3 apart."""
 
@@ -247,8 +249,12 @@ def test_ctrl_c_leaves_a_whole_checkpoint_of_that_update_and_one_line(
     process = start((*command, *runs.arguments("out", *more, method="dense")), tmp_path)
     await_line("step ", process)
     os.killpg(process.pid, signal.SIGINT)
-    code, _, said = finish(process)
+    asked_at = time.monotonic()
+    code, out, said = finish(process)
     assert code != 0
+    if not said and time.monotonic() > asked_at + GRACE_S:
+        assert "interrupted: ending this update and saving a checkpoint" in out
+        pytest.skip(f"{launcher} killed its processes after {GRACE_S} s: this machine is too busy to save in that time")
     (line,) = said
     assert line.startswith("slivertune train: interrupted; the last whole checkpoint is ")
     checkpoint = Path(line.split("checkpoint is ")[1].split(";")[0])
