@@ -21,6 +21,8 @@ OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.installed-axolotl
 # axolotl, for its plugins' base and its Trainer, and what these import of what it asks for; the rest is gigabytes.
 AXOLOTL := axolotl addict numba llvmlite
+# LLaMA-Factory, for the registry and the trainer of its v1, and what these import of what it asks for.
+LLAMAFACTORY := llamafactory antlr4-python3-runtime omegaconf torchdata
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 # Variables that a command to go on with must name again, if they were given.
@@ -80,5 +82,5 @@ $(DEV_STAMP): $(STAMP)
 
 $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	@$(MAKE) --no-print-directory VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt $(OLDEST)/.installed-dev
-	@$(OLDEST)/bin/python -m pip --quiet --disable-pip-version-check install --constraint constraints-oldest.txt --no-deps $(AXOLOTL)
+	@$(OLDEST)/bin/python -m pip --quiet --disable-pip-version-check install --constraint constraints-oldest.txt --no-deps $(AXOLOTL) $(LLAMAFACTORY)
 	@touch $@

@@ -215,6 +215,7 @@ def test_make_train_installs_no_development_tools_and_make_test_does(checkout: P
     assert all("oldest" not in commands(target) for target in ("train", "test", "lint", "format"))
     oldest = commands("test-oldest")
     assert "--constraint constraints-oldest.txt --no-deps axolotl" in oldest and "constraints.txt" not in oldest
+    assert " llamafactory " in oldest
     assert "--no-deps axolotl" in commands("test-all")
     # A second call installs nothing.
     for name in (".venv/.installed", ".venv/.installed-dev", ".venv-oldest/.installed-axolotl"):

@@ -12,15 +12,14 @@ The fields under a name are those of `HiFTConfig`, `SFTConfig` and `TokenTune`; 
 Axolotl and pydantic are imported only when axolotl asks for `SlivertunePlugin` and `SlivertuneArgs`.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slivertune.core.removed_settings import say_removed
 from slivertune.core.suggestions import did_you_mean
 from slivertune.hift import HiFTConfig
+from slivertune.interop.plugin_settings import make_setting
 from slivertune.interop.trainer import Setting, attach
 from slivertune.sft import SFTConfig
 from slivertune.tokentune import TokenTune
@@ -62,13 +61,7 @@ def _setting(name: str, values: Any) -> Setting:
     kind = _SETTINGS[name]
     if values is not None and not isinstance(values, Mapping):
         raise ValueError(f"{_SECTION}: {name}: {values!r} must be a mapping of fields of {kind.__name__}")
-    fields = dict(values or {})
-    known = [field.name for field in dataclasses.fields(kind)]
-    for field in fields:
-        if field not in known:
-            ending = say_removed(str(field)) or did_you_mean(str(field), known)
-            raise ValueError(f"{_SECTION}: {name}: {field} is no field of {kind.__name__}{ending}")
-    setting: Setting = kind(**fields)
+    setting: Setting = make_setting(kind, values or {}, f"{_SECTION}: {name}")
     return setting
 
 
