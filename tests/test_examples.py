@@ -121,6 +121,13 @@ UPDATES = r"(?P<updates>\d+) updates of (?P<groups>\d+) groups in turn  "
 LOSSES = r"loss (?P<before>[\d.]+) before, (?P<after>[\d.]+) after"
 
 
+def test_the_trainer_learns_and_resumes_with_hift_as_its_optimizer_class(tmp_path: Path) -> None:
+    options = ("--steps=12", "--blocks=2", "--length=32")
+    printed = run_on(1, [], "trainer_optimizer_class.py", *options, folder=tmp_path)
+    (line,) = figures(f"{UPDATES}{LOSSES}  resumed half way: the same weights", printed)
+    assert (line["updates"], line["groups"]) == (12, 2) and line["after"] < line["before"]
+
+
 @pytest.mark.parametrize(
     "launcher", [pytest.param(each, marks=[pytest.mark.slow] if each else [], id=name) for name, each in ON_ONE.items()]
 )
