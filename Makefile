@@ -19,8 +19,8 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.installed-axolotl
-# axolotl, for its plugins' base and its Trainer, and what these import of what it asks for; the rest is gigabytes.
-AXOLOTL := axolotl addict numba llvmlite
+# axolotl, for its plugins' base and commands and its Trainer, and what these import of what it asks for; the rest is gigabytes.
+AXOLOTL := axolotl addict colorama numba llvmlite
 # LLaMA-Factory, for the registry and the trainer of its v1, and what these import of what it asks for.
 LLAMAFACTORY := llamafactory antlr4-python3-runtime omegaconf torchdata
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check

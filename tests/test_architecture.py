@@ -24,6 +24,7 @@ FLOORS = {
     "training": 5,
     "cli": 6,
     "__main__": 7,
+    "axolotl_plan": 7,
 }
 
 

@@ -90,6 +90,7 @@ def _plugin_class() -> type[Any]:
 
         def post_trainer_create(self, cfg: Mapping[str, Any], trainer: "Trainer") -> None:
             """Attach the methods to the Trainer."""
+            # Not in `create_optimizer`: axolotl 0.19.0 declares that hook and calls no plugin's.
             settings, momentum = read_section(cfg.get(_SECTION))
             attach(trainer, *settings, momentum=momentum)
 
