@@ -260,7 +260,9 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
 
 def test_ctrl_c_before_the_first_checkpoint_says_so(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Trainer.train", Mock(side_effect=KeyboardInterrupt))
+    before = signal.getsignal(signal.SIGINT)
     error = runs.complaint(code=130)
+    assert signal.getsignal(signal.SIGINT) is before, "a notebook is interrupted as before"
     assert "interrupted before the first checkpoint; start again with: slivertune train" in error
 
 

@@ -217,8 +217,10 @@ def _train(argv: list[str], *, debug: bool) -> int:
             coordinator.reach(2)
             execute(run, console)
     except KeyboardInterrupt:
-        # Launchers send the signal a second time.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        from slivertune.training.ranks.launchers import is_launched
+
+        if is_launched():  # a launcher sends the signal a second time
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         line, command = "interrupted before anything was trained", list[str]()
         if arguments is not None:
             from slivertune.training.run import describe_interruption

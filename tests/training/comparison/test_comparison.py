@@ -166,7 +166,7 @@ def test_what_was_run_is_not_run_again_and_other_settings_are_refused(comparison
     before = comparison.record()
     assert [len(row["runs"]) for row in before["rows"]] == [2, 2]
     text = comparison.complaint("--max_steps", "7", rows=["dense"])
-    assert "'dense/rate0.01-seed42' by another command" in text and "name another --output_dir" in text
+    assert "'dense/rate0.01-seed42' by another command" in text and "Name another --output_dir" in text
     assert comparison.record() == before
 
 
@@ -323,7 +323,7 @@ def test_bad_input_is_refused_before_anything_runs(more: tuple[str, ...], messag
 
 def test_ranks_are_refused(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "start it without a launcher" in comparison.complaint()
+    assert "Start it without a launcher" in comparison.complaint()
     assert not comparison.ran
 
 

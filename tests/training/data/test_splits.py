@@ -145,7 +145,7 @@ def test_a_cached_hub_dataset_is_used_when_the_hub_is_unreachable(
     (tmp_path / "owner___some_name" / "default").mkdir(parents=True)
     splits = splits_from("owner/someName", dataset_cache_dir=str(tmp_path), eval_fraction=0.5)
     assert {*splits["train"]["text"], *splits["eval"]["text"]} == {"one", "two"}
-    assert "taking owner/someName from the cache" in caplog.text
+    assert "so owner/someName is read from the cache" in caplog.text
 
 
 def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

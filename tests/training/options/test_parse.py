@@ -264,8 +264,8 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         (["--eval_fraction", "2"], "eval_fraction=2.0 must lie between 0 and 1"),
         (["--logging_steps", "0"], "logging"),
         (["--save_total_limit", "0"], "--save_total_limit 0 must be at least 1"),
-        (["--deepspeed", "ds.json"], "DeepSpeed is asked for, and one process without a GPU has nothing to share"),
-        (["--fsdp", "full_shard"], "FSDP is asked for, and one process without a GPU has nothing to share"),
+        (["--deepspeed", "ds.json"], "DeepSpeed is asked for, and one process without a GPU has nothing to shard"),
+        (["--fsdp", "full_shard"], "FSDP is asked for, and one process without a GPU has nothing to shard"),
         (
             ["--dataset", "d.csv", "--task", "classification", "--label_smoothing_factor", "0.1"],
             "--label_smoothing_factor 0.1 has no effect on --task classification",

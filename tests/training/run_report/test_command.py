@@ -75,7 +75,7 @@ def test_train_draws_its_log_which_a_resumed_run_goes_on_with(runs: Runs) -> Non
     assert log.evaluations("eval_loss")[0] == [0, 9]
     assert log.evaluations("eval_loss")[1][0] == results["before"]["eval_loss"]
     titles = [axes.get_title(loc="left").split(" ")[0] for axes in run_figure(log).axes]
-    assert titles == ["loss", "learning", "group", "gradient", "tokens", "optimizer", "memory"]
+    assert titles == ["loss", "learning", "group", "gradient", "tokens/s", "optimizer", "memory"]
 
 
 def test_a_picture_that_fails_breaks_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
