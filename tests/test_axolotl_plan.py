@@ -164,7 +164,7 @@ def test_a_config_becomes_a_request(config: dict[str, Any], more: tuple[str, ...
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"slivertune": None}, "name what trains under it"),
+        ({"slivertune": None}, "Name hift, sft or tokentune under it"),
         ({"rl": "dpo"}, "rl: dpo has no plan"),
         ({"adapter": "lora"}, "adapter: lora with hift has no plan"),
         ({"adapter": "mora", "slivertune": {"tokentune": {"ratio": 0.3}}}, "adapter: mora has no plan"),

@@ -175,7 +175,7 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day_and_when_it_is_r
     values = read_entries(checkpoint)
     facts = values["facts"] | {"chat_template_date": "soon"}
     write_manifest(checkpoint, {"global_step": values["global_step"], "facts": facts})
-    fault = f"{checkpoint} says chat_template_date='soon', which is no date"
+    fault = f"{checkpoint} has chat_template_date='soon', which is no date"
     assert fault in chats.complaint(*dated, "--resume_from_checkpoint", str(checkpoint))
 
 

@@ -148,7 +148,7 @@ def test_rows_that_are_lost_are_noticed(gone_on: GoneOn, folder: Path, tmp_path:
     torch.save({**header, "num_ranks": 1}, tmp_path / "hift" / "header.pt")
     write_manifest(tmp_path / "hift")
     hift = _hift()
-    with pytest.raises(ValueError, match=r"has shape \(49, 32\), the weight \(97, 32\)"):
+    with pytest.raises(ValueError, match=r"has shape \(49, 32\), and the weight \(97, 32\)"):
         load_state(hift, tmp_path / "hift")
     assert hift.updates == 0
 

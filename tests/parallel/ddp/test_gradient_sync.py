@@ -170,7 +170,7 @@ def a_backward_pass_that_raised_on_every_rank_leaves_nothing_behind(rank: int) -
 def a_sparse_gradient_is_refused(rank: int) -> None:
     model = nn.Embedding(7, 3, sparse=True)
     synchronized(model)
-    with pytest.raises(ValueError, match=r"shape \(7, 3\) is sparse, .* set sparse=False"):
+    with pytest.raises(ValueError, match=r"shape \(7, 3\) is sparse and .* Set sparse=False"):
         model(torch.tensor([rank])).sum().backward()
 
 

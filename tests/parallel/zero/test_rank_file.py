@@ -132,7 +132,7 @@ def test_nothing_in_it_is_executed(saved: Saved, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["version"], 1, "has version 1, this library reads 3"),
+        (["version"], 1, "has version 1, and this library reads 3"),
         (["updates"], -1, "updates is no count"),
         (["updates"], True, "updates is no count"),
         (["held_lr"], ["1e-2"], r"held_lr\[0\] is no learning rate"),
