@@ -1,6 +1,8 @@
 """Weights that wait on the host: the bits of resident ones, whatever is late, and the device's bytes are bounded."""
 
 import copy
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -183,7 +185,7 @@ def test_whoever_reads_a_weight_between_steps_reads_its_value() -> None:
         true_values_between_steps(layers_per_group=3)
 
 
-@pytest.mark.parametrize("way", ["data", "copy_", "load_state_dict"])
+@pytest.mark.parametrize("way", ["data", "other data", "copy_", "load_state_dict"])
 def test_whoever_writes_a_weight_between_steps_is_heard(way: str) -> None:
     def change(model: nn.Module) -> None:
         if way == "load_state_dict":
@@ -191,6 +193,8 @@ def test_whoever_writes_a_weight_between_steps_is_heard(way: str) -> None:
         for parameter in model.parameters():
             if way == "data":
                 parameter.data.copy_(0.5 * parameter.data)
+            elif way == "other data":
+                parameter.data = 0.5 * parameter.data
             elif way == "copy_":
                 with torch.no_grad():
                     parameter.mul_(0.5)
@@ -283,7 +287,7 @@ def test_a_detached_model_evaluates_on_the_device_and_its_training_goes_on(waiti
     assert_same_bits(other, expected)
 
 
-@pytest.mark.parametrize("ends", ["detach", "drop", "cast", "another HiFT", "a gradient"])
+@pytest.mark.parametrize("ends", ["detach", "cast", "another HiFT", "HiFT over a wrapper", "a gradient"])
 def test_blocks_stay_on_the_host_once_nobody_evaluates_any_more(ends: str) -> None:
     model = model_of()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -294,17 +298,76 @@ def test_blocks_stay_on_the_host_once_nobody_evaluates_any_more(ends: str) -> No
     assert {name: set(vars(module)) for name, module in model.named_modules()} != before
     if ends == "detach":
         hift.detach()
-    elif ends == "drop":
-        del hift
     elif ends == "cast":
         model.float()
         assert {each.dtype for each in model.parameters()} == {torch.float32}
     elif ends == "another HiFT":
         hift_over(model, "AdamW", weights="host", resident_bytes=0)[1].detach()
+    elif ends == "HiFT over a wrapper":
+        hift_over(nn.ModuleDict({"inner": model}), "AdamW", weights="host", resident_bytes=0)[1].detach()
     else:
         model(**BATCHES[0]).loss.backward()
         assert all(each.grad is not None for each in model.parameters())
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda parameter: parameter.mul_(1.5),
+    "other data": lambda parameter: setattr(parameter, "data", parameter.detach() * 1.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("moves", ["nothing", "a cast and back", "detach and again", "reattach"])
+@pytest.mark.parametrize("waiting", [None, "int8"])
+def test_whatever_is_written_to_a_detached_model_is_what_it_computes_with(
+    waiting: Any, moves: str, write: Callable[[Any], Any]
+) -> None:
+    """Also if a part of the model alone is called, as generation does through an adapter, and after the optimizer."""
+    model, hift = hift_over(model_of(), "AdamW", weights="host", waiting=waiting, resident_bytes=0)
+    train(model, hift, BATCHES, 3)
+    hift.detach(for_inference=True)
+    ids = BATCHES[-1]["input_ids"]
+    with torch.no_grad():
+        model.model(input_ids=ids)
+        if moves == "a cast and back":
+            model.float().bfloat16()
+        elif moves == "detach and again":
+            hift.detach()
+        for parameter in model.model.layers.parameters():
+            write(parameter)
+    plain = model_of()
+    plain.load_state_dict(model.state_dict())
+    if moves == "detach and again":
+        hift.detach(for_inference=True)
+    elif moves == "reattach":
+        hift.reattach()
+        hift.detach(for_inference=True)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model.model(input_ids=ids)[0], plain.model(input_ids=ids)[0])
+            assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+        if hift is not None:
+            hift = None  # type: ignore[assignment]
+            gc.collect()
+
+
+def test_trainings_of_two_hifts_take_turns_over_one_model() -> None:
+    config: dict[str, Any] = {"weights": "host", "resident_bytes": 0, "stream_bytes": 20_000}
+    models = []
+    for place in ({"weights": "device", "stream_bytes": 20_000}, config):
+        model = twin(model_of())
+        first = hift_over(model, "AdamW", **place)[1]
+        train(model, first, BATCHES, LAYERS)
+        first.detach(for_inference=True)
+        second = hift_over(model, "AdamW", **place)[1]
+        train(model, second, BATCHES, LAYERS, start=LAYERS)
+        second.detach(for_inference=True)
+        first.reattach()
+        train(model, first, BATCHES, 2)
+        first.detach()
+        models.append(model)
+    assert_same_bits(*models)
 
 
 def test_a_plan_pins_nothing_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,45 @@ class HostWeights:
             if slot.block == index:
                 self._empty(slot)
 
+    def take_over(self) -> bool:
+        """Take the values of parameters whose data was replaced, as by a move of the model, between steps.
+
+        Returns:
+            Whether all of them still have their shape and dtype. Nothing is taken otherwise.
+        """
+        for block in self._blocks:
+            for weight, waiting in zip(block.weights, block.waiting, strict=bool(block.waiting)):
+                if (weight.data.shape, weight.data.dtype) != (waiting.shape, waiting.dtype):
+                    return False
+        for index, block in enumerate(self._blocks):
+            if index in self._resident:
+                for weight in block.weights:
+                    weight.data = weight.data.to(self.device)
+            else:
+                self.take_over_block(index)
+        return True
+
+    def take_over_block(self, index: int) -> None:
+        """Take the values of a block's parameters whose data was replaced.
+
+        Raises:
+            RuntimeError: If one has another shape or dtype.
+        """
+        block = self._blocks[index]
+        slot = self._brought.get(index) or self._trained.get(index)
+        values = block.waiting if slot is None else slot.views
+        for weight, own in zip(block.weights, values, strict=bool(values)):
+            if weight.data.data_ptr() == own.data_ptr():
+                continue
+            if (weight.data.shape, weight.data.dtype) != (own.shape, own.dtype):
+                raise RuntimeError(
+                    f"a weight of {block.name} was replaced by one of shape {tuple(weight.data.shape)} in "
+                    f"{weight.data.dtype}, while weights='host' loads it as {tuple(own.shape)} in {own.dtype}. "
+                    "Call HiFT's detach() first"
+                )
+            own.copy_(weight.data)
+            weight.data = own
+
     def forget(self) -> None:
         """Empty the slots of blocks that do not train: others may have written to the host's copy since the load."""
         for slot in self._slots:

@@ -39,6 +39,7 @@ from slivertune.hift.residency import WeightState, adapted_hyperparameters, rest
 from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
 from slivertune.hift.streamed import StreamedGroup
+from slivertune.hift.streamed_blocks import release_detached
 from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.hift.waiting_layers import WaitingLayers
@@ -142,6 +143,7 @@ class HiFT(CheckpointedSliver):
                 "elementwise=True if it does not, or set gradients='host'"
             )
         check_free(model.named_parameters(), "HiFT")
+        release_detached(model)
         self._config = config
         self.base = base
         """Base optimizer, which builds further instances."""
@@ -592,7 +594,8 @@ class HiFT(CheckpointedSliver):
 
         Args:
             for_inference: With `weights="host"`, whether the blocks still come to the device for forwards without
-                gradients (evaluation, generation). False leaves them on the host.
+                gradients (evaluation, generation), until the model is moved or cast or another HiFT is built over it.
+                False leaves them on the host.
         """
         if self._engine is not None:
             return
@@ -606,8 +609,8 @@ class HiFT(CheckpointedSliver):
             self.is_detached = True
         if for_inference and self._streamed is not None:
             end = self._streamed.attach_for_inference(self._hooks.model, is_quantised=self._waiting is not None)
-            self._end_inference = weakref.finalize(self, end)
-            self._end_inference.atexit = False
+            # The model's hooks keep it: who trained the model in a function may return it.
+            self._end_inference = end
 
     def reattach(self) -> None:
         """Continue after `detach`, with the same groups, masters and state.

@@ -3,20 +3,18 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from slivertune.core.layers import find_blocks
-from slivertune.core.module_hook import ModuleHook
 from slivertune.core.refused_pairs import refuse_at
 from slivertune.core.torch_internals import is_without_data, set_buffer
 from slivertune.hift.host_weights import HostWeights, Movable, WaitingBlock
 from slivertune.hift.prefetch import unused_bytes
 from slivertune.hift.rotation import Group
-from slivertune.hift.streamed_blocks import StreamedBlocks, release_detached
+from slivertune.hift.streamed_blocks import StreamedBlocks
 from slivertune.hift.streamed_codes import StreamedCodes
 from slivertune.hift.waiting_layers import WaitingLayers
 
@@ -61,7 +59,6 @@ class StreamedModel:
     """Hooks of the blocks, set by `attach`."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
-        release_detached(model)
         self._found = find_blocks(model)
         refuse_at(model, "weights='host'", [each for _, block in self._found for each in block.modules()])
         _check(model, self._found)
@@ -81,7 +78,9 @@ class StreamedModel:
         Raises:
             RuntimeError: If host memory can't be pinned.
         """
-        if waiting is not None or not hasattr(self, "blocks"):  # codes are made anew
+        self._move_the_rest(model)
+        is_new = waiting is not None or not hasattr(self, "blocks")  # codes are made anew
+        if is_new or not self.blocks.weights.take_over():
             self.blocks = StreamedBlocks([module for _, module in self._found], self._place(model, waiting))
         self.blocks.attach(model)
 
@@ -95,19 +94,19 @@ class StreamedModel:
         Returns:
             Function that leaves the blocks on the host again. A move or cast of the model calls it, too.
         """
-        if is_quantised:
+        self._move_the_rest(model)
+        if is_quantised or not self.blocks.weights.take_over():
+            del self.blocks  # before the exact weights take as much memory
             self.blocks = StreamedBlocks([module for _, module in self._found], self._place(model, None))
         blocks = self.blocks
         blocks.weights.keep(())
         stop = ExitStack()
         stop.callback(blocks.release)
         blocks.attach(model, stop.close)
-        begin, end = partial(_begin_inference, blocks, stop.close), partial(_end_inference, blocks)
-        stop.callback(model.register_forward_pre_hook(ModuleHook(begin)).remove)
-        stop.callback(model.register_forward_hook(ModuleHook(end), always_call=True).remove)
         return stop.close
 
-    def _place(self, model: nn.Module, waiting: WaitingLayers | None) -> HostWeights:
+    def _move_the_rest(self, model: nn.Module) -> None:
+        """Move all parameters and buffers to the device but the blocks' parameters."""
         in_blocks = {id(parameter) for _, block in self._found for parameter in block.parameters()}
         for parameter in model.parameters():
             if id(parameter) not in in_blocks:
@@ -115,6 +114,8 @@ class StreamedModel:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 set_buffer(module, name, buffer.to(self.device))
+
+    def _place(self, model: nn.Module, waiting: WaitingLayers | None) -> HostWeights:
         num_trained = max((len(indices) for indices in self._trained), default=0)
         if waiting is None:
             blocks = [WaitingBlock(name, tuple(dict.fromkeys(block.parameters()))) for name, block in self._found]
@@ -169,23 +170,6 @@ class StreamedModel:
         before = weights.streamed
         weights.stay(choose_resident(weights.block_bytes, self._budget.num_bytes))
         return weights.streamed != before
-
-
-def _begin_inference(blocks: StreamedBlocks, stop: Callable[[], None], module: nn.Module, inputs: Any) -> None:
-    if not torch.is_grad_enabled():
-        blocks.begin_forward()
-    elif blocks.weights.device.type == "cpu":
-        stop()  # all weights are where the model computes
-    else:
-        raise RuntimeError(
-            "HiFT has ended, and weights='host' leaves the blocks in host memory, where gradients can't be computed. "
-            "Run the model under torch.no_grad(). To train it in another way, call detach() of HiFT (or of what "
-            "slivertune.attach returned), and move the model to its device"
-        )
-
-
-def _end_inference(blocks: StreamedBlocks, module: nn.Module, inputs: Any, output: Any) -> None:
-    blocks.end_forward()
 
 
 def blocks_of(group: Group, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:

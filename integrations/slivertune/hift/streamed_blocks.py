@@ -77,17 +77,20 @@ class StreamedBlocks:
         self._task = NO_BACKWARD
         """Backward at whose end the loaded blocks are put back."""
         self._undo: list[Callable[[], None]] = []
+        self._end_inference: Callable[[], None] | None = None
 
-    def attach(self, model: nn.Module, before_move: Callable[[], None] | None = None) -> None:
+    def attach(self, model: nn.Module, end_inference: Callable[[], None] | None = None) -> None:
         """Put hooks on the blocks, and on the methods that move the model.
 
         Args:
             model: Model that holds the blocks.
-            before_move: Function that releases the blocks, so that they can be moved or cast. None refuses that.
+            end_inference: Function that releases the blocks, if they are loaded for forwards without gradients alone.
+                It is called before they are moved or cast, which is refused otherwise.
 
         Raises:
             RuntimeError: If the model or a block is compiled.
         """
+        self._end_inference = end_inference
         self._undo.append(
             attach_feature(model, "weights='host'", [each for block in self._modules for each in block.modules()])
         )
@@ -101,7 +104,7 @@ class StreamedBlocks:
             ]
         for module in (model, *self._modules):
             stand_in = _CheckedApply(
-                apply_of(module), self.weights.device, self._modules, before_move, is_block=module is not model
+                apply_of(module), self.weights.device, self._modules, end_inference, is_block=module is not model
             )
             self._undo.append(put_stand_in(module, "_apply", stand_in))
 
@@ -111,7 +114,7 @@ class StreamedBlocks:
             handle.remove()
         for undo in self._undo:
             undo()
-        self._handles, self._undo = [], []
+        self._handles, self._undo, self._end_inference = [], [], None
         self.weights.take_all_back()
 
     def begin_forward(self) -> None:
@@ -119,6 +122,8 @@ class StreamedBlocks:
         weights = self.weights
         weights.put_all_back()  # needed if the last forward or backward has failed
         weights.settle()
+        for index in weights.streamed:
+            weights.take_over_block(index)
         weights.forget()
         weights.send_back()
         self._ran = []
@@ -131,6 +136,9 @@ class StreamedBlocks:
         self.weights.expect(self._ran[::-1])
 
     def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._end_inference is not None:
+            self._load_for_inference(index, self._end_inference)
+            return
         if running_backward() == NO_BACKWARD:
             self.weights.bring(index)
         else:
@@ -145,7 +153,24 @@ class StreamedBlocks:
             hooks.__enter__()  # `_after` exits, which torch calls in any case
         self._running.append(_Call(index, hooks, frozenset(map(id, tensors_of((args, kwargs))))))
 
+    def _load_for_inference(self, index: int, end: Callable[[], None]) -> None:
+        """Load a block alone: whoever calls it, and whatever was written since the last call, its values are right."""
+        if not torch.is_grad_enabled():
+            self.weights.take_over_block(index)
+            self.weights.bring(index)
+        elif self.weights.device.type == "cpu":
+            end()  # all weights are where the model computes
+        else:
+            raise RuntimeError(
+                "HiFT has ended, and weights='host' leaves the blocks in host memory, where gradients can't be "
+                "computed. Run the model under torch.no_grad(). To train it in another way, move it to the CPU first "
+                "(model.to('cpu')), and then to its device"
+            )
+
     def _after(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._end_inference is not None:
+            self.weights.begin_writing(index)
+            return
         if not self._running or self._running[-1].block != index:
             return  # it failed before it began
         call = self._running.pop()
@@ -216,10 +241,13 @@ def _itself(value: Any) -> Any:
 
 
 def release_detached(model: nn.Module) -> None:
-    """Release a model's blocks if they are loaded for inference alone, so that another optimizer may take them."""
-    stand_in = vars(model).get("_apply")
-    if isinstance(stand_in, _CheckedApply) and stand_in.before_move is not None:
-        stand_in.before_move()
+    """Release the blocks that are loaded for inference alone, so that another optimizer may take them."""
+    for module in list(model.modules()):
+        stand_in = vars(module).get("_apply")
+        while isinstance(stand_in, StandIn):
+            if isinstance(stand_in, _CheckedApply) and stand_in.before_move is not None:
+                stand_in.before_move()
+            stand_in = stand_in.function
 
 
 class _CheckedApply(StandIn):

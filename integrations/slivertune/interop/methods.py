@@ -1,6 +1,7 @@
 """Methods under a stock Trainer: refused arguments, construction of the optimizer, start and end of a training."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,15 @@ class TrainerHiFT(TrainerMethod):
 
     def end(self, optimizer: HiFT) -> None:
         """Make all parameters require a gradient again. Evaluation goes on, also with weights on the host."""
-        optimizer.detach(for_inference=True)
+        try:
+            optimizer.detach(for_inference=True)
+        except OSError as error:
+            warnings.warn(
+                f"the training is complete, but its model can't be evaluated where it lies: {error}. Save it, or move "
+                "it (model.to('cpu'))",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 class TrainerSFT(TrainerMethod):
