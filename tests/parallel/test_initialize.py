@@ -1,6 +1,7 @@
 """`slivertune.initialize`: DeepSpeed's arguments, configs with "auto", schedules, and the example that shows it."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,16 @@ def test_a_config_may_be_a_path(tmp_path: Path) -> None:
         == resolve_config(str(path), tiny_llama())
         == resolve_config(AUTO, tiny_llama())
     )
+
+
+def test_a_config_that_is_no_json_is_named_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    path.write_text("{", encoding="utf-8")
+    model = tiny_llama(torch.bfloat16)
+    with pytest.raises(ValueError, match=re.escape(f"the DeepSpeed config {path} can't be read as JSON")):
+        resolve_config(path, model)
+    with pytest.raises(ValueError, match=r"^the DeepSpeed config can't be read as JSON"):
+        resolve_config({"train_batch_size": torch.ones(1)}, model)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
