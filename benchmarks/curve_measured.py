@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from curve_ways import WAYS, make_update
 from environment import record_environment
-from gpu import SHAPES, synchronize
+from gpu import SHAPES, refuse_dry_result, refuse_without_cuda, synchronize
 from llama import LlamaSizes, random_batch
 from markdown_table import markdown_table
 from result_files import RESULTS, read_json, write_json
@@ -172,10 +172,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--trial", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if (arguments.device == "cpu" or arguments.quick) and arguments.output is None and not arguments.trial:
-        parser.error("a dry run, by --device cpu or --quick, needs --output: it must not stand among the results")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device, and torch sees none; nothing was measured or written")
+    if not arguments.trial:
+        refuse_dry_result(parser, arguments)
+    refuse_without_cuda(parser, arguments)
     arguments.output = arguments.output or RESULTS / "curve_measured.json"
     return arguments
 

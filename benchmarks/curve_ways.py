@@ -19,7 +19,7 @@ from slivertune.core.checkpointing import enable_checkpointing
 Batch = dict[str, torch.Tensor]
 Update = Callable[[Sequence[Batch]], torch.Tensor]
 """Makes an update of micro-batches as large as each other; the loss of the last."""
-_RATE = 1e-5
+RATE = 1e-5
 _INTERVAL = 20
 
 
@@ -72,29 +72,33 @@ def _plain(model: nn.Module, optimizer: Any) -> Update:
 def _hift(**settings: Any) -> Callable[[nn.Module, int], tuple[Update, int]]:
     def make(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
         settings["layers_per_group"] = min(settings["layers_per_group"], len(st.find_layers(model)))  # of a tiny one
-        optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig(**settings), lr=_RATE)
+        optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig(**settings), lr=RATE)
         return _plain(model, optimizer), optimizer.num_groups
 
     return make
 
 
 def _sft(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
-    config = st.SFTConfig(equivalent_lora_rank=_rank(model), reselection_interval=_INTERVAL)
-    return _plain(model, st.SFT(model, config=config, lr=_RATE, total_steps=1000)), _INTERVAL
+    config = st.SFTConfig(equivalent_lora_rank=rank_of(model), reselection_interval=_INTERVAL)
+    return _plain(model, st.SFT(model, config=config, lr=RATE, total_steps=1000)), _INTERVAL
 
 
-def _rank(model: nn.Module) -> int:
-    """64, or what a tiny model bounds it to."""
+def rank_of(model: nn.Module) -> int:
+    """Return 64, or what a tiny model bounds it to."""
     return int(min(64, model.config.hidden_size // 4))
 
 
-def _lora(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
+def add_lora(model: nn.Module) -> torch.optim.Optimizer:
+    """Put adapters on all linear layers of a model, in their places, and return AdamW over them."""
     from peft import LoraConfig, get_peft_model
 
-    rank = _rank(model)
+    rank = rank_of(model)
     model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))  # type: ignore[arg-type]
-    trained = [each for each in model.parameters() if each.requires_grad]
-    return _plain(model, torch.optim.AdamW(trained, lr=_RATE)), 1
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=RATE)
+
+
+def _lora(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
+    return _plain(model, add_lora(model)), 1
 
 
 def _qlora(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
@@ -105,7 +109,7 @@ def _qlora(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
 def _paged(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
     from bitsandbytes.optim import PagedAdamW32bit
 
-    return _plain(model, PagedAdamW32bit(model.parameters(), lr=_RATE)), 1
+    return _plain(model, PagedAdamW32bit(model.parameters(), lr=RATE)), 1
 
 
 def _torchao(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
@@ -113,7 +117,7 @@ def _torchao(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
 
     # It can't hand gradients over while they are accumulated.
     is_one = num_micro_batches == 1
-    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=is_one, lr=_RATE)
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=is_one, lr=RATE)
     return _plain(model, optimizer), 1
 
 
@@ -130,7 +134,7 @@ def _zero(stage: int) -> Callable[[nn.Module, int], tuple[Update, int]]:
             "gradient_accumulation_steps": num_micro_batches,
             "bf16": {"enabled": True},
             "zero_optimization": zero,
-            "optimizer": {"type": "AdamW", "params": {"lr": _RATE}},
+            "optimizer": {"type": "AdamW", "params": {"lr": RATE}},
         }
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 

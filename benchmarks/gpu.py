@@ -289,8 +289,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.device == "cpu" and arguments.output is None:
         parser.error("--device cpu is a dry run and needs --output: its figures must not stand among the results")
-    if arguments.device != "cpu" and not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device, and torch sees none; nothing was measured or written")
+    refuse_without_cuda(parser, arguments)
     if arguments.cycles < 2:
         parser.error(f"--cycles {arguments.cycles} must be at least 2: the first one allocates")
     shape = SHAPES[arguments.shape]
@@ -302,6 +301,18 @@ def parse_arguments() -> argparse.Namespace:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     return arguments
+
+
+def refuse_without_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Complain where `--device` is a GPU and torch sees none."""
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device, and torch sees none; nothing was measured or written")
+
+
+def refuse_dry_result(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Complain where a dry run names no file of its own."""
+    if (arguments.device == "cpu" or arguments.quick) and arguments.output is None:
+        parser.error("a dry run, by --device cpu or --quick, needs --output: it must not stand among the results")
 
 
 def count_parameters(sizes: LlamaSizes) -> int:

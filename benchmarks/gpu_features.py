@@ -17,7 +17,6 @@ A way that fails has the error in its row. Rows are written one by one. In `resu
 import argparse
 import gc
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -25,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+from curve_ways import RATE, add_lora, rank_of
 from environment import record_environment
-from gpu import SHAPES, synchronize
+from gpu import SHAPES, refuse_dry_result, refuse_without_cuda, synchronize
 from llama import LlamaSizes, build_llama, quantize_linears, random_batch
 from markdown_table import markdown_table
 from result_files import RESULTS, write_json
@@ -43,17 +44,16 @@ import slivertune as st
 from slivertune.core.checkpointing import enable_checkpointing
 
 TINY = {"hidden": 32, "intermediate": 64, "heads": 4, "vocabulary": 97, "kv_heads": None}
-_RATE = 1e-5
 _OTHER_UPDATES = 6
-"""Of a round, for ways without groups of layers."""
+"""Updates per round of a way without groups of layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
-    """A way of training, and what it promises."""
+    """A way of training."""
 
     make: Callable[[nn.Module], Any]
-    """Of the model: an optimizer."""
+    """Makes the optimizer of a model."""
     keeps_bits: bool = False
     """Whether it trains the bits of state on the device."""
     starts_on_host: bool = False
@@ -68,29 +68,26 @@ def _hift(
         if settings.get("state") == "disk":
             settings["state_dir"] = tempfile.mkdtemp(prefix="state-")
         optimizer_class, options = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
-        return st.HiFT(model, optimizer_class, config=st.HiFTConfig(**settings), lr=_RATE, **options)
+        return st.HiFT(model, optimizer_class, config=st.HiFTConfig(**settings), lr=RATE, **options)
 
     return make
 
 
-def _from(module: str, name: str, **settings: Any) -> Callable[[nn.Module], Any]:
-    """HiFT around an optimizer of a package that may not be there."""
+def _from(module: str, name: str) -> Callable[[nn.Module], Any]:
+    """Return HiFT around an optimizer of a package that may be missing."""
 
     def make(model: nn.Module) -> Any:
-        package = __import__(module, fromlist=[name])
-        return _hift(optimizer=getattr(package, name), **settings)(model)
+        return _hift(optimizer=getattr(import_module(module), name))(model)
 
     return make
-
-
-def _rank(model: Any) -> int:
-    return int(min(64, model.config.hidden_size // 4))
 
 
 def _sft(**settings: Any) -> Callable[[nn.Module], Any]:
     def make(model: nn.Module) -> Any:
-        config = st.SFTConfig(equivalent_lora_rank=_rank(model), reselection_interval=4, estimation_steps=2, **settings)
-        return st.SFT(model, config=config, lr=_RATE, total_steps=1000)
+        config = st.SFTConfig(
+            equivalent_lora_rank=rank_of(model), reselection_interval=4, estimation_steps=2, **settings
+        )
+        return st.SFT(model, config=config, lr=RATE, total_steps=1000)
 
     return make
 
@@ -101,14 +98,6 @@ def _quantized(make: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
         return make(model)
 
     return quantize_first
-
-
-def _lora(model: nn.Module) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    rank = _rank(model)
-    model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))  # type: ignore[arg-type]
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=_RATE)
 
 
 def _token_tune(model: nn.Module) -> Any:
@@ -147,8 +136,8 @@ FEATURES: dict[str, Feature] = {
     "SFT (AG), packed": Feature(make=_sft(packed=True)),
     "SFT (MA)": Feature(make=_sft(selection="momentum")),
     "SFT (AG) over nf4": Feature(make=_quantized(_sft())),
-    "LoRA": Feature(make=_lora),
-    "QLoRA": Feature(make=_quantized(_lora)),
+    "LoRA": Feature(make=add_lora),
+    "QLoRA": Feature(make=_quantized(add_lora)),
 }
 
 
@@ -158,14 +147,13 @@ def measure(
     """Train three rounds.
 
     Args:
-        feature: Of `FEATURES`.
-        sizes: Of the model.
-        device: Where it trains.
-        expected: Weights after the first round of the way that others are compared with, on the device; None where
-            this is the way, or where nothing is compared.
+        feature: Way of training.
+        sizes: Sizes of the model.
+        device: Device of the computation.
+        expected: Weights after the first round of the way that others are compared with, or None.
 
     Returns:
-        The row, and the weights after the first round where `expected` was None.
+        The row, and the weights after the first round in host memory, or None if the way keeps no bits.
     """
     place = torch.device("cpu") if feature.starts_on_host else device
     model = build_llama(sizes, dtype=torch.bfloat16, device=device, seed=0).to(place)
@@ -181,12 +169,9 @@ def measure(
     finally:
         torch.use_deterministic_algorithms(False)
     row: dict[str, Any] = {}
-    weights = None
-    if feature.keeps_bits:
-        weights = _weights(model, device)
-        if expected is not None:
-            row["same_bits"] = all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
-            weights = None
+    weights = _weights(model) if feature.keeps_bits else None
+    if weights is not None and expected is not None:
+        row["same_bits"] = all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
     is_cuda = device.type == "cuda"
     _train(model, optimizer, batches)
@@ -217,10 +202,10 @@ def _train(model: nn.Module, optimizer: Any, batches: Sequence[dict[str, torch.T
     return loss.detach()
 
 
-def _weights(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Copy the exact weights to the device."""
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    """Copy the exact weights to the host: on the device they would count among the peak."""
     state = model.state_dict()
-    return [state[name].detach().to(device, copy=True) for name in sorted(state)]
+    return [state[name].detach().to("cpu", copy=True) for name in sorted(state)]
 
 
 def _host_waits(model: nn.Module, optimizer: Any, batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, int]:
@@ -251,10 +236,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see whether it runs; needs --output")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    if (arguments.device == "cpu" or arguments.quick) and arguments.output is None:
-        parser.error("a dry run, by --device cpu or --quick, needs --output: it must not stand among the results")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device, and torch sees none; nothing was measured or written")
+    refuse_dry_result(parser, arguments)
+    refuse_without_cuda(parser, arguments)
     arguments.output = arguments.output or RESULTS / "gpu_features.json"
     return arguments
 
@@ -313,4 +296,4 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -63,18 +63,13 @@ def speeds_table() -> str:
 
 
 def _speed_cell(way: str, tokens: int) -> str:
-    speed = _speed(way, tokens)
-    return "" if speed is None else f"{speed['tokens_per_second']:,.0f}"
-
-
-def _speed(way: str, tokens: int) -> dict[str, Any] | None:
-    """Find the fastest trial of a way, or None."""
-    found: list[dict[str, Any]] = [
-        row
+    """Show the tokens/s of a way's fastest trial; nothing if it has none."""
+    found = [
+        row["tokens_per_second"]
         for row in kept("gpu_24gib")["rows"]
         if row["fits"] and (row["way"], row["tokens"], row["card"]) == (way, tokens, _SPEEDS_CARD)
     ]
-    return max(found, key=lambda row: float(row["tokens_per_second"]), default=None)
+    return f"{max(found):,.0f}" if found else ""
 
 
 def _speeds() -> Cells:
@@ -103,7 +98,7 @@ _FEATURES = {
     "torchao's AdamW8bit": "torchao's `AdamW8bit`",
     "SGD": "`SGD`",
 }
-"""Those of `results/gpu_features.json` that docs/hift.md shows."""
+"""Titles of the rows of `results/gpu_features.json` in docs/hift.md."""
 
 
 def features_table() -> str:
@@ -114,7 +109,7 @@ def features_table() -> str:
         ["HiFT with", "Time per update, ms", "Peak memory, GiB", "Bits of the first row"],
         (
             [title, f"{row['milliseconds']:,.0f}", f"{row['peak_bytes'] / GIB:.1f}", bits[row.get("same_bits")]]
-            for title, row in ((title, rows[name]) for name, title in _FEATURES.items())
+            for row, title in ((rows[name], title) for name, title in _FEATURES.items())
         ),
     )
 

@@ -94,6 +94,7 @@ def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
         ("tokentune.py", "--quick"),
         ("sft.py", "--quick"),
         ("curve_measured.py", "--device=cpu"),
+        ("gpu_features.py", "--device=cpu"),
     ],
 )
 def test_a_trial_is_never_written_among_the_results(script: str, option: str) -> None:
@@ -160,7 +161,13 @@ def test_ranks_writes_bytes_beside_the_dense_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "options"),
-    [("gpu.py", ["--device=cuda"]), ("tokentune.py", ["--device=cuda"]), ("gpu.py", []), ("curve_measured.py", [])],
+    [
+        ("gpu.py", ["--device=cuda"]),
+        ("tokentune.py", ["--device=cuda"]),
+        ("gpu.py", []),
+        ("curve_measured.py", []),
+        ("gpu_features.py", []),
+    ],
 )
 def test_a_gpu_that_is_not_there_is_named_and_nothing_written(script: str, options: list[str], tmp_path: Path) -> None:
     assert "needs a CUDA device" in run(script, tmp_path / "x.json", *options, expect=2, CUDA_VISIBLE_DEVICES="")
@@ -201,6 +208,17 @@ def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
     assert result["dry_run"] is False and result["device"] == torch.cuda.get_device_name(0)
     assert all(one["peak_bytes"] > one["left_bytes"] > 0 for one in result["cycles"][1])
     assert all(0 <= one["waits_ms"] < one["step_ms"] for one in result["cycles"][1])
+
+
+def test_features_run_dry_and_keep_the_bits_that_they_promise(tmp_path: Path) -> None:
+    ways = ("device", "host", "SGD", "activations kept")
+    result = run("gpu_features.py", tmp_path / "features.json", "--device=cpu", "--quick", "--ways", *ways)
+    assert_names_the_machine(result["environment"])
+    rows = result["rows"]
+    assert (result["dry_run"], tuple(rows)) == (True, ways)
+    assert [rows[name].get("same_bits") for name in ways] == [None, True, None, None]
+    assert "needs a CUDA device, whose free memory can be read" in rows.pop("activations kept")["failure"]
+    assert all(row["updates"] == 6 and row["peak_bytes"] is None for row in rows.values())
 
 
 def test_the_measured_curve_runs_dry_and_goes_on_where_it_was(tmp_path: Path) -> None:
