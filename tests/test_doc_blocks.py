@@ -223,7 +223,7 @@ def test_a_script_adds_its_own_numbers_to_the_log_as_the_page_says(scope: dict[s
 
 
 def test_each_block_of_python_is_run_by_a_test() -> None:
-    """Those of README and coming-from.md by tests/test_docs.py, LLaMA-Factory's by its own; a new one needs a line."""
+    """Tests elsewhere run README's, coming-from.md's and LLaMA-Factory's. A new block needs a line here."""
     found = {page.stem: len(python_blocks(page.stem)) for page in PAGES[1:] if python_blocks(page.stem)}
     assert found.pop("coming-from") == 11
     assert found == {

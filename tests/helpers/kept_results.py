@@ -143,7 +143,7 @@ def switch_ms(*layouts: str) -> list[float]:
 
 
 def environments() -> list[dict[str, Any]]:
-    """Those of the CPU rows in the measured tables of README and docs/hift.md."""
+    """Environments of the CPU rows in the measured tables of README and docs/hift.md."""
     found = [result(name)["environment"] for name in ("tokentune", "token_gradients", "sft", "ranks")]
     found += [row["environment"] for row in result("quality")["sst2"] if row["name"] in ("dense", "hift-2-x2")]
     found += [result("overhead")[part]["environment"] for part in ("wrapper", "cycle")]
@@ -194,19 +194,19 @@ def learned_rate(name: str) -> float:
 
 
 def planned_point(card: str, setting: str, tokens: int) -> dict[str, Any]:
-    """Of an update of an 8B, as `slivertune plan --json` answers."""
+    """A planned update of an 8B, as `slivertune plan --json` answers."""
     points: list[dict[str, Any]] = result(RESULT)["points"]
     (found,) = [each for each in points if (each["card"], each["setting"], each["tokens"]) == (card, setting, tokens)]
     return dict(found)
 
 
 def planned_time(card: str, setting: str, tokens: int) -> dict[str, Any]:
-    """Of an update of an 8B."""
+    """Planned time of an update of an 8B."""
     return dict(planned_point(card, setting, tokens)["time"])
 
 
 def planned_seconds(card: str, setting: str, tokens: int) -> float:
-    """Of an update of an 8B."""
+    """Planned seconds of an update of an 8B."""
     return float(planned_time(card, setting, tokens)["seconds_per_update"])
 
 

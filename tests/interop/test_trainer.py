@@ -3,6 +3,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import slivertune
 from slivertune import HiFTConfig, SFTConfig, TokenTune
+from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.interop.methods import count_updates
 from tests.helpers.models import assert_same_bits, deterministic, tiny_llama
@@ -92,6 +94,17 @@ def test_after_training_blocks_on_the_host_still_come_for_an_evaluation_and_for_
     attached.detach()
     losses.append(make_trainer(tmp_path, model=model).evaluate(ROWS)["eval_loss"])
     assert losses[2] < losses[1] < losses[0]
+
+
+def test_a_training_ends_well_if_host_memory_for_its_evaluation_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, model=tiny_llama(), max_steps=2)
+    slivertune.attach(trainer, HiFTConfig(weights="host", waiting="int8"))
+    monkeypatch.setattr(StreamedModel, "attach_for_inference", Mock(side_effect=OSError("no memory to map")))
+    with pytest.warns(UserWarning, match="the training is complete, but .* no memory to map"):
+        trainer.train()
+    assert trainer.state.global_step == 2 and all(each.requires_grad for each in trainer.model.parameters())
 
 
 def test_the_base_optimizer_is_the_class_that_the_trainer_was_given(tmp_path: Path) -> None:

@@ -208,10 +208,10 @@ class HostWeights:
         Returns:
             Whether all of them still have their shape and dtype. Nothing is taken otherwise.
         """
-        for block in self._blocks:
-            for weight, waiting in zip(block.weights, block.waiting, strict=bool(block.waiting)):
-                if (weight.data.shape, weight.data.dtype) != (waiting.shape, waiting.dtype):
-                    return False
+        offloaded = (block for block in self._blocks if block.waiting)
+        pairs = (pair for block in offloaded for pair in zip(block.weights, block.waiting, strict=True))
+        if not all(_has_form_of(weight.data, own) for weight, own in pairs):
+            return False
         for index, block in enumerate(self._blocks):
             if index in self._resident:
                 for weight in block.weights:
@@ -232,7 +232,7 @@ class HostWeights:
         for weight, own in zip(block.weights, values, strict=bool(values)):
             if weight.data.data_ptr() == own.data_ptr():
                 continue
-            if (weight.data.shape, weight.data.dtype) != (own.shape, own.dtype):
+            if not _has_form_of(weight.data, own):
                 raise RuntimeError(
                     f"a weight of {block.name} was replaced by one of shape {tuple(weight.data.shape)} in "
                     f"{weight.data.dtype}, while weights='host' loads it as {tuple(own.shape)} in {own.dtype}. "
@@ -396,3 +396,7 @@ class HostWeights:
 
     def _empty(self, slot: _WeightSlot) -> None:
         slot.block, slot.views = None, []
+
+
+def _has_form_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype) == (other.shape, other.dtype)

@@ -608,9 +608,9 @@ class HiFT(CheckpointedSliver):
                 self._hooks.free_successors()
             self.is_detached = True
         if for_inference and self._streamed is not None:
-            end = self._streamed.attach_for_inference(self._hooks.model, is_quantised=self._waiting is not None)
-            # The model's hooks keep it: who trained the model in a function may return it.
-            self._end_inference = end
+            # It lasts longer than this optimizer: a function that trained the model may return it.
+            is_quantised = self._waiting is not None
+            self._end_inference = self._streamed.attach_for_inference(self._hooks.model, is_quantised=is_quantised)
 
     def reattach(self) -> None:
         """Continue after `detach`, with the same groups, masters and state.

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Literal
 
 import torch
@@ -81,7 +80,7 @@ class StreamedModel:
         self._move_the_rest(model)
         is_new = waiting is not None or not hasattr(self, "blocks")  # codes are made anew
         if is_new or not self.blocks.weights.take_over():
-            self.blocks = StreamedBlocks([module for _, module in self._found], self._place(model, waiting))
+            self.blocks = self._make_blocks(waiting)
         self.blocks.attach(model)
 
     def attach_for_inference(self, model: nn.Module, *, is_quantised: bool) -> Callable[[], None]:
@@ -97,13 +96,10 @@ class StreamedModel:
         self._move_the_rest(model)
         if is_quantised or not self.blocks.weights.take_over():
             del self.blocks  # before the exact weights take as much memory
-            self.blocks = StreamedBlocks([module for _, module in self._found], self._place(model, None))
-        blocks = self.blocks
-        blocks.weights.keep(())
-        stop = ExitStack()
-        stop.callback(blocks.release)
-        blocks.attach(model, stop.close)
-        return stop.close
+            self.blocks = self._make_blocks(None)
+        self.blocks.weights.keep(())
+        self.blocks.attach(model, self.blocks.release)
+        return self.blocks.release
 
     def _move_the_rest(self, model: nn.Module) -> None:
         """Move all parameters and buffers to the device but the blocks' parameters."""
@@ -115,7 +111,10 @@ class StreamedModel:
             for name, buffer in module.named_buffers(recurse=False):
                 set_buffer(module, name, buffer.to(self.device))
 
-    def _place(self, model: nn.Module, waiting: WaitingLayers | None) -> HostWeights:
+    def _make_blocks(self, waiting: WaitingLayers | None) -> StreamedBlocks:
+        return StreamedBlocks([module for _, module in self._found], self._offload(waiting))
+
+    def _offload(self, waiting: WaitingLayers | None) -> HostWeights:
         num_trained = max((len(indices) for indices in self._trained), default=0)
         if waiting is None:
             blocks = [WaitingBlock(name, tuple(dict.fromkeys(block.parameters()))) for name, block in self._found]

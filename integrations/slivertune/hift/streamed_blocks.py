@@ -109,7 +109,9 @@ class StreamedBlocks:
             self._undo.append(put_stand_in(module, "_apply", stand_in))
 
     def release(self) -> None:
-        """Offload all weights that are not resident, and remove the hooks."""
+        """Offload all weights that are not resident, and remove the hooks. Later calls do nothing."""
+        if not self._undo:
+            return
         for handle in self._handles:
             handle.remove()
         for undo in self._undo:
