@@ -373,16 +373,16 @@ def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detach
 @pytest.mark.parametrize("form", FORMS)
 def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str) -> None:
     gc.collect()
-    num_guarded = len(foreign_steps._guards)
+    num_guarded = len(foreign_steps._guards.living())
     model, optimizer = made(tiny_llama(), form=form)
     train(model, optimizer, token_batches(1))
     num_hooks = len(_global_optimizer_pre_hooks)
-    assert len(foreign_steps._guards) == num_guarded + 1
+    assert len(foreign_steps._guards.living()) == num_guarded + 1
     reference = weakref.ref(model)
     del model, optimizer
     gc.collect()
     assert reference() is None
-    assert len(foreign_steps._guards) == num_guarded and len(_global_optimizer_pre_hooks) == num_hooks
+    assert len(foreign_steps._guards.living()) == num_guarded and len(_global_optimizer_pre_hooks) == num_hooks
 
 
 @pytest.mark.parametrize("form", FORMS)

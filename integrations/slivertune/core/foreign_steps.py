@@ -1,12 +1,13 @@
 """Refuse another optimizer's step on parameters that an optimizer of this library trains, before it changes any."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from slivertune.core.weak_members import WeakMembers
 
 
 class Guard(Protocol):
@@ -20,7 +21,7 @@ class Guard(Protocol):
         """
 
 
-_guards: weakref.WeakSet[Any] = weakref.WeakSet()
+_guards: WeakMembers[Guard] = WeakMembers()
 """Active guards. They are held weakly, and may end with their models."""
 
 
@@ -80,5 +81,5 @@ def _register_hook() -> None:
 
 
 def _before_step(*args: Any) -> None:
-    for guard in _guards:
+    for guard in _guards.living():
         guard.refuse_foreign_step(args[0])

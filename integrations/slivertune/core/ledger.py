@@ -22,6 +22,7 @@ from torch import nn
 
 from slivertune.core.module_hook import StandIn
 from slivertune.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
+from slivertune.core.weak_members import WeakMembers
 
 Kind = Literal["parameters", "gradients", "state", "activations", "residual"]
 MemoryTier = Literal["device", "host", "disk"]
@@ -162,11 +163,11 @@ class FileBytes:
             ledger._see_files()
 
 
-_files: weakref.WeakSet[FileBytes] = weakref.WeakSet()
+_files: WeakMembers[FileBytes] = WeakMembers()
 
 
 def _bytes_in_files() -> int:
-    return sum(each.num_bytes for each in _files)
+    return sum(each.num_bytes for each in _files.living())
 
 
 class StateCount:
@@ -178,7 +179,9 @@ class StateCount:
     def __init__(self) -> None:
         # Keep these alive, so that no later claim can get the identity of one of them.
         self._earlier = {id(death): death for _, death in _claims.values()}
-        self._earlier_files = weakref.WeakSet(_files)
+        self._earlier_files: WeakMembers[FileBytes] = WeakMembers()
+        for each in _files.living():
+            self._earlier_files.add(each)
 
     def num_bytes(self) -> dict[MemoryTier, int]:
         """Return the bytes of live storages, by tier, without reading a tensor.
@@ -191,7 +194,7 @@ class StateCount:
             storage = death()
             if storage is not None and label in tiers and id(death) not in self._earlier:
                 num_bytes[tiers[label]] += storage.nbytes()
-        num_bytes["disk"] += sum(each.num_bytes for each in _files if each not in self._earlier_files)
+        num_bytes["disk"] += sum(each.num_bytes for each in _files.living() if each not in self._earlier_files)
         return num_bytes
 
 
