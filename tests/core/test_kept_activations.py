@@ -79,7 +79,7 @@ def batch(model: nn.Module, step: int = 0, *, size: int = 3, length: int = 14) -
 
 def optimizer_of(method: str, model: nn.Module) -> torch.optim.Optimizer:
     if method.startswith("hift"):
-        return st.HiFT(model, torch.optim.AdamW, lr=1e-2)
+        return st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-2)
     if method == "sft":
         config = st.SFTConfig(density=0.1, estimation_steps=2, reselection_interval=4)
         return st.SFT(model, config=config, lr=1e-2, total_steps=100)
@@ -134,6 +134,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")  # not the head of the classifier
 @pairwise(method=METHODS, name=MODELS, num_blocks=(1, 3, BLOCKS))
 def test_losses_gradients_and_weights_are_those_of_plain_checkpointing_and_of_none(
     method: str, name: str, num_blocks: int
@@ -185,7 +186,7 @@ class CountForwards:
 def test_in_every_turn_of_hift_only_recording_blocks_that_keep_nothing_are_recomputed(num_blocks: int) -> None:
     model: Any = llama()
     checkpoint(model)
-    hift, counter = st.HiFT(model, torch.optim.AdamW, lr=1e-2), CountForwards(model)
+    hift, counter = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-2), CountForwards(model)
     with st.keep_activations(model, num_blocks):
         for step in range(2 * CYCLE):
             # Of the turns of a cycle the first is the embedding's, the last the head's.
@@ -271,7 +272,7 @@ def test_no_choice_of_as_many_blocks_spares_hift_more_than_the_uppermost() -> No
     recomputed = {}
     for places in itertools.combinations(range(BLOCKS), 2):
         model = kept_by_hand(places)
-        hift, counter = st.HiFT(model, torch.optim.AdamW, lr=1e-2), CountForwards(model)
+        hift, counter = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-2), CountForwards(model)
         recomputed[places] = 0
         for step in range(CYCLE):
             model(**batch(model, step)).loss.backward()

@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 
+from slivertune.cli import main
 from slivertune.core import masking
 from slivertune.core.masking import MASK, Secret, is_secret, learn, masked
 
@@ -89,6 +90,18 @@ def test_what_was_learned_is_masked_wherever_it_stands(monkeypatch: pytest.Monke
     learn(["--rows", "lora:--method lora --hub_token of-a-row"], {"comet": [{"api_key": ["in a list"]}]})
     text = "true: first one, second, third one, fourth, of the environment, of-a-row, in a list"
     assert masked(text) == f"true: {', '.join([MASK] * 7)}"
+
+
+@pytest.mark.parametrize("typed", [["--hub_tokn", "{}"], ["--hubtoken={}"], ["--hub-tokens", "{}"]])
+def test_the_value_of_a_mistyped_option_for_a_secret_is_masked_in_the_error(
+    typed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = "Tr0ub4dor-and-3"
+    assert main(["train", *(word.format(value) for word in typed)]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean --hub_token?" in error and MASK in error and value not in error
+    learn(["--pad_token", "of-a-tokenizer", "--hub_strategy", "checkpoint", "--num_tokens", "3000000"])
+    assert masked("of-a-tokenizer, checkpoint, 3000000") == "of-a-tokenizer, checkpoint, 3000000"
 
 
 def test_a_secret_is_itself_to_who_reads_it_and_the_mask_in_a_pickle_and_a_repr() -> None:

@@ -27,6 +27,7 @@ from tests.helpers.model_types import MODEL_TYPES, OTHERS
 from tests.tokentune.families import CHECKPOINTING, Batch
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks"),  # and no classifier's head
     pytest.mark.filterwarnings("ignore:no dummy batch"),  # of waves and spectrograms, to find the order of the blocks
     pytest.mark.filterwarnings("ignore:.* parameters do not require gradients, and HiFT keeps them frozen"),
 ]
@@ -49,7 +50,7 @@ def dense(model: Any, batch: Batch) -> Gradients:
 
 def hift(model: Any, batch: Batch, **config: Any) -> Gradients:
     """The gradients of all groups, each in its turn; at rate 0 the weights stay."""
-    optimizer, found = HiFT(model, torch.optim.SGD, config=HiFTConfig(**config), lr=0.0), {}
+    optimizer, found = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(**config), lr=0.0), {}
     for _ in range(optimizer.num_groups):
         model(**batch).loss.backward()
         found |= gradients_of(model)
@@ -365,7 +366,7 @@ def test_tensors_that_blocks_share_by_a_container_are_refused() -> None:
     model: Any = transformers.Gemma4ForCausalLM(config).train()
     ids = torch.arange(3, 15).reshape(1, 12)
     enable_checkpointing(model, {"use_reentrant": True})
-    optimizer = HiFT(model, torch.optim.SGD, lr=0.1)
+    optimizer = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(), lr=0.1)
     with pytest.raises(RuntimeError, match=r"Gemma4TextDecoderLayer passes tensors in .*'use_reentrant': False"):
         model(input_ids=ids, labels=ids)
     optimizer.detach()

@@ -26,6 +26,9 @@ from tests.helpers.tolerance import assert_step_close, sum_limit, with_exact
 from tests.sft.reference import NAMES, SHAPES, FixedAdamW, Prescribed, prescribed_gradients, rows_and_columns
 from tests.sft.runs import sft_over, train
 
+# Nor the head of the classifiers here.
+pytestmark = pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")
+
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4}
 STEPS = 15
 

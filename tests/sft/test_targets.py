@@ -1,12 +1,23 @@
+import re
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 from slivertune import SFT, SFTConfig
 from tests.helpers.models import tiny_bert, tiny_gpt2, tiny_llama
 from tests.sft.runs import sft_over
+
+# Nor the head of the classifiers here.
+pytestmark = pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")
 
 LLAMA_LINEAR = [
     f"model.layers.{block}.{part}.weight"
@@ -28,6 +39,25 @@ def test_by_default_the_linear_layers_of_the_blocks_are_trained() -> None:
     assert len(gpt2) == 3 * 4 and all(name.startswith("transformer.h.") for name in gpt2)
     bert = names(tiny_bert())
     assert len(bert) == 3 * 6 and all(".encoder.layer." in name for name in bert)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (LlamaForSequenceClassification, {}, ["score.weight"]),
+        (LlamaForTokenClassification, {}, ["score.weight"]),
+        (LlamaForQuestionAnswering, {}, ["qa_outputs.weight"]),
+        (LlamaForSequenceClassification, {"targets": ["q_proj", "score"]}, []),
+        (LlamaForCausalLM, {}, []),
+    ],
+)
+def test_a_classifiers_head_that_is_not_trained_is_named(kind: Any, options: dict[str, Any], said: list[str]) -> None:
+    model = kind(tiny_llama().config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sft_over(model, **options)
+    heads = [re.findall(r"no weight of the head \((.*?)\)", str(each.message)) for each in caught]
+    assert [name for each in heads for name in each] == said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from slivertune.core.suggestions import closest
+
 MASK = "<hidden>"
 """Text in place of a secret."""
 
@@ -42,6 +44,8 @@ _FEWEST_LETTERS = 6
 """Minimum length, in letters, of a secret that is looked for in texts. A shorter one would hide common words."""
 _FEWEST_OF_ENVIRONMENT = 12
 """Minimum length, in letters, of a variable's value, which may be no secret in spite of its name."""
+_SECRET_OPTIONS = ("hub_token", "push_to_hub_token")
+"""Options of `slivertune train` that hold secrets."""
 _known: set[str] = set()
 
 
@@ -133,10 +137,16 @@ def _is_option(word: str) -> bool:
     return word.startswith("--") and "=" not in word and is_secret(word)
 
 
+def _may_be_secret(word: str) -> bool:
+    """Tell whether a word is an option for a secret, also if it is mistyped: the error shows its value."""
+    is_mistyped = word.startswith("--") and "=" not in word and closest(word, _SECRET_OPTIONS, cutoff=0.85) is not None
+    return is_mistyped or _is_option(word)
+
+
 def _secrets_of(words: Sequence[str]) -> list[str]:
     """Find the secret values of options in a command line. A word of it may hold another command line."""
-    found = [word for before, word in itertools.pairwise(words) if _is_option(before)]
-    found += [word.partition("=")[2] for word in words if "=" in word and _is_option(word.partition("=")[0])]
+    found = [word for before, word in itertools.pairwise(words) if _may_be_secret(before)]
+    found += [word.partition("=")[2] for word in words if "=" in word and _may_be_secret(word.partition("=")[0])]
     return found + [each for word in words if " --" in word for each in _secrets_of(word.split())]
 
 

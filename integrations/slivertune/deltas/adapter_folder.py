@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slivertune.core.missing_library import missing_library
+from slivertune.core.user_path import user_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 TRAINED_CONFIG = "trained_model_config.json"
@@ -67,7 +68,7 @@ def check_no_adapter(model: str | Path) -> None:
     Raises:
         ValueError: If the folder holds an adapter.
     """
-    if is_adapter(Path(model).expanduser()):
+    if is_adapter(user_path(model)):
         raise ValueError(
             f"{model} holds an adapter and not a model. Merge it into its base first (slivertune merge {model} "
             "--output_dir FOLDER), and name that folder"

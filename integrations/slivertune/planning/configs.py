@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from slivertune.core.suggestions import closest
+from slivertune.core.user_path import user_path
 from slivertune.deltas.adapter_folder import check_no_adapter
 from slivertune.planning.request import TaskName
 from slivertune.planning.shipped import SHIPPED_MODELS
@@ -84,7 +85,7 @@ def find_model(model: str) -> ModelFigures:
 
 
 def _find(model: str) -> ModelFigures:
-    path = Path(model).expanduser()
+    path = user_path(model)
     if path.exists():
         check_no_adapter(path)
         file = path / CONFIG_NAME if path.is_dir() else path

@@ -1,6 +1,7 @@
 """Choice of the tensors that SFT trains: weights of matrix products, or the tensors that the user names."""
 
 import math
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from slivertune.sft.config import DEFAULT_LORA_RANK, SFTConfig
 from slivertune.sft.selection import spread_weights
 from slivertune.sft.sm3 import matrix_shape
 
+_WITH_HEAD = re.compile(r"For\w*(?:Classification|MultipleChoice|QuestionAnswering)")
+"""Classes of transformers whose head is new unless it was fine-tuned."""
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -144,7 +147,21 @@ def _default_names(model: nn.Module) -> list[str]:
         is_open = weight.requires_grad or is_4bit(weight) or not weight.is_floating_point() or others_are_frozen
         if name in in_blocks and is_open:
             names.append(name)
+    head = {name for layer in layers if layer.kind == "head" for name in layer.parameter_names}
+    _say_untrained_head(model, [name for name in _matrix_names(model) if name in head])
     return names
+
+
+def _say_untrained_head(model: nn.Module, names: Sequence[str]) -> None:
+    """Warn that the head of a classifier, which may be new, is not trained."""
+    if names and any(_WITH_HEAD.search(type(module).__name__) for module in model.modules()):
+        targets = setting_name("--sft_target_modules", "SFTConfig(targets=[...])")
+        warnings.warn(
+            f"SFT trains the linear layers of the blocks, and no weight of the head ({', '.join(names)}). A new head "
+            f"stays as it was made: begin with a checkpoint that has a trained one, or name it in {targets}",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 def _matrix_names(module: nn.Module, path: str = "") -> list[str]:

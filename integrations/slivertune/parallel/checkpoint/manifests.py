@@ -18,6 +18,7 @@ from slivertune.core.manifest import (
     write_manifest,
 )
 from slivertune.core.sliver import Sliver
+from slivertune.core.user_path import user_path
 from slivertune.parallel.accelerate_internals import load_first, prepared_optimizers
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.consistency.heartbeat import gather_objects, world_size
@@ -250,7 +251,7 @@ def seal_engine(engine: Any) -> None:
 
 def _state_folder(accelerator: Any, asked: str | None) -> Path | None:
     if asked is not None:
-        return Path(asked).expanduser()
+        return user_path(asked)
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None
     folders = [each for each in (Path(accelerator.project_dir) / "checkpoints").glob("*_*") if each.is_dir()]

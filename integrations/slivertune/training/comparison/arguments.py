@@ -8,6 +8,7 @@ from typing import ClassVar
 from slivertune.core.option_help import HelpEntry, HelpGroup, render_help
 from slivertune.core.option_parser import OptionParser, PartedWords
 from slivertune.core.output_place import check_place
+from slivertune.core.user_path import user_path
 from slivertune.training.comparison.budget import Budget, parse_budget
 from slivertune.training.comparison.rows import DEFAULT_ROWS, NAMED_ROWS, Row, parse_rows
 from slivertune.training.options.number_rules import number_rule
@@ -121,7 +122,7 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
             raise ValueError(f"{name} {' '.join(map(str, values))}: one of them is there twice. Give each once")
     if not own.output_dir:
         raise ValueError("--output_dir '' is empty. Name a folder, or leave it out")
-    folder = Path(own.output_dir).expanduser()
+    folder = user_path(own.output_dir)
     check_place(folder)
     return CompareArguments(
         rows=parse_rows(own.rows),

@@ -15,6 +15,7 @@ import yaml
 
 from slivertune.core.suggestions import did_you_mean
 from slivertune.core.text_encoding import find_not_utf8
+from slivertune.core.user_path import user_path
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _TAG = "tag:yaml.org,2002:"
@@ -73,7 +74,7 @@ def read_settings(path: Path) -> list[Setting]:
         ValueError: If the file is missing, can't be read, holds no mapping, has a key twice, or has a value that no
             option takes.
     """
-    if path.suffix.lower() not in SUFFIXES and not path.expanduser().is_dir():
+    if path.suffix.lower() not in SUFFIXES and not user_path(path).is_dir():
         raise ValueError(
             f"{str(path)!r} is not a config file: its name must end in {', '.join(SUFFIXES)}. Name a model by "
             "--model_name_or_path, data by --dataset"
@@ -88,11 +89,11 @@ def read_settings(path: Path) -> list[Setting]:
 
 def _read_text(path: Path) -> str:
     try:
-        if (not_text := find_not_utf8(path.expanduser())) is not None:
+        if (not_text := find_not_utf8(user_path(path))) is not None:
             raise ValueError(f"config file {not_text}")
-        return path.expanduser().read_text(encoding="utf-8-sig")
+        return user_path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        beside = path.expanduser().parent
+        beside = user_path(path).parent
         there = [each.name for each in beside.iterdir() if each.suffix in SUFFIXES] if beside.is_dir() else []
         raise ValueError(f"config file {path} is not there{did_you_mean(path.name, there)}") from None
     except IsADirectoryError:

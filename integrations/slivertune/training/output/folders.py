@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from slivertune.core.atomic import is_partial
 from slivertune.core.manifest import find_damage, read_entries, remove_manifest
 from slivertune.core.output_place import check_place
+from slivertune.core.user_path import user_path
 
 RESULTS_NAME = "results.json"
 """Name of the file that a run writes into its folder when it ends."""
@@ -87,7 +88,7 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: 
         ValueError: If the folder can't be written, if there is no checkpoint to resume or it is not whole, or if newer
             checkpoints would be overwritten.
     """
-    folder = None if asked is None else Path(asked).expanduser()
+    folder = None if asked is None else user_path(asked)
     if folder is not None:
         check_place(folder)
     if resume is None or resume.lower() == "false":
@@ -96,7 +97,7 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: 
         return _continue_newest(method, folder)
     if resume.lower() == "auto":
         return _start_or_continue(method, folder, goal or Goal())
-    return _continue_from(Path(resume).expanduser(), folder)
+    return _continue_from(user_path(resume), folder)
 
 
 def _fresh_folder(method: str, asked: Path | None) -> Path:

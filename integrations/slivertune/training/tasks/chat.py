@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable
 from datetime import date
-from pathlib import Path
 from typing import TypeAlias
 
 from jinja2 import TemplateSyntaxError
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from slivertune.core.suggestions import did_you_mean
 from slivertune.core.text_encoding import find_not_utf8
 from slivertune.core.transformers_internals import has_generation_blocks, template_date
+from slivertune.core.user_path import user_path
 from slivertune.training.data.conversations import (
     TEMPLATE_ROLES,
     Conversation,
@@ -43,14 +43,14 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
         ValueError: If the value is neither a file nor a template, is not valid Jinja, or is a file that is not UTF-8.
     """
     is_template = "{{" in given or "{%" in given
-    if not is_template and not Path(given).expanduser().is_file():
+    if not is_template and not user_path(given).is_file():
         raise ValueError(
             f"chat_template={given!r} is neither a file nor a template (which has a {{{{ or {{%). Give the path of a "
             "Jinja file, or the template itself"
         )
-    if not is_template and (not_text := find_not_utf8(Path(given).expanduser())) is not None:
+    if not is_template and (not_text := find_not_utf8(user_path(given))) is not None:
         raise ValueError(f"chat_template={given!r}: {not_text}")
-    tokenizer.chat_template = given if is_template else Path(given).expanduser().read_text(encoding="utf-8")
+    tokenizer.chat_template = given if is_template else user_path(given).read_text(encoding="utf-8")
     try:
         render(tokenizer, Conversation(messages=[{"role": "user", "content": ""}]))
     except UnusableRowError:
