@@ -72,7 +72,7 @@ def _plain(model: nn.Module, optimizer: Any) -> Update:
 def _hift(**settings: Any) -> Callable[[nn.Module, int], tuple[Update, int]]:
     def make(model: nn.Module, num_micro_batches: int) -> tuple[Update, int]:
         settings["layers_per_group"] = min(settings["layers_per_group"], len(st.find_layers(model)))  # of a tiny one
-        optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig(**settings), lr=RATE)
+        optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(**settings), lr=RATE)
         return _plain(model, optimizer), optimizer.num_groups
 
     return make

@@ -111,7 +111,7 @@ class Run:
             config = st.SFTConfig(density=0.1, reselection_interval=5, estimation_steps=2)
             optimizer = st.SFT(network, config=config, lr=1e-2, total_steps=UPDATES)
         else:
-            optimizer = st.HiFT(network, torch.optim.AdamW, lr=1e-2)
+            optimizer = st.HiFT(network, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-2)
         self.built = optimizer
         schedule = LambdaLR(optimizer, lambda ticks: 1 / (1 + 0.1 * ticks))
         self.model, self.optimizer, self.schedule = st.prepare(self.accelerator, network, optimizer, schedule)

@@ -282,7 +282,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=2, help="cycles; the last one counts, the first allocates")
     parser.add_argument("--resident_blocks", type=int, default=2, help="blocks of the model whose state stays")
     parser.add_argument("--dense_steps", type=int, default=5)
-    parser.add_argument("--stream_bytes", type=int, default=st.HiFTConfig().stream_bytes)
+    parser.add_argument("--stream_bytes", type=int, default=st.HiFTConfig.paper().stream_bytes)
     parser.add_argument("--probe_bytes", type=int, default=2**30, help="bytes to measure pinning and copying with")
     parser.add_argument("--device", default="cuda", help="`cpu` is a dry run, whose figures mean nothing")
     parser.add_argument("--output", type=Path, help="result file")
@@ -352,7 +352,7 @@ def main() -> None:
     refuse_without_host_memory(count_parameters(sizes))
     host_memory = measure_host_memory(device, arguments.probe_bytes)
     model = make_model(small, device)
-    resident = measure_hift(model, st.HiFTConfig(state="device"), small, arguments.cycles)[-1]
+    resident = measure_hift(model, st.HiFTConfig.paper(state="device"), small, arguments.cycles)[-1]
     del model
     gc.collect()  # the optimizer's cycles of references, or its state would count in the peaks to come
     if device.type == "cuda":
@@ -362,7 +362,7 @@ def main() -> None:
     synchronize(device)
     print(f"{num_parameters(model):,} weights made in {time.perf_counter() - start:.1f} s", flush=True)
     before = allocated_bytes(device)
-    config = st.HiFTConfig(stream_bytes=arguments.stream_bytes)
+    config = st.HiFTConfig.paper(stream_bytes=arguments.stream_bytes)
     streamed = measure_hift(model, config, sizes, arguments.cycles)
     dense = measure_dense(model, sizes, arguments.dense_steps)
     summary = summarize(streamed[-1], resident, dense)

@@ -68,7 +68,7 @@ def _hift(
         if settings.get("state") == "disk":
             settings["state_dir"] = tempfile.mkdtemp(prefix="state-")
         optimizer_class, options = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
-        return st.HiFT(model, optimizer_class, config=st.HiFTConfig(**settings), lr=RATE, **options)
+        return st.HiFT(model, optimizer_class, config=st.HiFTConfig.paper(**settings), lr=RATE, **options)
 
     return make
 

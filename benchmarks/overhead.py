@@ -5,8 +5,8 @@ optimizer's is the wrapper's own cost. Whole training steps (forward, backward, 
 parameters, AdamW, fp32. `wrapped` keeps its state on the device (target: at most 1.02 of `bare`); `streamed` has the
 default, state that waits on the host and passes through the device in pieces, and no target.
 
-`cycle`: HiFT with one layer a group against dense training of an equal model on the same batches, with the default
-settings, streaming included; 12 blocks, the mean over a full cycle in which every group has its turn once (target: at
+`cycle`: HiFT with one layer per group (the paper's schedule) against dense training of an equal model on the same
+batches, streaming included; 12 blocks, the mean over a full cycle in which every group has its turn once (target: at
 most 0.55 of the dense step).
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py                    # both parts; 20 minutes on one core
@@ -103,8 +103,8 @@ def measure_wrapper(sizes: LlamaSizes, num_rounds: int) -> dict[str, Any]:
     all_layers = sizes.blocks + 2
     trainees = {
         "bare": Trainee(sizes, dense_adamw),
-        "wrapped": Trainee(sizes, hift_adamw(st.HiFTConfig(layers_per_group=all_layers, state="device"))),
-        "streamed": Trainee(sizes, hift_adamw(st.HiFTConfig(layers_per_group=all_layers))),
+        "wrapped": Trainee(sizes, hift_adamw(st.HiFTConfig.paper(layers_per_group=all_layers, state="device"))),
+        "streamed": Trainee(sizes, hift_adamw(st.HiFTConfig.paper(layers_per_group=all_layers))),
     }
     times: dict[str, list[StepTime]] = {name: [] for name in trainees}
     for index in range(num_rounds + 1):
@@ -143,7 +143,7 @@ def measure_cycle(sizes: LlamaSizes, num_cycles: int) -> dict[str, Any]:
     Returns:
         All times, each cycle's ratio of means, and the median of these ratios.
     """
-    dense, hift = Trainee(sizes, dense_adamw), Trainee(sizes, hift_adamw(st.HiFTConfig()))
+    dense, hift = Trainee(sizes, dense_adamw), Trainee(sizes, hift_adamw(st.HiFTConfig.paper()))
     num_groups: int = hift.optimizer.num_groups  # type: ignore[attr-defined]
     cycles: list[dict[str, list[StepTime]]] = []
     for cycle in range(num_cycles + 1):

@@ -109,7 +109,7 @@ def fixed_batch() -> dict[str, dict[str, Any]]:
         point = points[way, 4096]
         settings, read = point["settings"], point["time"]["tokens_per_second"]
         is_hift = settings.get("method", "hift") == "hift"
-        num_groups = math.ceil(NUM_LAYERS / settings.get("layers_per_group", 1)) if is_hift else 1
+        num_groups = math.ceil(NUM_LAYERS / settings["layers_per_group"]) if is_hift else 1
         bars[title] = _bar(point["need_bytes"], point["host_bytes"], read, read / num_groups, is_published=False)
     (torchtune,) = (group for group in kept("plan_speeds")["groups"] if group["name"] == "torchtune")
     for row in torchtune["rows"]:

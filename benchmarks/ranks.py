@@ -54,7 +54,7 @@ def make_optimizer(method: str, model: torch.nn.Module, num_steps: int) -> Any:
     if method == "dense":
         return torch.optim.AdamW(model.parameters(), lr=1e-4)
     if method == "hift":
-        return st.HiFT(model, torch.optim.AdamW, lr=1e-4)
+        return st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-4)
     config = st.SFTConfig(
         density=0.01,
         selection="momentum" if method == "sft_ma" else "accumulated_gradient",

@@ -96,7 +96,7 @@ def soak(method: str, updates: int, folder: Path, leak: str | None = None) -> li
         config = st.SFTConfig(density=0.1, reselection_interval=25, estimation_steps=5)
         optimizer = st.SFT(model, config=config, lr=1e-3, total_steps=updates)
     else:
-        optimizer = st.HiFT(model, torch.optim.AdamW, lr=1e-3)
+        optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-3)
     built = optimizer
     schedule: Any = LambdaLR(optimizer, lambda ticks: 1 / (1 + 0.01 * ticks))
     model, optimizer, schedule = st.prepare(accelerator, model, optimizer, schedule)

@@ -45,7 +45,7 @@ def main(method, steps, arguments):
     if method == "dense":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     else:
-        config = st.HiFTConfig(layers_per_group=1, order="bottom2up")  # HiFT, line 2 of 3
+        config = st.HiFTConfig.paper()  # HiFT, line 2 of 3
         optimizer = st.HiFT(model, torch.optim.AdamW, config=config, lr=3e-3)  # HiFT, line 3 of 3
     rows = read_rows(arguments.length)
     loader = DataLoader(rows[64:], batch_size=8, shuffle=True, drop_last=True)

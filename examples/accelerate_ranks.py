@@ -42,7 +42,7 @@ def prepared(arguments):
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig(layers_per_group=1), lr=3e-3)
+    optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=3e-3)
     rows = read_rows(arguments.length)
     loader = DataLoader(rows[64:], batch_size=4, shuffle=True, drop_last=True)
     held_out = DataLoader(rows[:64], batch_size=8)

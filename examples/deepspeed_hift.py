@@ -42,7 +42,7 @@ def main(arguments):
             use_cache=False,
         )
     )
-    optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig(), lr=3e-3)  # HiFT, line 1 of 2
+    optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig(steps_per_group=2), lr=3e-3)  # HiFT, line 1 of 2
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 1.0,

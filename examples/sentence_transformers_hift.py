@@ -91,7 +91,7 @@ def main(arguments, folder):
         eval_dataset=rows["test"],
         loss=MultipleNegativesRankingLoss(model),
     )
-    attached = st.attach(trainer, st.HiFTConfig(), st.TokenTune(ratio=0.5))  # slivertune, line 2 of 2
+    attached = st.attach(trainer, st.HiFTConfig(steps_per_group=2), st.TokenTune(ratio=0.5))  # slivertune, line 2 of 2
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]

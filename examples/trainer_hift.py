@@ -53,7 +53,7 @@ def main(arguments):
         train_dataset=rows[64:],
         eval_dataset=rows[:64],
     )
-    settings = [st.HiFTConfig(order="bottom2up"), st.TokenTune(ratio=0.5)]  # HiFT, line 2 of 3
+    settings = [st.HiFTConfig(steps_per_group=2), st.TokenTune(ratio=0.5)]  # HiFT, line 2 of 3
     attached = st.attach(trainer, *settings)  # HiFT, line 3 of 3
     before = trainer.evaluate()["eval_loss"]
     trainer.train()

@@ -40,7 +40,7 @@ def make_trainer(arguments, rows):
         num_attention_heads=4,
         max_position_embeddings=arguments.length,
     )
-    settings = {"optimizer_class": torch.optim.AdamW, "config": st.HiFTConfig(layers_per_group=2), "lr": 3e-3}
+    settings = {"optimizer_class": torch.optim.AdamW, "config": st.HiFTConfig(steps_per_group=2), "lr": 3e-3}
     return Trainer(
         model=LlamaForCausalLM(config),
         args=TrainingArguments(

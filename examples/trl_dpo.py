@@ -63,7 +63,7 @@ def main(arguments):
         eval_dataset=rows["test"],
         processing_class=tokenizer,
     )
-    attached = st.attach(trainer, st.HiFTConfig())  # slivertune, line 2 of 2
+    attached = st.attach(trainer, st.HiFTConfig(steps_per_group=2))  # slivertune, line 2 of 2
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()

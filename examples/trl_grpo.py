@@ -58,7 +58,7 @@ def main(arguments):
         train_dataset=Dataset.from_list([{"prompt": f"{letter}: "} for letter in string.ascii_letters]),
         processing_class=tokenizer,
     )
-    attached = st.attach(trainer, st.HiFTConfig())  # slivertune, line 2 of 2
+    attached = st.attach(trainer, st.HiFTConfig(steps_per_group=2))  # slivertune, line 2 of 2
     trainer.train()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
     if trainer.is_world_process_zero():

@@ -59,7 +59,7 @@ def main(arguments):
         eval_dataset=rows["test"],
         processing_class=tokenizer,
     )
-    attached = st.attach(trainer, st.HiFTConfig(), st.TokenTune(ratio=0.3))  # slivertune, line 2 of 2
+    attached = st.attach(trainer, st.HiFTConfig(steps_per_group=2), st.TokenTune(ratio=0.3))  # slivertune, line 2 of 2
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]

@@ -82,8 +82,9 @@ def test_the_help_of_path_lists_every_file_that_it_finds(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["path", "--help"])
     out = "".join(capsys.readouterr().out.split())  # names may be broken at the ends of lines
-    launch = Path(__file__).parents[1] / "launch"
-    found = [path.name for path in launch.iterdir() if path.suffix in (".yaml", ".slurm", ".hostfile")]
+    top = Path(__file__).parents[1]
+    found = [path.name for path in (top / "launch").iterdir() if path.suffix in (".yaml", ".slurm", ".hostfile")]
+    found += [path.name for path in (top / "examples").iterdir() if path.suffix in (".py", ".ipynb")]
     assert len(found) > 3 and [name for name in found if name not in out] == []
     assert [name for name in found if main(["path", name]) != 0] == []
 
@@ -143,7 +144,7 @@ def test_an_unknown_command_or_one_without_its_arguments_is_code_2(arguments: li
         ),
         (["absent.yaml"], "config file absent.yaml is not there"),
         (["chats.jsonl"], "'chats.jsonl' is not a config file: its name must end in .yaml, .yml, .json. Name a model"),
-        (["--layers_per_group", "0"], "layers_per_group=0 must be at least 1"),
+        (["--layers_per_group", "0"], "layers_per_group=0 must be a number of layers"),
         (
             ["--model_name_or_path", "./nowhere", "--dataset", "rows.csv"],
             "model_name_or_path='./nowhere' can't be opened",

@@ -16,12 +16,18 @@ _SECTION = re.compile(r"^ *(?:Args|Attributes|Examples?|Raises|Returns|Yields):$
 _ENTRY = re.compile(r"^ +\*{0,2}\w+: ", re.MULTILINE)
 
 
-def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a text in Markdown; headings and code are none."""
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs and list items of a text in Markdown, each in one line; headings and code are none."""
     blocks = re.split(r"\n\s*\n|\n\s*(?=(?:[-*]|\d+\.) )|^\|.*\|$", _CODE.sub("", text), flags=re.MULTILINE)
     for block in (re.sub(r"^(?:[-*]|\d+\.|>) ", "", " ".join(each.split())) for each in blocks):
-        if not block.startswith("#"):
-            yield from re.split(r"(?<=[.!?:])\s+(?=[A-Z`*])", block)
+        if block and not block.startswith("#"):
+            yield block
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a text in Markdown."""
+    for paragraph in paragraphs(text):
+        yield from re.split(r"(?<=[.!?:])\s+(?=[A-Z`*])", paragraph)
 
 
 def begin_wrongly(text: str) -> list[str]:
@@ -40,6 +46,11 @@ def docstrings(path: Path) -> Iterator[str]:
                 yield _ENTRY.sub("\n\n", _SECTION.sub("\n\n", text))
 
 
+def test_paragraphs_and_items_are_told_apart() -> None:
+    text = "# Title\n\nOne\nparagraph.\n- an\n  item\n- another\n\n| a | table |\n\n```\ncode\n\nand more\n```\n\nLast."
+    assert list(paragraphs(text)) == ["One paragraph.", "an item", "another", "Last."]
+
+
 @pytest.fixture
 def pages(checkout: Path) -> list[Path]:
     return [checkout / "README.md", *sorted((checkout / "docs").glob("*.md"))]
@@ -55,6 +66,16 @@ def test_pages_write_rates_with_per(pages: list[Path]) -> None:
         f"{page.name}: {each}"
         for page in pages
         for each in PER.findall(" ".join(_CODE.sub("", page.read_text(encoding="utf-8")).split()))
+    ]
+    assert found == []
+
+
+def test_no_paragraph_is_longer_than_four_lines_of_a_hundred_characters(pages: list[Path]) -> None:
+    found = [
+        f"{page.name}: {paragraph[:60]}... has {len(paragraph)} characters"
+        for page in pages
+        for paragraph in paragraphs(page.read_text(encoding="utf-8"))
+        if len(paragraph) > 400
     ]
     assert found == []
 

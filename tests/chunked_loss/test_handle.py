@@ -471,7 +471,7 @@ def test_hift_trains_the_same_with_the_head_active_and_frozen(order: Any, tied: 
     def trained(*, chunked: bool) -> dict[str, torch.Tensor]:
         model = twin(start)
         with attached_if(chunked, model):
-            optimizer = HiFT(model, torch.optim.SGD, lr=0.1, config=HiFTConfig(order=order))
+            optimizer = HiFT(model, torch.optim.SGD, lr=0.1, config=HiFTConfig.paper(order=order))
             for one in token_batches(2 * optimizer.num_groups):
                 model(**one).loss.backward()
                 head = model.get_output_embeddings().weight  # type: ignore[operator]

@@ -152,7 +152,7 @@ def test_either_of_two_handles_may_be_removed_first(first: int, stored: list[int
 
 def test_in_every_turn_of_hift_nothing_of_a_block_below_the_active_group_leaves(stored: list[int]) -> None:
     model = checkpointed()
-    hift = st.HiFT(model, torch.optim.AdamW, lr=1e-2)
+    hift = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-2)
     with st.offload_activations(model):
         for step in range(2 * CYCLE):
             # Of the turns of a cycle the first is the embedding's, the last the head's.
@@ -201,7 +201,7 @@ def peak_of(num_blocks: int, *, offloads: bool, turn: int = 0) -> tuple[int, int
     """The most that no one claims on the device, and that waits on the host, in one of HiFT's turns."""
     model: Any = deep_llama(num_blocks)
     checkpoint(model)
-    hift = st.HiFT(model, torch.optim.AdamW, lr=1e-2)
+    hift = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-2)
     with st.offload_activations(model) if offloads else nullcontext():
         for step in range(turn + 1):
             with Ledger(model) as ledger:
@@ -313,7 +313,7 @@ def pretended(kind: type[PretendedStreams] = PretendedStreams) -> Iterator[Strea
 
 def run_steps(reentrant: bool = False) -> None:
     model = checkpointed(reentrant=reentrant)
-    hift = st.HiFT(model, torch.optim.SGD, config=st.HiFTConfig(state="device"), lr=1e-2)
+    hift = st.HiFT(model, torch.optim.SGD, config=st.HiFTConfig.paper(state="device"), lr=1e-2)
     with st.offload_activations(model):
         for step in range(CYCLE):
             model(**batch(model, step))  # dropped

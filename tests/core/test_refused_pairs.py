@@ -31,11 +31,11 @@ def _model() -> Any:
 
 
 def _hift(model: Any, **config: Any) -> None:
-    model.kept = HiFT(model, torch.optim.SGD, config=HiFTConfig(**config), lr=1e-2)
+    model.kept = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(**config), lr=1e-2)
 
 
 def _wrap(model: Any, **config: Any) -> None:
-    model.kept = HiFT.wrap(torch.optim.SGD(model.parameters(), lr=1e-2), model, config=HiFTConfig(**config))
+    model.kept = HiFT.wrap(torch.optim.SGD(model.parameters(), lr=1e-2), model, config=HiFTConfig.paper(**config))
 
 
 def _compiled_whole(model: Any) -> Any:

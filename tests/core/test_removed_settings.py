@@ -42,7 +42,7 @@ def test_a_name_is_known_as_it_is_typed() -> None:
 
 
 PLACES: dict[str, Callable[[str, str], Any]] = {
-    "config": lambda name, value: HiFTConfig(**{name: value}),  # type: ignore[arg-type]
+    "config": lambda name, value: HiFTConfig.paper(**{name: value}),  # type: ignore[arg-type]
     "axolotl": lambda name, value: read_section({"hift": {name: value}}),
     "train": lambda name, value: parse_train_arguments([f"--{name}", value]),
     "plan": lambda name, value: parse_plan_arguments(["--model", "llama-2-7b", f"--{name}", value]),

@@ -34,7 +34,7 @@ Build = Callable[[int], tuple[nn.Module, Any]]
 def hift(**config: Any) -> Build:
     def build(seed: int) -> tuple[nn.Module, HiFT]:
         model = tiny_llama(BF16, seed=seed)
-        return model, HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), lr=1e-2, weight_decay=0.1)
+        return model, HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(**config), lr=1e-2, weight_decay=0.1)
 
     return build
 
@@ -42,7 +42,7 @@ def hift(**config: Any) -> Build:
 def hift_wrapped(seed: int) -> tuple[nn.Module, HiFT]:
     model = tiny_llama(BF16, seed=seed)
     base = grouped_optimizer(model, torch.optim.AdamW, decay_split(model), lr=1e-2)
-    return model, HiFT.wrap(base, model, config=HiFTConfig(layers_per_group=2))
+    return model, HiFT.wrap(base, model, config=HiFTConfig.paper(layers_per_group=2))
 
 
 def sft(**config: Any) -> Build:
@@ -173,7 +173,7 @@ def test_the_bytes_hold_nothing_but_plain_containers_and_tensors(name: str, tmp_
 def test_a_step_at_rate_zero_whose_gradients_are_zero_counts_as_in_the_bare_optimizer() -> None:
     models = [tiny_llama(), tiny_llama()]
     bare = torch.optim.AdamW(models[0].parameters(), lr=1e-2)
-    rotated = HiFT(models[1], torch.optim.AdamW, config=HiFTConfig(layers_per_group=5), lr=1e-2)
+    rotated = HiFT(models[1], torch.optim.AdamW, config=HiFTConfig.paper(layers_per_group=5), lr=1e-2)
     for model, optimizer in zip(models, (bare, rotated), strict=True):
         for index, rate in enumerate((1e-2, 0.0, 1e-2)):
             optimizer.param_groups[0]["lr"] = rate

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune import HiFT
+from slivertune import HiFT, HiFTConfig
 from slivertune.core.sliver import CheckpointedSliver
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches
 from tests.sft.runs import sft_over
 
 BUILDERS: dict[str, Callable[[nn.Module], CheckpointedSliver]] = {
-    "HiFT": lambda model: HiFT(model, torch.optim.AdamW, lr=1e-2),
+    "HiFT": lambda model: HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2),
     "SFT": sft_over,
 }
 

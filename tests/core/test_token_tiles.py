@@ -173,7 +173,9 @@ def test_gradients_that_are_stepped_in_the_backward_are_whole() -> None:
     weights = []
     for tiled in (False, True):
         model = made("dense")
-        hift = st.HiFT(model, torch.optim.SGD, config=st.HiFTConfig(gradients="stepped", layers_per_group=3), lr=0.1)
+        hift = st.HiFT(
+            model, torch.optim.SGD, config=st.HiFTConfig.paper(gradients="stepped", layers_per_group=3), lr=0.1
+        )
         with st.tile_tokens(model, 6) if tiled else nullcontext():
             for step in range(4):
                 model(**batch(model, step)).loss.backward()
@@ -281,7 +283,7 @@ def test_token_selection_still_skips_the_blocks_below_hifts_active_group() -> No
     counts = []
     for tiled in (False, True):
         model, seen = made("dense", checkpointed=False), list[torch.Size]()
-        optimizer = st.HiFT(model, torch.optim.SGD, config=st.HiFTConfig(order="top2down"), lr=0.1)
+        optimizer = st.HiFT(model, torch.optim.SGD, config=st.HiFTConfig.paper(order="top2down"), lr=0.1)
         with st.tile_tokens(model, 1000) if tiled else nullcontext(), st.TokenTune(ratio=0.5).attach(model):
             blocks_of(model)[0].mlp.gate_proj.register_forward_pre_hook(
                 lambda _, args, seen=seen: seen.append(args[0].shape)

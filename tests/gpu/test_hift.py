@@ -98,7 +98,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]
 
 def hift_over(model: nn.Module, case: tuple[Any, dict[str, Any]] = (torch.optim.AdamW, ADAMW), **config: Any) -> HiFT:
     optimizer_class, options = case
-    return HiFT(model, optimizer_class, config=HiFTConfig(**config), **options)
+    return HiFT(model, optimizer_class, config=HiFTConfig.paper(**config), **options)
 
 
 def trained(model: nn.Module, case: tuple[Any, dict[str, Any]], steps: int, **config: Any) -> nn.Module:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from slivertune import SFT, HiFT, SFTConfig
+from slivertune import SFT, HiFT, HiFTConfig, SFTConfig
 from tests.helpers.models import tiny_llama, token_batches
 
 
@@ -12,7 +12,7 @@ def built(method: str) -> tuple[Any, Any]:
     """A model and its optimizer; `method` is "hift" or "sft"."""
     model = tiny_llama()
     if method == "hift":
-        return model, HiFT(model, torch.optim.AdamW, lr=1e-2)
+        return model, HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     return model, SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
 
 

@@ -141,7 +141,7 @@ def hift_over(model: nn.Module, optimizer: Any, **settings: Any) -> tuple[Any, H
     """
     optimizer_class, options = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else (optimizer, {})
     of_config = {each.name: settings.pop(each.name) for each in fields(HiFTConfig) if each.name in settings}
-    return model, HiFT(model, optimizer_class, config=HiFTConfig(**of_config), **{**options, **settings})
+    return model, HiFT(model, optimizer_class, config=HiFTConfig.paper(**of_config), **{**options, **settings})
 
 
 def with_reference(

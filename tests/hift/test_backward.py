@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slivertune import HiFT
+from slivertune import HiFT, HiFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.models import (
     LAYERS,
@@ -131,7 +131,7 @@ def test_checkpointing_keeps_backward_above_the_active_group(architecture: str, 
     hand.disable_input_require_grads()
     if when == "before":
         enable(model)
-    hift = HiFT(model, torch.optim.SGD, lr=0.0)
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(), lr=0.0)
     if when == "after":
         enable(model)
     totals = []
@@ -156,10 +156,10 @@ def test_checkpointing_does_not_change_one_bit(dtype: torch.dtype, when: str) ->
     other, before, batches = twin(model), weights(model), token_batches(10)
     if when == "before":
         enable(model)
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     if when == "after":
         enable(model)
-    usual = HiFT(other, torch.optim.AdamW, lr=1e-2)
+    usual = HiFT(other, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     assert train(model, hift, batches, 2 * LAYERS) == train(other, usual, batches, 2 * LAYERS)
     assert_same_bits(model, other)
     assert_all_moved(model, before)

@@ -38,8 +38,11 @@ HEAD = ["model.norm", "lm_head"]
         ({"order": "sideways"}, "sideways.*bottom2up.*top2down.*random"),
         ({"layers_per_group": 0}, "layers_per_group=0"),
         ({"layers_per_group": -2}, "layers_per_group=-2"),
-        ({"layers_per_group": "auto"}, "layers_per_group='auto' must be an integer: only the command line chooses it"),
-        ({"layers_per_group": "2"}, "layers_per_group='2' must be an integer"),
+        ({"layers_per_group": "auto"}, "layers_per_group='auto' must be a number: only the command line chooses it"),
+        *(
+            ({"layers_per_group": value}, re.escape(f"layers_per_group={value!r} must be a number of layers"))
+            for value in ("2", "0.25", 0.0, 1.0, -0.5, float("nan"), True, None)
+        ),
         ({"steps_per_group": 0}, "steps_per_group=0"),
         ({"state": "cloud"}, "cloud.*host.*device.*disk.*discard"),
         ({"master": "fp64"}, "fp64.*fp32.*none"),
@@ -53,7 +56,7 @@ HEAD = ["model.norm", "lm_head"]
 )
 def test_a_wrong_choice_is_named_with_the_right_ones(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        HiFTConfig(**options)
+        HiFTConfig.paper(**options)
 
 
 def _adapter_for_inference(folder: Path) -> nn.Module:
@@ -68,9 +71,9 @@ def _adapter_for_inference(folder: Path) -> nn.Module:
 def test_a_model_of_which_nothing_trains_is_told_so(make: Callable[[Path], Any], built: str, tmp_path: Path) -> None:
     model = make(tmp_path)
     build: Callable[[], Any] = {
-        "HiFT": lambda: HiFT(model, torch.optim.AdamW, lr=1e-3),
-        "HiFT.wrap": lambda: HiFT.wrap(torch.optim.AdamW([{"params": []}], lr=1e-3), model),
-        "attach": lambda: slivertune.attach(make_trainer(tmp_path, model=model), HiFTConfig()),
+        "HiFT": lambda: HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-3),
+        "HiFT.wrap": lambda: HiFT.wrap(torch.optim.AdamW([{"params": []}], lr=1e-3), model, config=HiFTConfig.paper()),
+        "attach": lambda: slivertune.attach(make_trainer(tmp_path, model=model), HiFTConfig.paper()),
         "attach TokenTune": lambda: slivertune.attach(make_trainer(tmp_path, model=model), TokenTune(ratio=0.5)),
     }[built]
     with pytest.raises(ValueError, match=r"no parameter of the model requires a gradient\. .* is_trainable=True"):
@@ -105,7 +108,7 @@ def test_explicit_layers_are_the_layers() -> None:
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"requires_grad|trainable|frozen"):
-        HiFT(tiny_llama().requires_grad_(False), torch.optim.AdamW, lr=1e-3)
+        HiFT(tiny_llama().requires_grad_(False), torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-3)
 
 
 FROZEN: dict[str, Callable[[str], bool]] = {
@@ -129,7 +132,7 @@ def test_parameters_frozen_by_the_user_stay_frozen_and_it_is_said_once(
     kept = {name for name, _ in model.named_parameters() if FROZEN[which](name)}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in kept)
-    config = HiFTConfig(layers_per_group=layers_per_group)
+    config = HiFTConfig.paper(layers_per_group=layers_per_group)
     before = weights(model)
     with said() as messages:
         if built == "from the class":
@@ -150,7 +153,7 @@ def test_an_optimizer_over_other_parameters_is_refused() -> None:
     model, other = tiny_llama(), tiny_llama()
     for parameters in (other.parameters(), [*model.parameters(), nn.Parameter(torch.zeros(7))]):
         with pytest.raises(ValueError, match="parameter"):
-            HiFT.wrap(torch.optim.AdamW(parameters, lr=1e-3), model)
+            HiFT.wrap(torch.optim.AdamW(parameters, lr=1e-3), model, config=HiFTConfig.paper())
     assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 
@@ -161,7 +164,7 @@ def test_an_optimizer_that_has_taken_steps_is_refused(optimizer_class: Any) -> N
     train(model, base, token_batches(1), 1)
     before = copy.deepcopy(base.state_dict())
     with pytest.raises((ValueError, RuntimeError), match=r"step|state"):
-        HiFT.wrap(base, model)
+        HiFT.wrap(base, model, config=HiFTConfig.paper())
     assert_same_tree(base.state_dict(), before)
 
 
@@ -189,7 +192,9 @@ def started(
 
 def with_decay_groups() -> tuple[nn.Module, HiFT]:
     model = tiny_llama(torch.bfloat16)
-    hift = HiFT.wrap(grouped_optimizer(model, torch.optim.AdamW, decay_split(model), lr=1e-2), model)
+    hift = HiFT.wrap(
+        grouped_optimizer(model, torch.optim.AdamW, decay_split(model), lr=1e-2), model, config=HiFTConfig.paper()
+    )
     train(model, hift, token_batches(3), 3)
     return model, hift
 
@@ -351,12 +356,19 @@ def test_files_of_one_run_are_not_shared_with_another_in_the_same_folder(tmp_pat
         assert_same_bits(model, other)
 
 
+@pytest.mark.parametrize("name", ["layers_per_group", "order", "state", "max_grad_norm"])
+def test_a_setting_of_hift_among_the_optimizers_arguments_is_named_with_its_place(name: str) -> None:
+    message = rf"^{name}= is a setting of HiFT, and no argument of AdamW\. Pass config=HiFTConfig\({name}=\.\.\.\)$"
+    with pytest.raises(TypeError, match=message):
+        HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-3, **{name: 1})
+
+
 def test_a_failed_construction_leaves_the_model_as_it_was() -> None:
     model = tiny_llama()
     before = weights(model)
     with pytest.raises(TypeError, match="no_such_option"):
-        HiFT(model, torch.optim.AdamW, lr=1e-3, no_such_option=True)
+        HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-3, no_such_option=True)
     with pytest.raises(ValueError, match="learning rate"):
-        HiFT(model, torch.optim.AdamW, lr=-1.0)
+        HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=-1.0)
     assert trainable(model) == set(before)
     assert all(torch.equal(bits(value), bits(before[name])) for name, value in weights(model).items())

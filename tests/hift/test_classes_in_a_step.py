@@ -44,7 +44,7 @@ def _function_of(name: str) -> str:
 
 def test_a_step_runs_methods_of_few_classes() -> None:
     model = tiny_llama(dtype=torch.bfloat16)
-    optimizer = st.HiFT(model, torch.optim.AdamW, lr=1e-3)
+    optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-3)
     batch = token_batches(1)[0]
 
     def step() -> None:

@@ -36,7 +36,7 @@ def run_both(
     plain: Any = twin(compiled)
     compile_blocks(compiled, backend=backend)
     calls = count_calls(compiled.model.layers)
-    config = HiFTConfig(layers_per_group=per_group)
+    config = HiFTConfig.paper(layers_per_group=per_group)
     optimizers = [HiFT(model, torch.optim.AdamW, config=config, lr=1e-2) for model in (compiled, plain)]
     if ratio is not None:
         for model in (compiled, plain):
@@ -101,7 +101,7 @@ def test_changing_lengths_and_evaluation_take_no_graph_after_the_first_cycle() -
     backend = CountedBackend()
     model: Any = tiny_llama(blocks=BLOCKS)
     compile_blocks(model, backend=backend)
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers_per_group=2), lr=1e-2)
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(layers_per_group=2), lr=1e-2)
     batches, graphs = token_batches(6), []
     for step in range(CYCLES * hift.num_groups):
         # As a loader does that pads each batch to its longest row.
@@ -121,7 +121,7 @@ def test_compiled_blocks_that_no_gradient_reaches_run_without_a_selection() -> N
     backend = CountedBackend()
     model: Any = tiny_llama(blocks=2)
     compile_blocks(model, backend=backend)
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(order="top2down"), lr=1e-2)
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(order="top2down"), lr=1e-2)
     TokenTune(ratio=0.4).attach(model)
     for batch in token_batches(2):
         model(**batch).loss.backward()
@@ -150,7 +150,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_reported_once(how: str) -> None:
         warnings.simplefilter("always")
         if how == "model.compile before":
             model.compile(backend="eager")
-        hift = HiFT(model, torch.optim.SGD, lr=1e-2)
+        hift = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(), lr=1e-2)
         if how == "model.compile":
             model.compile(backend="eager")
         elif how == "torch.compile":
@@ -165,7 +165,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_reported_once(how: str) -> None:
 def test_what_torch_compile_returned_is_refused() -> None:
     compiled: Any = torch.compile(tiny_llama(), backend="eager")
     with pytest.raises(ValueError, match=r"LlamaForCausalLM as torch\.compile returned it.*compile_blocks\(model\)"):
-        HiFT(compiled, torch.optim.SGD, lr=1e-2)
+        HiFT(compiled, torch.optim.SGD, config=HiFTConfig.paper(), lr=1e-2)
 
 
 def test_compiled_blocks_are_not_reported() -> None:
@@ -174,5 +174,5 @@ def test_compiled_blocks_are_not_reported() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compile_blocks(model, backend="eager")
-        train(model, HiFT(model, torch.optim.SGD, lr=1e-2), token_batches(3), 3)
+        train(model, HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(), lr=1e-2), token_batches(3), 3)
     assert not [each for each in caught if "compiled" in str(each.message)]

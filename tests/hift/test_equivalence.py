@@ -45,7 +45,7 @@ def equals_the_bare_optimizer(
     """Train a model by HiFT with one group, and a twin by the base optimizer; compare every loss and weight."""
     optimizer_class, usual = OPTIMIZERS[name]
     options = options or usual
-    bare, settings = twin(model), HiFTConfig(**ONE_GROUP, **config)
+    bare, settings = twin(model), HiFTConfig.paper(**ONE_GROUP, **config)
     if split is None:
         plain = optimizer_class(bare.parameters(), **options)
         hift = HiFT(model, optimizer_class, config=settings, **options)
@@ -122,10 +122,12 @@ def hift_and_reference(
     if split:
         options = {key: value for key, value in options.items() if key != "weight_decay"}
         hift = HiFT.wrap(
-            grouped_optimizer(model, optimizer_class, decay_split(model), **options), model, config=HiFTConfig(**config)
+            grouped_optimizer(model, optimizer_class, decay_split(model), **options),
+            model,
+            config=HiFTConfig.paper(**config),
         )
     else:
-        hift = HiFT(model, optimizer_class, config=HiFTConfig(**config), **options)
+        hift = HiFT(model, optimizer_class, config=HiFTConfig.paper(**config), **options)
     steps_per_group = config.get("steps_per_group", 1)
     total = cycles * len(groups) * steps_per_group
     batches = batches or token_batches(total * accumulation, vocab=BIG_VOCAB if big else 97)

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from slivertune import HiFT
+from slivertune import HiFT, HiFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.models import (
     assert_all_moved,
@@ -57,7 +57,7 @@ def test_freezing_and_unfreezing_by_others_changes_nothing(
     other, before = twin(model), weights(model)
     if checkpointing:
         enable_checkpointing(model)
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     reference = NaiveHiFT(other, torch.optim.AdamW, groups=naive_groups(other, 1), lr=1e-2)
     for batch in token_batches(7):
         active = set(hift.groups[hift.active_group].parameter_names)
@@ -83,7 +83,7 @@ def test_adapters_that_are_switched_off_and_on_for_a_reference_stay_frozen(check
     model, other = lora_llama(), lora_llama()
     if checkpointing:
         enable_checkpointing(model.base_model.model)
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     reference = NaiveHiFT(other, torch.optim.AdamW, groups=[group.parameter_names for group in hift.groups], lr=1e-2)
     batches = token_batches(14)
 
@@ -112,7 +112,7 @@ def test_another_adapter_that_is_switched_on_is_told_of_and_not_trained() -> Non
     model = lora_llama()
     with said():
         model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     before = weights(model)
     model.set_adapter("other")
     with said() as messages:
@@ -153,7 +153,7 @@ def test_a_parameter_that_the_user_unfreezes_is_told_of_once_and_not_stepped() -
     norm = model.get_parameter("model.norm.weight")
     norm.requires_grad_(False)
     with pytest.warns(UserWarning, match=r"1 of .* do not require gradients.*keeps them frozen"):
-        hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     norm.requires_grad_(True)
     before = norm.detach().clone()
     with pytest.warns(UserWarning, match=r"model\.norm\.weight was frozen when HiFT was built") as caught:
@@ -165,7 +165,7 @@ def test_a_parameter_that_the_user_unfreezes_is_told_of_once_and_not_stepped() -
 def test_what_is_not_in_the_optimizer_is_left_to_the_user() -> None:
     model: Any = tiny_llama()
     with pytest.warns(UserWarning, match=r"1 of .* not in the optimizer, so that HiFT neither trains nor freezes"):
-        hift = HiFT.wrap(torch.optim.AdamW(model.model.parameters(), lr=1e-2), model)
+        hift = HiFT.wrap(torch.optim.AdamW(model.model.parameters(), lr=1e-2), model, config=HiFTConfig.paper())
     head = torch.optim.AdamW(model.lm_head.parameters(), lr=1e-2)
     before = weights(model)
     for batch in token_batches(hift.num_groups):

@@ -108,7 +108,9 @@ def test_all_layers_with_gradients_on_the_host_are_the_bare_optimizer(accumulati
     bare, other = twin(model), twin(model)
     optimizer_class, options = OPTIMIZERS["AdamW"]
     run(bare, optimizer_class(bare.parameters(), **options), accumulation=accumulation, clip=0.5)
-    config = HiFTConfig(layers_per_group=LAYERS, gradients="host", stream_bytes=STREAM_BYTES, prefetch_bytes=30_000)
+    config = HiFTConfig.paper(
+        layers_per_group=LAYERS, gradients="host", stream_bytes=STREAM_BYTES, prefetch_bytes=30_000
+    )
     hift = HiFT(other, optimizer_class, config=config, **options)
     run(other, hift, accumulation=accumulation, clip=0.5)
     assert_same_bits(other, bare)
@@ -397,7 +399,7 @@ def test_a_grad_scaler_a_sparse_gradient_and_wrong_settings_are_refused() -> Non
     with pytest.raises(RuntimeError, match=r"GradScaler unscales .* gradients='host' keeps them in host memory"):
         scaler.step(hift)
     sparse = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
-    config = HiFTConfig(gradients="host", layers=[["0"], ["1"]])
+    config = HiFTConfig.paper(gradients="host", layers=[["0"], ["1"]])
     embedding = HiFT(sparse, torch.optim.SGD, config=config, lr=0.1)
     with pytest.raises(ValueError, match="sparse gradient can't be offloaded"):
         sparse(torch.tensor([1, 2])).sum().backward()
@@ -410,7 +412,7 @@ def test_a_grad_scaler_a_sparse_gradient_and_wrong_settings_are_refused() -> Non
         ({"gradients": "disk"}, "gradients='disk' must be one of"),
     ):
         with pytest.raises(ValueError, match=match):
-            HiFTConfig(**config_)
+            HiFTConfig.paper(**config_)
 
 
 def test_stepped_gradients_that_nobody_said_to_accumulate_are_an_error_that_says_how() -> None:

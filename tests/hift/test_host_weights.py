@@ -382,7 +382,7 @@ def test_a_plan_pins_nothing_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("value", ["all", -1, 1.5, True])
 def test_a_wrong_number_of_bytes_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="resident_bytes="):
-        HiFTConfig(weights="host", resident_bytes=value)
+        HiFTConfig.paper(weights="host", resident_bytes=value)
 
 
 @pytest.mark.parametrize(
@@ -395,4 +395,4 @@ def test_a_wrong_number_of_bytes_is_refused(value: Any) -> None:
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        HiFTConfig(**settings)
+        HiFTConfig.paper(**settings)

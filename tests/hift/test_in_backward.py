@@ -59,7 +59,7 @@ def pair(
     made = []
     for in_backward in (False, True):
         other = twin(model)
-        settings = HiFTConfig(gradients="stepped" if in_backward else "device", **config)
+        settings = HiFTConfig.paper(gradients="stepped" if in_backward else "device", **config)
         if split:
             base = grouped_optimizer(other, optimizer_class, decay_split(other), lr=1e-2)
             hift = HiFT.wrap(base, other, config=settings)
@@ -346,7 +346,7 @@ def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
     hift_over(model, _SecondMoment, gradients="stepped", elementwise=True, lr=0.1)
     with pytest.raises(ValueError, match="gradients='yes' must be one of 'device', 'host', 'stepped'"):
-        HiFTConfig(gradients="yes")  # type: ignore[arg-type]
+        HiFTConfig.paper(gradients="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

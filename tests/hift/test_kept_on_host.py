@@ -50,7 +50,7 @@ def test_a_trainer_moves_all_but_the_blocks(
 
 @pytest.mark.parametrize("waiting", [None, "int8"])
 def test_hift_takes_them_over_under_the_trainer(waiting: str | None, tmp_path: Path) -> None:
-    config = HiFTConfig(weights="host", waiting=waiting, resident_bytes=0)  # type: ignore[arg-type]
+    config = HiFTConfig.paper(weights="host", waiting=waiting, resident_bytes=0)  # type: ignore[arg-type]
     batches = token_batches(8)
     rows = [{key: value[0] for key, value in batch.items()} for batch in batches]
     base = tiny_llama(torch.bfloat16)

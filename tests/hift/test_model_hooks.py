@@ -88,12 +88,12 @@ def test_a_second_hift_over_a_held_model_is_refused(what: str) -> None:
     free = trainable(model)
     target = {"the model": model, "a part of it": model.model, "a wrapper of it": nn.Sequential(model)}[what]
     with pytest.raises(ValueError, match=r"trained by another HiFT.*detach\(\)"):
-        HiFT(target, torch.optim.AdamW, lr=1e-2)
+        HiFT(target, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     with pytest.raises(ValueError, match=r"detach\(\)"):
-        HiFT.wrap(torch.optim.AdamW(target.parameters(), lr=1e-2), target)
+        HiFT.wrap(torch.optim.AdamW(target.parameters(), lr=1e-2), target, config=HiFTConfig.paper())
     assert trainable(model) == free
     hift.detach()
-    again = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    again = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     assert trainable(model) == set(again.groups[0].parameter_names)
 
 
@@ -104,9 +104,9 @@ def test_hift_and_sft_do_not_share_a_model() -> None:
     hift.detach()
     sft = SFT(model, config=SFTConfig(density=0.1), lr=1e-2, total_steps=10)
     with pytest.raises(ValueError, match=r"trained by another SFT.*HiFT can't train it.*detach\(\)"):
-        HiFT(model, torch.optim.AdamW, lr=1e-2)
+        HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     sft.detach()
-    assert HiFT(model, torch.optim.AdamW, lr=1e-2).num_groups == LAYERS
+    assert HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2).num_groups == LAYERS
 
 
 @pytest.mark.parametrize("with_schedule", [False, True])
@@ -119,7 +119,7 @@ def test_an_optimizer_that_was_dropped_holds_nothing(gradients: Any, with_schedu
     train(model, hift, token_batches(2), 2)
     gone = weakref.ref(hift)
     del hift, schedule
-    second = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    second = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     assert gone() is None
     assert trainable(model) == set(second.groups[0].parameter_names)
     del second
@@ -131,7 +131,7 @@ def test_a_refused_hift_holds_nothing() -> None:
     model = tiny_llama()
     with pytest.raises(ValueError, match="layers_per_group"):
         hift_over(model, torch.optim.AdamW, layers_per_group=9, lr=1e-2)
-    HiFT(model, torch.optim.AdamW, lr=1e-2).detach()
+    HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2).detach()
 
 
 @pytest.mark.parametrize("config", [{}, {"gradients": "stepped"}, {"state": "device"}], ids=str)
@@ -145,7 +145,7 @@ def test_reattach_goes_on_to_the_bit(dtype: torch.dtype, config: dict[str, Any])
     hift.detach()
     hift.load_state_dict(hift.state_dict())
     assert trainable(model) == set(weights(model)), "loading freezes nothing"
-    blocker = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    blocker = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     with pytest.raises(ValueError, match="trained by another HiFT"):
         hift.reattach()
     blocker.detach()
@@ -184,7 +184,7 @@ def test_the_step_of_another_optimizer_is_refused_until_detach(gradients: Any, i
     other, elsewhere = torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(tiny_llama().parameters(), lr=1.0)
     stepped = model.parameters() if in_backward else ()
     handles = [each.register_post_accumulate_grad_hook(lambda _: other.step()) for each in stepped]
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(gradients=gradients), lr=1e-2)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(gradients=gradients), lr=1e-2)
     before, batch = weights(model), token_batches(1)[0]
 
     def train_by_other() -> None:
@@ -204,7 +204,7 @@ def test_the_step_of_another_optimizer_is_refused_until_detach(gradients: Any, i
 
 def test_steps_that_never_find_a_gradient_are_said_once() -> None:
     model, batch = tiny_llama(), token_batches(1)[0]
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2 * IDLE_STEPS):
@@ -219,7 +219,7 @@ def test_steps_that_never_find_a_gradient_are_said_once() -> None:
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_an_optimizer_can_not_be_copied_and_says_what_can(how: Any) -> None:
     with pytest.raises(TypeError, match=r"state_dict\(\)"):
-        how(HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-2))
+        how(HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2))
 
 
 def test_a_copy_of_the_model_is_free_of_hift_and_trains_alone() -> None:
@@ -228,7 +228,7 @@ def test_a_copy_of_the_model_is_free_of_hift_and_trains_alone() -> None:
     before = weights(model)
     train(copied, torch.optim.AdamW(copied.parameters(), lr=1e-2), token_batches(2), 2)
     assert differing(weights(model), before) == []
-    HiFT(twin(model), torch.optim.AdamW, lr=1e-2)
+    HiFT(twin(model), torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     assert hift.updates == 0
 
 
@@ -282,7 +282,7 @@ def test_a_parameter_that_was_replaced_or_resized_is_named(what: str, gradients:
         model(**token_batches(1)[0])
     hift.detach()
     if what != "offloaded weights":
-        again = HiFT(model, torch.optim.AdamW, lr=1e-2)
+        again = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
         train(model, again, token_batches(1), again.num_groups)
         assert again.updates == again.num_groups
 
@@ -352,7 +352,7 @@ def test_weights_that_lie_elsewhere_are_refused_when_hift_is_built(kind: str, tm
         disk_offload(model, str(tmp_path), torch.device("cpu"))
     free = trainable(model)
     with pytest.raises(ValueError, match=r"^model\.embed_tokens\.weight is .*cpu_offload.*Load the whole model"):
-        HiFT(model, torch.optim.AdamW, lr=1e-2)
+        HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     assert trainable(model) == free
 
 
@@ -362,5 +362,5 @@ def test_a_frozen_backbone_may_lie_elsewhere() -> None:
         parameter.requires_grad_(name.startswith("classifier"))
     cpu_offload(model.bert, torch.device("cpu"))
     with pytest.warns(UserWarning, match="frozen"):
-        hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     assert hift.num_groups == 1 and weights(model)

@@ -218,7 +218,7 @@ def test_random_numbers_drawn_in_the_step_are_those_of_the_bare_optimizer() -> N
     options = {"lr": 1e-2, "bf16_stochastic_round": True}
     models = [tiny_llama(BF16, vocab=VOCAB) for _ in range(2)]
     bare, to_wrap = (torchao("AdamW8bit")(model.parameters(), **options) for model in models)
-    wrapped = HiFT.wrap(to_wrap, models[1], config=HiFTConfig(layers_per_group=5, master="none"))
+    wrapped = HiFT.wrap(to_wrap, models[1], config=HiFTConfig.paper(layers_per_group=5, master="none"))
     for model, optimizer in zip(models, (bare, wrapped), strict=True):
         torch.manual_seed(0)
         train(model, optimizer, BATCHES, 3)
@@ -312,7 +312,7 @@ def test_state_that_cannot_be_moved_is_refused_when_built(
     kind = torchao(optimizer_class) if isinstance(optimizer_class, str) else optimizer_class
     model, random = tiny_llama(vocab=VOCAB), torch.get_rng_state()
     to_wrap = kind(model.parameters(), lr=1e-2)
-    wrapped = partial(HiFT.wrap, to_wrap, model, config=HiFTConfig(**config))
+    wrapped = partial(HiFT.wrap, to_wrap, model, config=HiFTConfig.paper(**config))
     build = wrapped if wrap else partial(hift_over, model, kind, lr=1e-2, **config)
     with pytest.raises(ValueError, match=message):
         build()

@@ -162,7 +162,7 @@ def test_the_rows_have_every_legal_pair_and_few_more() -> None:
 @pytest.mark.parametrize("pair", ILLEGAL, ids=str)
 def test_illegal_pairs_are_refused(pair: Row) -> None:
     with pytest.raises(ValueError, match="|".join(pair)):
-        HiFTConfig(**pair)
+        HiFTConfig.paper(**pair)
 
 
 @pytest.mark.parametrize("row", row_params(ROWS, drawn_rows(FACTORS, is_legal, num_rows=100)))

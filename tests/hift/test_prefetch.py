@@ -241,9 +241,9 @@ def test_dropping_the_optimizer_detaching_and_loading_leave_nothing_held(ledger:
 @pytest.mark.parametrize("value", ["all", -1, 1.5, True])
 def test_a_wrong_budget_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="prefetch_bytes="):
-        HiFTConfig(prefetch_bytes=value)
+        HiFTConfig.paper(prefetch_bytes=value)
     with pytest.raises(ValueError, match=r'prefetch_bytes=5 is for offloaded state, and state="device" offloads none'):
-        HiFTConfig(prefetch_bytes=5, state="device")
+        HiFTConfig.paper(prefetch_bytes=5, state="device")
 
 
 class _WithoutState:
@@ -282,7 +282,7 @@ def test_auto_holds_what_every_gpu_has_left_whatever_the_host_has(monkeypatch: p
 
 def test_a_group_has_the_slots_of_its_models_device_before_it_has_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, slots on the host would end the run or count as a device without memory."""
-    hift = HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig(prefetch_bytes=100), lr=1e-3)
+    hift = HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig.paper(prefetch_bytes=100), lr=1e-3)
     hift._prefetcher.slots.clear()
     residency = hift._residencies[0]
     monkeypatch.setattr(residency, "_device", lambda: torch.device("meta"))  # where the model has been moved

@@ -131,7 +131,7 @@ def test_a_compiled_step_runs_in_a_ledger() -> None:
 
 def test_a_trainer_trains_with_an_optimizer_whose_step_is_compiled(tmp_path: Path) -> None:
     models = []
-    for config in (None, HiFTConfig(layers_per_group=5)):
+    for config in (None, HiFTConfig.paper(layers_per_group=5)):
         model = tiny_llama()
         trainer = make_trainer(tmp_path, model=model, max_steps=3, max_grad_norm=0.0)
         trainer.optimizer_cls_and_kwargs = (CompiledStep, {"lr": 1e-2})
@@ -147,7 +147,7 @@ def test_a_step_that_was_compiled_on_an_instance_is_told() -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step = torch.compile(optimizer.step)
     with pytest.warns(UserWarning, match=r"step of this SGD was compiled.*class that compiles its own step"):
-        hift = HiFT.wrap(optimizer, model, config=HiFTConfig(layers_per_group=5))
+        hift = HiFT.wrap(optimizer, model, config=HiFTConfig.paper(layers_per_group=5))
     dense = twin(tiny_llama())
     train(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BATCHES, 2)
     with warnings.catch_warnings():

@@ -39,7 +39,7 @@ class Run:
         self.batches: list[Batch] = token_batches(total, vocab=vocab)
         if wrap:
             base = grouped_optimizer(self.model, OPTIMIZERS[name][0], decay_split(self.model), lr=1e-2)
-            self.hift = HiFT.wrap(base, self.model, config=HiFTConfig(**config))
+            self.hift = HiFT.wrap(base, self.model, config=HiFTConfig.paper(**config))
         else:
             self.hift = hift_over(self.model, name, **config)[1]
         self.scheduler = LambdaLR(self.hift, lambda step: warm_cosine(step, total))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slivertune.core.layers import Layer
-from slivertune.hift.rotation import Rotation, cut_groups, turn_order
+from slivertune.hift.rotation import Rotation, count_per_group, cut_groups, turn_order
 
 
 def advance(rotation: Rotation, scheduled: float) -> float:
@@ -15,6 +15,14 @@ def advance(rotation: Rotation, scheduled: float) -> float:
     (value,) = applied
     assert isinstance(value, float)
     return value
+
+
+@pytest.mark.parametrize(
+    ("share", "num_layers", "number"),
+    [(0.25, 34, 9), (0.25, 8, 2), (0.25, 3, 1), (0.1, 30, 3), (0.01, 5, 1), (0.5, 5, 3), (0.999, 4, 4), (3, 5, 3)],
+)
+def test_a_share_of_the_layers_is_rounded_up(share: float, num_layers: int, number: int) -> None:
+    assert count_per_group(share, num_layers) == number
 
 
 def test_every_group_has_its_turn_in_order() -> None:

@@ -115,7 +115,7 @@ def test_a_rate_of_0_is_held_where_another_param_groups_is_not() -> None:
     model = tiny_llama()
     split = decay_split(model)
     split[1][1]["lr"] = 0.0
-    hift = HiFT.wrap(grouped_optimizer(model, torch.optim.SGD, split, lr=0.5), model)
+    hift = HiFT.wrap(grouped_optimizer(model, torch.optim.SGD, split, lr=0.5), model, config=HiFTConfig.paper())
     train(model, hift, token_batches(1), 1)
     hift.param_groups[1]["lr"] = 0.25
     train(model, hift, token_batches(1), 1)
@@ -135,7 +135,7 @@ def compare(
     other, before, batches = twin(model), weights(model), token_batches(updates)
     if split:
         base = grouped_optimizer(model, optimizer_class, decay_split(model), **options)
-        hift = HiFT.wrap(base, model, config=HiFTConfig(layers_per_group=2))
+        hift = HiFT.wrap(base, model, config=HiFTConfig.paper(layers_per_group=2))
     else:
         hift = hift_over(model, optimizer_class, layers_per_group=2, **options)[1]
     reference = NaiveHiFT(
@@ -222,7 +222,7 @@ def test_every_parameter_group_holds_its_own_lr() -> None:
     model = tiny_llama()
     split = decay_split(model)
     split[1][1]["lr"] = 0.25
-    hift = HiFT.wrap(grouped_optimizer(model, torch.optim.SGD, split, lr=0.5), model)
+    hift = HiFT.wrap(grouped_optimizer(model, torch.optim.SGD, split, lr=0.5), model, config=HiFTConfig.paper())
     groups, list_before = [id(group) for group in hift.param_groups], id(hift.param_groups)
     scheduler = LambdaLR(hift, lambda step: 1 / (step + 1))
     held = []
@@ -248,7 +248,7 @@ def test_a_wrapped_optimizer_keeps_its_groups_options() -> None:
     base = grouped_optimizer(model, torch.optim.AdamW, decay_split(model, 0.3), lr=1e-2, betas=(0.8, 0.9))
     expected = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
     members = [[id(p) for p in group["params"]] for group in base.param_groups]
-    hift = HiFT.wrap(base, model)
+    hift = HiFT.wrap(base, model, config=HiFTConfig.paper())
     assert [[id(p) for p in group["params"]] for group in hift.param_groups] == members
     for group, options in zip(hift.param_groups, expected, strict=True):
         assert {key: group[key] for key in options} == options

@@ -344,7 +344,7 @@ class Halves(nn.Module):
 def test_a_backward_that_misses_the_group_takes_nothing_from_one_that_reaches_it(forwards: str) -> None:
     model = seeded(Halves, 0)
     layers = [["one"], ["other"]]
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers=layers), lr=0.1)
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(layers=layers), lr=0.1)
     inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     for update in range(4):
         before = weights(model)

@@ -240,7 +240,7 @@ def test_the_base_of_adapters_is_streamed_for_good() -> None:
     losses = []
     for each, place in ((model, HOST), (other, {"stream_bytes": 20_000})):
         with pytest.warns(UserWarning, match="HiFT keeps them frozen"):
-            hift = HiFT(each, torch.optim.AdamW, config=HiFTConfig(waiting="nf4", **place), lr=1e-2)
+            hift = HiFT(each, torch.optim.AdamW, config=HiFTConfig.paper(waiting="nf4", **place), lr=1e-2)
         losses.append(train(each, hift, BATCHES, 12))
         hift.detach()
     assert losses[0] == losses[1]
@@ -256,7 +256,7 @@ def test_a_model_whose_host_memory_can_not_be_pinned_stays_as_it_was(monkeypatch
 
     monkeypatch.setattr("slivertune.hift.host_weights.claimed_host_memory", refuse)
     with pytest.raises(RuntimeError, match="can't be pinned"):
-        HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", **HOST), lr=1e-3)
+        HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8", **HOST), lr=1e-3)
     assert differing(weights(model), before) == []
     assert all(each.requires_grad for each in model.parameters())
     assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
@@ -293,7 +293,7 @@ def test_the_device_holds_the_slots_the_exact_rest_and_the_active_group(
     gc.collect()
     with Ledger(model) as ledger:
         batches = token_batches(2, vocab=64)
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**settings), lr=1e-3)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(**settings), lr=1e-3)
         train(model, hift, batches, hift.num_groups)
         gc.collect()
         ledger.reset_peak()
@@ -317,7 +317,7 @@ def test_no_more_than_a_block_of_codes_and_a_weight_are_on_the_device_while_it_i
     gc.collect()
     block = sum(each.nbytes for each in model.get_submodule("model.layers.0").parameters())
     with Ledger() as ledger:
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", **HOST), lr=1e-3)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8", **HOST), lr=1e-3)
     # On a CPU the model itself lies on "the device", and is not counted: it was there before.
     assert ledger.highest.parameters <= 1.5 * block
     del hift

@@ -84,7 +84,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_class_that_cannot_be_rotated_is_refused_with_the_way_out(name: str, wrap: bool) -> None:
     find, message = REFUSED[name]
     model, kind = tiny_llama(), find()
-    make = (lambda: HiFT.wrap(kind(model.parameters(), lr=0.1), model)) if wrap else lambda: HiFT(model, kind, lr=0.1)
+    make = (
+        (lambda: HiFT.wrap(kind(model.parameters(), lr=0.1), model, config=HiFTConfig.paper()))
+        if wrap
+        else lambda: HiFT(model, kind, config=HiFTConfig.paper(), lr=0.1)
+    )
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         make()
     assert trainable(model) == {name for name, _ in model.named_parameters()}
@@ -126,13 +130,13 @@ def test_a_class_that_cannot_be_rotated_is_refused_with_the_way_out(name: str, w
 def test_an_instance_that_would_be_rebuilt_otherwise_is_refused(make: Callable[[nn.Module], Any], message: str) -> None:
     model = tiny_llama()
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        HiFT.wrap(make(model), model)
+        HiFT.wrap(make(model), model, config=HiFTConfig.paper())
     assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 
 def test_names_that_torch_keeps_of_parameters_are_no_reason_to_refuse() -> None:
     model, bare = tiny_llama(), tiny_llama()
-    hift = HiFT.wrap(torch.optim.AdamW(model.named_parameters()), model, config=HiFTConfig(layers_per_group=5))
+    hift = HiFT.wrap(torch.optim.AdamW(model.named_parameters()), model, config=HiFTConfig.paper(layers_per_group=5))
     for trained, optimizer in ((model, hift), (bare, torch.optim.AdamW(bare.named_parameters()))):
         train(trained, optimizer, token_batches(2), 2)
     assert_same_bits(model, bare)
@@ -141,14 +145,14 @@ def test_names_that_torch_keeps_of_parameters_are_no_reason_to_refuse() -> None:
 def test_what_is_no_optimizer_is_named() -> None:
     wrong: Any = object()
     with pytest.raises(TypeError, match=r"must be an instance of torch\.optim\.Optimizer"):
-        HiFT.wrap(wrong, tiny_llama())
+        HiFT.wrap(wrong, tiny_llama(), config=HiFTConfig.paper())
 
 
 def test_arguments_that_are_only_attributes_are_kept_when_wrapped() -> None:
     from torchao.optim import AdamW8bit
 
     model = tiny_llama(vocab=384)
-    hift = HiFT.wrap(AdamW8bit(model.parameters(), lr=1e-2, block_size=128), model)
+    hift = HiFT.wrap(AdamW8bit(model.parameters(), lr=1e-2, block_size=128), model, config=HiFTConfig.paper())
     with torch.compiler.set_stance("default", force_backend="eager"):
         train(model, hift, token_batches(1, vocab=384), 1)
     assert hift.state_dict()["state"]["model.embed_tokens.weight"]["exp_avg"].block_size == 128
@@ -177,7 +181,9 @@ def test_overrides_of_bitsandbytes_are_those_of_the_bare_optimizer(
             manager.override_config(embedding.weight, "optim_bits", 32)
         optimizer: Any = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-2)  # type: ignore[no-untyped-call]
         if kind == "hift":
-            optimizer = HiFT.wrap(optimizer, model, config=HiFTConfig(layers_per_group=5, stream_bytes=stream_bytes))
+            optimizer = HiFT.wrap(
+                optimizer, model, config=HiFTConfig.paper(layers_per_group=5, stream_bytes=stream_bytes)
+            )
         train(model, optimizer, token_batches(4, vocab=BIG_VOCAB), 4)
         if kind == "hift":
             state = optimizer.state_dict()["state"]

@@ -107,7 +107,7 @@ def pair_over(
         **options,
     )
     settings: Any = {"layers_per_group": layers_per_group, "waiting": form, **config}
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(**settings), **options)
+    hift = HiFT(model, optimizer_class, config=HiFTConfig.paper(**settings), **options)
     naive.model = dense  # type: ignore[attr-defined]
     return model, hift, naive
 
@@ -390,9 +390,9 @@ def test_the_base_of_adapters_waits_for_good() -> None:
             parameter.data = by_hand(parameter.data, "nf4")
     options: dict[str, Any] = {"lr": 1e-2}
     with pytest.warns(UserWarning, match="HiFT keeps them frozen"):
-        own = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="nf4"), **options)
+        own = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="nf4"), **options)
     with pytest.warns(UserWarning, match="HiFT keeps them frozen"):
-        plain = HiFT(dense, torch.optim.AdamW, config=HiFTConfig(), **options)
+        plain = HiFT(dense, torch.optim.AdamW, config=HiFTConfig.paper(), **options)
     assert train(model, own, token_batches(8), 9) == train(dense, plain, token_batches(8), 9)
     trained = {name for name, each in model.named_parameters() if "lora" in name}
     assert (
@@ -427,7 +427,7 @@ def test_the_device_holds_codes_the_rest_and_the_active_group(form: str, layers_
     }
     gc.collect()  # an optimizer that is dropped gives its model the exact weights back
     with Ledger(model) as ledger:
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**settings), lr=1e-3)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(**settings), lr=1e-3)
         batches = token_batches(2, vocab=64)
         train(model, hift, batches, hift.num_groups)
         held = [hift.waiting_weight(each) for name, each in model.named_parameters() if name in linear]
@@ -468,11 +468,11 @@ def tied(model: nn.Module) -> None:
 )
 def test_what_can_not_wait_is_refused(build: Any, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        HiFT(build(), torch.optim.AdamW, config=HiFTConfig(**config), lr=1e-3)
+        HiFT(build(), torch.optim.AdamW, config=HiFTConfig.paper(**config), lr=1e-3)
 
 
 def test_tied_wrapped_and_missing_linear_layers_are_refused_and_the_model_stays_as_it_was() -> None:
-    config = HiFTConfig(waiting="int8")
+    config = HiFTConfig.paper(waiting="int8")
     model = tiny_llama()
     tied(model)
     with pytest.raises(ValueError, match=r"layers\.\d\.mlp\.up_proj\.weight is tied to .*Untie them"):
@@ -504,7 +504,7 @@ def test_a_checkpoint_of_another_form_is_refused_and_nothing_is_changed() -> Non
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ImportError, match=r"needs bitsandbytes, which is missing\. Run pip install bitsandbytes"):
-        HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig(waiting="nf4"), lr=1e-3)
+        HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig.paper(waiting="nf4"), lr=1e-3)
 
 
 # ---- models whose exact weights the device has no room for
@@ -515,7 +515,7 @@ def test_layers_that_were_quantized_before_are_taken_over() -> None:
     dense = twin(plain)
     handle = slivertune.quantize_layers(plain, "nf4")
     with pytest.raises(ValueError, match=r"is quantised as nf4 already, and waiting='int8' was asked for"):
-        HiFT(plain, torch.optim.AdamW, config=HiFTConfig(waiting="int8"), lr=1e-2)
+        HiFT(plain, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8"), lr=1e-2)
     model, hift, naive = pair_over(plain, dense, "AdamW", form="nf4")
     compare((model, hift, naive), token_batches(8), 12)
     hift.detach()
@@ -547,7 +547,7 @@ def test_a_model_that_fits_in_no_other_way_is_loaded_trained_and_saved(tmp_path:
     gc.collect()
     with Ledger() as ledger:
         model = slivertune.load_quantized(AutoModelForCausalLM, tmp_path / "base", "int8").train()
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", stream_bytes=2**17), lr=1e-3)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8", stream_bytes=2**17), lr=1e-3)
         train(model, hift, batches, hift.num_groups + 2)
         model.save_pretrained(tmp_path / "tuned", max_shard_size=150_000)
     assert ledger.highest.device < exact_bytes, "activations, gradients and state included"

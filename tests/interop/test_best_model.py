@@ -70,7 +70,7 @@ def test_with_early_stopping_and_tokens_the_run_ends_soon_and_with_the_best(tmp_
 
 
 def test_hift_goes_on_with_its_own_state(tmp_path: Path) -> None:
-    trainer, weights, attachment = run(tmp_path, 2, (HiFTConfig(),), **BEST)
+    trainer, weights, attachment = run(tmp_path, 2, (HiFTConfig.paper(),), **BEST)
     assert attachment.optimizer.updates == UPDATES
     assert differing(weights[3], dict(trainer.model.named_parameters())) == []
 

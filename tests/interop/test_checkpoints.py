@@ -18,7 +18,7 @@ from tests.interop.test_trainer import run, sft_config
 from tests.interop.trainer_runs import BATCH, HIFT, RANKS, SFT, STOP, assert_near, states, train
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
-METHODS: dict[str, Any] = {"hift": (HiFTConfig(),), "sft": (sft_config(),), "tokens": (TokenTune(ratio=0.5),)}
+METHODS: dict[str, Any] = {"hift": (HiFTConfig.paper(),), "sft": (sft_config(),), "tokens": (TokenTune(ratio=0.5),)}
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -109,7 +109,7 @@ def test_weights_whose_state_only_deepspeed_reads_are_refused_elsewhere(
 
 
 def test_one_manifest_is_written_after_what_a_second_attach_adds(tmp_path: Path) -> None:
-    trainer = run(tmp_path, HiFTConfig(), TokenTune(ratio=0.5), stop=3, **SAVING)
+    trainer = run(tmp_path, HiFTConfig.paper(), TokenTune(ratio=0.5), stop=3, **SAVING)
     names = [type(each).__name__ for each in trainer.callback_handler.callbacks]
     assert names.count("KeepManifest") == 1
     assert names.index("KeepManifest") > names.index("KeepTokens") > names.index("KeepState")

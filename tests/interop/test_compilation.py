@@ -40,8 +40,8 @@ def plugin_of(trainer: Any) -> Any:
 @pytest.mark.parametrize(
     "settings",
     [
-        (HiFTConfig(), TokenTune(ratio=0.4)),
-        pytest.param((HiFTConfig(layers_per_group=2),), marks=pytest.mark.slow),
+        (HiFTConfig.paper(), TokenTune(ratio=0.4)),
+        pytest.param((HiFTConfig.paper(layers_per_group=2),), marks=pytest.mark.slow),
         pytest.param((TokenTune(ratio=0.4),), marks=pytest.mark.slow),
         pytest.param((SFTConfig(density=0.1, reselection_interval=6),), marks=pytest.mark.slow),
     ],
@@ -69,7 +69,7 @@ def test_blocks_are_compiled_while_it_trains_and_the_bits_are_the_same(settings:
 def test_what_does_not_go_with_compilation_is_refused_when_attached(settings: Any, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=1, **COMPILED)
     with pytest.raises(ValueError, match=r"does not go with torch_compile=True: .*\. Leave out one of the two"):
-        slivertune.attach(trainer, HiFTConfig(**settings))
+        slivertune.attach(trainer, HiFTConfig.paper(**settings))
 
 
 def test_a_model_that_is_made_for_the_training_is_compiled(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_model_that_is_made_for_the_training_is_compiled(tmp_path: Path) -> No
         return made[-1]
 
     trainer.model_init = make
-    slivertune.attach(trainer, HiFTConfig())
+    slivertune.attach(trainer, HiFTConfig.paper())
     trainer.train()
     assert len(made) == 1 and 1 <= counters["stats"]["unique_graphs"] <= 3
     assert not has_compiled_blocks(made[0])
@@ -93,7 +93,7 @@ def test_what_is_compiled_by_block_already_stays_so(tmp_path: Path) -> None:
     model = tiny_llama(blocks=2)
     compile_blocks(model, backend=backend)
     trainer = make_trainer(tmp_path, model=model, max_steps=3, **COMPILED)
-    slivertune.attach(trainer, HiFTConfig())
+    slivertune.attach(trainer, HiFTConfig.paper())
     trainer.train()
     backend.check(num_runs=2 * 3)
     assert has_compiled_blocks(model)
@@ -102,7 +102,7 @@ def test_what_is_compiled_by_block_already_stays_so(tmp_path: Path) -> None:
 def test_a_training_that_fails_gives_everything_back(tmp_path: Path) -> None:
     model = tiny_llama(blocks=2)
     trainer = make_trainer(tmp_path, model=model, max_steps=3, **COMPILED)
-    slivertune.attach(trainer, HiFTConfig())
+    slivertune.attach(trainer, HiFTConfig.paper())
 
     def fail(*args: Any) -> None:
         raise KeyError("in the first forward")
@@ -117,7 +117,7 @@ def test_what_is_not_asked_for_is_not_compiled(tmp_path: Path) -> None:
     CountedBackend()
     model = tiny_llama(blocks=2)
     trainer = make_trainer(tmp_path, model=model, max_steps=2)
-    slivertune.attach(trainer, HiFTConfig())
+    slivertune.attach(trainer, HiFTConfig.paper())
     trainer.train()
     assert not counters["stats"]
 

@@ -233,7 +233,7 @@ def test_evaluation_is_that_of_the_trainer_alone(tmp_path: Path) -> None:
 @needs_fused_head
 def test_the_trainer_has_its_own_loss_again_when_the_training_ends(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path, max_steps=2)
-    attachment = slivertune.attach(trainer, HiFTConfig(), TUNE)
+    attachment = slivertune.attach(trainer, HiFTConfig.paper(), TUNE)
     assert "compute_loss" in vars(trainer)
     for _ in range(2):
         trainer.train()
@@ -282,7 +282,7 @@ def test_the_sft_trainer_of_an_older_trl_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(ValueError, match=r"the SFTTrainer of trl [0-9.]+, which .*\. Install trl 1\.15 or later"):
         slivertune.attach(trainer, TUNE)
     assert "compute_loss" not in vars(trainer)
-    slivertune.attach(trainer, HiFTConfig())
+    slivertune.attach(trainer, HiFTConfig.paper())
 
 
 def test_a_trainer_of_trl_that_is_not_known_is_refused(tmp_path: Path) -> None:

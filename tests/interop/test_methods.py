@@ -1,6 +1,7 @@
 """Methods under a stock Trainer: every `optim` of transformers works under `attach` as it does alone, or is refused."""
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def test_what_cannot_be_rotated_is_refused_by_name(optim: str, tmp_path: Path) -
     trainer = trainer_with(optim, tmp_path)
     message = rf"--optim {optim} can't be HiFT's base optimizer: .*{REFUSED[optim]}"
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        slivertune.attach(trainer, HiFTConfig())
+        slivertune.attach(trainer, HiFTConfig.paper())
     assert trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None
     assert all(not p._post_accumulate_grad_hooks for p in trainer.model.parameters())
     assert trainable(trainer.model) == {name for name, _ in trainer.model.named_parameters()}
@@ -87,9 +88,9 @@ def test_what_cannot_be_rotated_is_refused_by_name(optim: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (HiFTConfig(waiting="int8"), "waiting='int8' holds NaN there in place of idle weights"),
+        (HiFTConfig.paper(waiting="int8"), "waiting='int8' holds NaN there in place of idle weights"),
         (SFTConfig(density=0.1), "SFT's deltas are parameters that the reference does not have"),
-        (HiFTConfig(), None),
+        (HiFTConfig.paper(), None),
     ],
     ids=["waiting weights", "deltas", "all weights exact"],
 )
@@ -114,14 +115,14 @@ def test_sft_steps_by_itself_whatever_is_named(optim: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("optim", NOT_HERE)
 def test_a_package_that_is_missing_is_named_as_the_trainer_names_it(optim: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, ImportError), match=NOT_HERE[optim]):
-        slivertune.attach(trainer_with(optim, tmp_path), HiFTConfig())
+        slivertune.attach(trainer_with(optim, tmp_path), HiFTConfig.paper())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", WORKING)
 def test_with_one_group_it_is_what_the_trainer_does_alone(optim: str, tmp_path: Path) -> None:
     models = []
-    for config in (None, HiFTConfig(layers_per_group=5)):
+    for config in (None, HiFTConfig.paper(layers_per_group=5)):
         GlobalOptimManager._instance = None
         trainer = trainer_with(optim, tmp_path, max_steps=4)
         before = weights(trainer.model)
@@ -142,7 +143,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(optim: str, tmp_pa
     def run(folder: str, stop: int, resume: bool = False) -> Any:
         saving = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
         trainer = trainer_with(optim, tmp_path / folder, max_steps=stop, **saving)
-        slivertune.attach(trainer, HiFTConfig(layers_per_group=2))
+        slivertune.attach(trainer, HiFTConfig.paper(layers_per_group=2))
         trainer.train(resume_from_checkpoint=resume or None)
         return trainer.model
 
@@ -159,7 +160,7 @@ def test_its_groups_are_optimizers_rotated_by_hand(optim: str, tmp_path: Path) -
     trainer = trainer_with(optim, tmp_path)
     # The small embedding keeps 32-bit state anyway, as the Trainer asks for it where it is larger.
     trainer.model = model = tiny_llama()
-    hift = slivertune.attach(trainer, HiFTConfig(layers_per_group=2)).optimizer
+    hift = slivertune.attach(trainer, HiFTConfig.paper(layers_per_group=2)).optimizer
     assert isinstance(hift, HiFT)
     stock = trainer_with(optim, tmp_path)
     stock.model = dense = tiny_llama()
@@ -177,6 +178,33 @@ def test_its_groups_are_optimizers_rotated_by_hand(optim: str, tmp_path: Path) -
     assert_same_bits(model, dense)
 
 
+@pytest.mark.parametrize(
+    ("settings", "config", "said"),
+    [
+        # Five layers.
+        ({"max_steps": 10}, HiFTConfig(layers_per_group=1), ["4 of 5 groups of HiFT never train: .* to 2,"]),
+        ({"max_steps": 4}, HiFTConfig.paper(), ["1 of 5 groups of HiFT never train: .*Raise layers_per_group"]),
+        ({"max_steps": 10}, HiFTConfig(layers_per_group=1, steps_per_group=2), []),
+        ({"max_steps": 4}, HiFTConfig(layers_per_group=5), []),
+        ({"max_steps": 10, "warmup_steps": 4}, HiFTConfig.paper(), ["warm-up of 4 updates .* cycle of 5.* 1/4 of"]),
+        ({"max_steps": 10, "warmup_steps": 0.4}, HiFTConfig.paper(), ["warm-up of 4 updates"]),
+        ({"max_steps": 10, "warmup_steps": 5}, HiFTConfig.paper(), []),
+        ({"max_steps": 10, "warmup_steps": 4, "lr_scheduler_type": "constant"}, HiFTConfig.paper(), []),
+        ({"max_steps": 10, "warmup_steps": 4}, SFTConfig(density=0.1), []),
+    ],
+)
+def test_a_schedule_that_leaves_groups_out_or_holds_a_small_rate_is_pointed_at(
+    settings: dict[str, Any], config: Any, said: list[str], tmp_path: Path
+) -> None:
+    trainer = trainer_with("sgd", tmp_path, **settings)
+    slivertune.attach(trainer, config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    notes = [str(each.message) for each in caught if "HiFT" in str(each.message)]
+    assert len(notes) == len(said) and all(map(re.search, said, notes)), notes
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnHiFTConfig(HiFTConfig):
     """Settings of a project that has defaults of its own."""
@@ -186,7 +214,7 @@ class OwnHiFTConfig(HiFTConfig):
 
 @pytest.mark.parametrize(
     ("setting", "kind"),
-    [(HiFTConfig(), TrainerHiFT), (OwnHiFTConfig(), TrainerHiFT), (SFTConfig(density=0.1), TrainerSFT)],
+    [(HiFTConfig.paper(), TrainerHiFT), (OwnHiFTConfig(), TrainerHiFT), (SFTConfig(density=0.1), TrainerSFT)],
 )
 def test_a_method_is_found_by_its_settings_and_those_derived_from_them(setting: object, kind: type) -> None:
     assert type(method_of(setting)) is kind

@@ -25,13 +25,13 @@ SPARSE = SFTConfig(density=0.1, reselection_interval=None)
 DOORS: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
     "SFTTrainer": (
         lambda folder: sft_trainer(folder, "lora", max_steps=2),
-        (HiFTConfig(), TUNE) if SFT_TAKES_TOKENS else (HiFTConfig(),),
+        (HiFTConfig.paper(), TUNE) if SFT_TAKES_TOKENS else (HiFTConfig.paper(),),
     ),
     "RewardTrainer": (lambda folder: preference_trainer("reward", folder, max_steps=2), (SPARSE, TUNE)),
-    "DPOTrainer": (lambda folder: preference_trainer("dpo", folder, lora=True, max_steps=2), (HiFTConfig(),)),
+    "DPOTrainer": (lambda folder: preference_trainer("dpo", folder, lora=True, max_steps=2), (HiFTConfig.paper(),)),
     "MultipleNegativesRankingLoss": (lambda folder: sentence_trainer("mnrl", folder, max_steps=2), (SPARSE, TUNE)),
-    "SoftmaxLoss": (lambda folder: sentence_trainer("softmax", folder, max_steps=2), (HiFTConfig(), TUNE)),
-    "CrossEncoder": (lambda folder: sentence_trainer("cross encoder", folder, max_steps=2), (HiFTConfig(), TUNE)),
+    "SoftmaxLoss": (lambda folder: sentence_trainer("softmax", folder, max_steps=2), (HiFTConfig.paper(), TUNE)),
+    "CrossEncoder": (lambda folder: sentence_trainer("cross encoder", folder, max_steps=2), (HiFTConfig.paper(), TUNE)),
 }
 
 

@@ -52,7 +52,7 @@ def test_hift_equals_an_adamw_that_is_rotated_by_hand(kind: str, tmp_path: Path)
     trainer, reference = (sentence_trainer(kind, tmp_path / name, **options) for name in ("hift", "reference"))
     before = trained(trainer)
     assert differing(before, trained(reference)) == []
-    hift = slivertune.attach(trainer, HiFTConfig()).optimizer
+    hift = slivertune.attach(trainer, HiFTConfig.paper()).optimizer
     groups = [group.parameter_names for group in hift.groups]
     stock = sentence_trainer(kind, tmp_path / "stock").create_optimizer()
     assert sum(map(len, groups)) == sum(len(group["params"]) for group in stock.param_groups)
@@ -123,10 +123,10 @@ def test_tokentune_trains_on_the_selected_tokens_as_by_hand(kind: str, tmp_path:
 
 
 RESUMED: dict[str, tuple[Any, ...]] = {
-    "hift": (HiFTConfig(),),
+    "hift": (HiFTConfig.paper(),),
     "sft": (SPARSE,),
     "tokens": (TUNE,),
-    "hift and tokens": (HiFTConfig(), TUNE),
+    "hift and tokens": (HiFTConfig.paper(), TUNE),
 }
 
 
@@ -194,10 +194,10 @@ def test_sft_of_a_named_classifier_resumes(targets: list[str], tmp_path: Path) -
 
 def test_a_checkpoint_without_the_losss_weights_is_not_resumed(tmp_path: Path) -> None:
     trainer = sentence_trainer("mnrl", tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
-    slivertune.attach(trainer, HiFTConfig())
+    slivertune.attach(trainer, HiFTConfig.paper())
     trainer.train()
     other = sentence_trainer("softmax", tmp_path)
-    slivertune.attach(other, HiFTConfig())
+    slivertune.attach(other, HiFTConfig.paper())
     with pytest.raises(ValueError, match=r"slivertune_loss.safetensors has nothing, and the loss of this Sentence"):
         other.train(resume_from_checkpoint=True)
 
@@ -206,8 +206,8 @@ def test_weights_of_a_loss_are_refused_on_several_ranks(tmp_path: Path, monkeypa
     trainer = sentence_trainer("softmax", tmp_path)
     monkeypatch.setattr("slivertune.interop.loss_weights.layout_of", lambda accelerator: "ddp")
     with pytest.raises(ValueError, match=r"classifier.bias\), which are not in the model that ddp spreads.*one device"):
-        slivertune.attach(trainer, HiFTConfig())
-    slivertune.attach(sentence_trainer("mnrl", tmp_path), HiFTConfig())
+        slivertune.attach(trainer, HiFTConfig.paper())
+    slivertune.attach(sentence_trainer("mnrl", tmp_path), HiFTConfig.paper())
 
 
 # ---- TokenTune's hooks

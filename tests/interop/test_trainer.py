@@ -21,7 +21,7 @@ from tests.training.test_callbacks import ROWS, StopAfter, Watch, collate, make_
 
 def attach_sliver(trainer: Trainer, config: Any = None, *more: TokenTune, **options: Any) -> Any:
     """The optimizer that `attach` has built, HiFT by default."""
-    return slivertune.attach(trainer, config or HiFTConfig(), *more, **options).optimizer
+    return slivertune.attach(trainer, config or HiFTConfig.paper(), *more, **options).optimizer
 
 
 def sft_config(**options: Any) -> SFTConfig:
@@ -33,7 +33,7 @@ def sft_config(**options: Any) -> SFTConfig:
 
 @pytest.mark.parametrize("name", ["HiFT", "SFT"])
 def test_attaching_twice_or_to_a_trainer_with_an_optimizer_is_refused(name: str, tmp_path: Path) -> None:
-    config = HiFTConfig() if name == "HiFT" else sft_config()
+    config = HiFTConfig.paper() if name == "HiFT" else sft_config()
     trainer = make_trainer(tmp_path)
     optimizer = attach_sliver(trainer, config)
     assert trainer.optimizer is optimizer and type(optimizer).__name__ == name
@@ -55,9 +55,9 @@ def test_the_base_optimizer_is_the_trainers_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        (HiFTConfig(stream_bytes=4096), TokenTune(ratio=0.4)),
-        (HiFTConfig(waiting="int8", gradients="host"),),
-        (HiFTConfig(weights="host", gradients="stepped"),),
+        (HiFTConfig.paper(stream_bytes=4096), TokenTune(ratio=0.4)),
+        (HiFTConfig.paper(waiting="int8", gradients="host"),),
+        (HiFTConfig.paper(weights="host", gradients="stepped"),),
         (sft_config(), TokenTune(ratio=0.4)),
     ],
     ids=str,
@@ -83,14 +83,14 @@ def test_after_training_blocks_on_the_host_still_come_for_an_evaluation_and_for_
         block.mlp.register_forward_pre_hook(lambda mlp, _: inside.append(mlp.up_proj.weight.data_ptr()))
     for _ in range(2):
         trainer = make_trainer(tmp_path, model=model, max_steps=7)
-        slivertune.attach(trainer, HiFTConfig(weights="host", waiting=waiting, resident_bytes=0))
+        slivertune.attach(trainer, HiFTConfig.paper(weights="host", waiting=waiting, resident_bytes=0))
         trainer.train()
         outside = [block.mlp.up_proj.weight.data_ptr() for block in blocks]
         inside.clear()
         losses.append(trainer.evaluate(ROWS)["eval_loss"])
         assert inside and not set(inside) & set(outside)
         trainer.train()
-    attached = slivertune.attach(make_trainer(tmp_path, model=model), HiFTConfig(weights="host"))
+    attached = slivertune.attach(make_trainer(tmp_path, model=model), HiFTConfig.paper(weights="host"))
     attached.detach()
     losses.append(make_trainer(tmp_path, model=model).evaluate(ROWS)["eval_loss"])
     assert losses[2] < losses[1] < losses[0]
@@ -212,10 +212,10 @@ def test_tokentune_alone_leaves_the_trainers_optimizer_and_goes_off_again(tmp_pa
     ("settings", "error", "text"),
     [
         ((), ValueError, "nothing can't be attached"),
-        ((HiFTConfig(), SFTConfig(density=0.1)), ValueError, "HiFTConfig, SFTConfig can't be attached"),
+        ((HiFTConfig.paper(), SFTConfig(density=0.1)), ValueError, "HiFTConfig, SFTConfig can't be attached"),
         ((TokenTune(ratio=0.5), TokenTune(ratio=0.5)), ValueError, "TokenTune, TokenTune can't be attached"),
         (("hift",), TypeError, r"\('hift',\) are not all settings\. Pass a HiFTConfig"),
-        ((HiFTConfig(layers=("nowhere",)),), ValueError, "layers"),
+        ((HiFTConfig.paper(layers=("nowhere",)),), ValueError, "layers"),
     ],
 )
 def test_settings_that_do_not_go_together_or_fit_the_model_are_refused_and_leave_the_trainer_as_it_was(
@@ -235,15 +235,19 @@ IN_BACKWARD = r"leaves no gradients to clip or unscale\. Set max_grad_norm=0"
 @pytest.mark.parametrize(
     ("options", "config", "text"),
     [
-        ({"optim": "lomo"}, HiFTConfig(), "--optim lomo can't be HiFT's base optimizer: it updates weights inside"),
+        (
+            {"optim": "lomo"},
+            HiFTConfig.paper(),
+            "--optim lomo can't be HiFT's base optimizer: it updates weights inside",
+        ),
         (
             {"load_best_model_at_end": True, "save_only_model": True},
             sft_config(),
             "load_best_model_at_end does not go with save_only_model if SFT trains",
         ),
-        ({}, HiFTConfig(gradients="stepped"), IN_BACKWARD),
-        ({"max_grad_norm": 0.0, "fp16": True}, HiFTConfig(gradients="stepped"), IN_BACKWARD),
-        ({"_n_gpu": 2}, HiFTConfig(), "2 GPUs are visible to one process"),
+        ({}, HiFTConfig.paper(gradients="stepped"), IN_BACKWARD),
+        ({"max_grad_norm": 0.0, "fp16": True}, HiFTConfig.paper(gradients="stepped"), IN_BACKWARD),
+        ({"_n_gpu": 2}, HiFTConfig.paper(), "2 GPUs are visible to one process"),
         (
             {"use_liger_kernel": True},
             TokenTune(ratio=0.5),
@@ -280,7 +284,7 @@ def test_a_trainer_that_makes_its_optimizer_past_the_arguments_is_refused(tmp_pa
 
     trainer = Stubborn(model=tiny_llama(), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
     with pytest.raises(RuntimeError, match=r"Stubborn builds its optimizer by itself.*HiFT\.wrap"):
-        slivertune.attach(trainer, HiFTConfig())
+        slivertune.attach(trainer, HiFTConfig.paper())
 
 
 # ---- the Trainer's own ways
@@ -317,7 +321,7 @@ def run(tmp_path: Path, config: Any = None, *more: Any, resume: Any = None, stop
     return trainer
 
 
-ONE_GROUP = HiFTConfig(layers_per_group=5)
+ONE_GROUP = HiFTConfig.paper(layers_per_group=5)
 
 
 @pytest.mark.parametrize(
@@ -347,8 +351,8 @@ def test_with_one_group_the_trainer_does_what_it_does_alone(options: dict[str, A
 @pytest.mark.parametrize(
     ("config", "more"),
     [
-        (HiFTConfig(), ()),
-        (HiFTConfig(order="random", steps_per_group=2), (TokenTune(ratio=0.5),)),
+        (HiFTConfig.paper(), ()),
+        (HiFTConfig.paper(order="random", steps_per_group=2), (TokenTune(ratio=0.5),)),
         (sft_config(reselection_interval=4, estimation_steps=3), ()),
         (sft_config(selection="momentum", reselection_interval=2), (TokenTune(ratio=0.5),)),
         (None, (TokenTune(ratio=0.5),)),
@@ -370,15 +374,15 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(config: Any, more:
 
 def test_tokens_resumed_from_a_checkpoint_without_them_warn(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}
-    run(tmp_path, HiFTConfig(), stop=3, **saving)
+    run(tmp_path, HiFTConfig.paper(), stop=3, **saving)
     with pytest.warns(UserWarning, match=r"was saved without a selection of tokens \(slivertune_tokens.json\)"):
-        run(tmp_path, HiFTConfig(), TokenTune(ratio=0.5), resume=True, **saving)
+        run(tmp_path, HiFTConfig.paper(), TokenTune(ratio=0.5), resume=True, **saving)
 
 
 def test_weights_alone_resume_neither_hift_nor_sft(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
     for name, config, text in (
-        ("hift", HiFTConfig(), r".*without save_only_model, or start"),
+        ("hift", HiFTConfig.paper(), r".*without save_only_model, or start"),
         ("sft", sft_config(), ", so its deltas can't be told"),
     ):
         run(tmp_path / name, config, stop=3, **saving)
@@ -395,7 +399,7 @@ def test_a_trainer_accumulates_clips_and_reports_the_same_wherever_gradients_wai
         trainer = make_trainer(
             tmp_path, max_grad_norm=max_grad_norm, max_steps=8, gradient_accumulation_steps=2, logging_steps=1
         )
-        slivertune.attach(trainer, HiFTConfig(gradients=place, layers_per_group=2))
+        slivertune.attach(trainer, HiFTConfig.paper(gradients=place, layers_per_group=2))
         trainer.train()
         models.append(trainer.model)
         norms.append([log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log])

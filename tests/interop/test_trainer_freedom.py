@@ -40,7 +40,7 @@ def test_a_plain_trainer_afterwards_trains_every_tensor(end: str, tmp_path: Path
     model, error = tiny_llama(), ENDS[end]
     everything = trainable(model)
     trainer = make_trainer(tmp_path / "hift", *([Stop(error, 2)] if error else []), model=model)
-    slivertune.attach(trainer, HiFTConfig(), TokenTune(ratio=0.5))
+    slivertune.attach(trainer, HiFTConfig.paper(), TokenTune(ratio=0.5))
     assert trainable(model) != everything
     with pytest.raises(type(error)) if error else nullcontext():
         trainer.train()
@@ -62,7 +62,7 @@ def test_another_attach_to_the_same_model_after_a_training_works(tmp_path: Path)
     first = make_trainer(tmp_path / "1", model=model)
     attach_sliver(first)
     with pytest.raises(ValueError, match=r"trained by another HiFT.*detach\(\)"):
-        slivertune.attach(make_trainer(tmp_path / "2", model=model), HiFTConfig())
+        slivertune.attach(make_trainer(tmp_path / "2", model=model), HiFTConfig.paper())
     first.train()
     second = make_trainer(tmp_path / "3", model=model)
     hift = attach_sliver(second)
@@ -77,7 +77,7 @@ def test_a_second_training_goes_on_with_rotation_state_and_tokens(way: str, tmp_
     model = tiny_llama()
     options: dict[str, Any] = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 3}
     trainer = make_trainer(tmp_path / "hift", model=model, max_steps=3, **options)
-    attachment = slivertune.attach(trainer, HiFTConfig(), TokenTune(ratio=0.5, seed=4))
+    attachment = slivertune.attach(trainer, HiFTConfig.paper(), TokenTune(ratio=0.5, seed=4))
     hift = attachment.optimizer
     assert attachment.tokens is not None
     trainer.train()
@@ -95,7 +95,7 @@ def test_a_second_training_goes_on_with_rotation_state_and_tokens(way: str, tmp_
 
     if way == "resumed":
         whole = make_trainer(tmp_path / "whole", max_steps=6, **options)
-        slivertune.attach(whole, HiFTConfig(), TokenTune(ratio=0.5, seed=4))
+        slivertune.attach(whole, HiFTConfig.paper(), TokenTune(ratio=0.5, seed=4))
         whole.train()
         assert_same_bits(model, whole.model)
 
@@ -110,7 +110,7 @@ def test_evaluating_before_and_training_again_work(tmp_path: Path) -> None:
     assert hift.updates == 12
 
 
-@pytest.mark.parametrize("settings", [(HiFTConfig(), TokenTune(ratio=0.5)), (TokenTune(ratio=0.5),)])
+@pytest.mark.parametrize("settings", [(HiFTConfig.paper(), TokenTune(ratio=0.5)), (TokenTune(ratio=0.5),)])
 def test_model_init_makes_a_new_model_that_gets_what_was_attached_for_each_training(
     settings: tuple[Any, ...], tmp_path: Path
 ) -> None:

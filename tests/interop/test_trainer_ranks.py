@@ -34,7 +34,7 @@ from tests.interop.trainer_runs import (
 CASES: dict[str, dict[str, Any]] = {
     "hift": {"settings": (HIFT,)},
     "hift in turns of two, accumulated, clipped": {
-        "settings": (HiFTConfig(order="random", steps_per_group=2),),
+        "settings": (HiFTConfig.paper(order="random", steps_per_group=2),),
         "gradient_accumulation_steps": 2,
         "max_grad_norm": 0.1,
         "max_steps": 20,

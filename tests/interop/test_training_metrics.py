@@ -81,7 +81,7 @@ def column(trainer: Trainer, name: str) -> list[Any]:
 def test_hift_logs_its_group_its_layers_and_the_rate_that_it_applied(steps_per_group: int, tmp_path: Path) -> None:
     model, recorder = tiny_llama(), Recorder()
     trainer = in_order(tmp_path, recorder, model=model)
-    slivertune.attach(trainer, HiFTConfig(order="top2down", steps_per_group=steps_per_group))
+    slivertune.attach(trainer, HiFTConfig.paper(order="top2down", steps_per_group=steps_per_group))
     trainer.train()
     cycle = len(GROUPS) * steps_per_group
     groups = [4 - step // steps_per_group % 5 for step in range(UPDATES)]
@@ -104,7 +104,7 @@ def test_hift_logs_its_group_its_layers_and_the_rate_that_it_applied(steps_per_g
 
 def test_several_layers_of_a_group_are_logged_as_a_range(tmp_path: Path) -> None:
     trainer = in_order(tmp_path, max_steps=4)
-    slivertune.attach(trainer, HiFTConfig(layers_per_group=2))
+    slivertune.attach(trainer, HiFTConfig.paper(layers_per_group=2))
     trainer.train()
     layers = zip(column(trainer, "hift/first_layer"), column(trainer, "hift/last_layer"), strict=True)
     assert list(layers) == [(0, 1), (2, 3), (4, 4), (0, 1)]
@@ -119,7 +119,7 @@ def test_the_norm_in_the_log_is_that_of_the_active_groups_dense_gradient(
     model = tiny_llama()
     norms = GradientNorms(model, lambda name, step: group_of(name) == step % 5)
     trainer = in_order(tmp_path, norms, model=model, max_grad_norm=max_grad_norm)
-    slivertune.attach(trainer, HiFTConfig(gradients=gradients))
+    slivertune.attach(trainer, HiFTConfig.paper(gradients=gradients))
     trainer.train()
     # The same sums of squares, in another order where pieces of a gradient are measured each.
     assert column(trainer, "grad_norm") == pytest.approx(norms.norms, rel=1e-5)
@@ -131,7 +131,7 @@ def test_turns_that_no_gradient_reached_are_counted(tmp_path: Path) -> None:
     # Nothing below the head has a gradient.
     model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0].detach(),))
     trainer = in_order(tmp_path, model=model)
-    slivertune.attach(trainer, HiFTConfig())
+    slivertune.attach(trainer, HiFTConfig.paper())
     trainer.train()
     skipped = list(itertools.accumulate(int(step % 5 != 4) for step in range(UPDATES)))
     assert column(trainer, "hift/skipped_turns") == skipped
@@ -145,7 +145,7 @@ def test_state_is_counted_where_it_lies(tier: Any, tmp_path: Path) -> None:
     def run(name: str) -> tuple[Trainer, nn.Module]:
         model = tiny_llama()
         trainer = in_order(tmp_path / name, model=model)
-        slivertune.attach(trainer, HiFTConfig(state=tier, **folder))
+        slivertune.attach(trainer, HiFTConfig.paper(state=tier, **folder))
         trainer.train()
         return trainer, model
 
@@ -237,7 +237,7 @@ def test_tensorboards_files_have_every_number(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     trainer = in_order(tmp_path, TensorBoardCallback())
-    slivertune.attach(trainer, HiFTConfig())
+    slivertune.attach(trainer, HiFTConfig.paper())
     trainer.train()
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
@@ -253,11 +253,11 @@ def test_a_resumed_run_logs_what_the_whole_run_does(tmp_path: Path) -> None:
     logs = {}
     for name, stop in (("whole", UPDATES), ("cut", 7)):
         trainer = in_order(tmp_path / name, StopAfter(stop), save_strategy="steps", save_steps=7)
-        slivertune.attach(trainer, HiFTConfig(steps_per_group=2))
+        slivertune.attach(trainer, HiFTConfig.paper(steps_per_group=2))
         trainer.train()
         logs[name] = training_logs(trainer)
     trainer = in_order(tmp_path / "cut", save_strategy="no")
-    slivertune.attach(trainer, HiFTConfig(steps_per_group=2))
+    slivertune.attach(trainer, HiFTConfig.paper(steps_per_group=2))
     trainer.train(resume_from_checkpoint=True)
     # Host memory that was filled at once has no gaps.
     others = {"tokens_per_second", "memory/state_host_bytes"}

@@ -80,7 +80,7 @@ def test_hift_equals_an_adamw_that_is_rotated_by_hand(make: Make, tmp_path: Path
     free = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     before = weights(trainer.model)
     assert differing(before, weights(reference.model)) == []
-    hift = slivertune.attach(trainer, HiFTConfig()).optimizer
+    hift = slivertune.attach(trainer, HiFTConfig.paper()).optimizer
     assert isinstance(hift, HiFT)
     reference.optimizer = HandRotated(reference.model, [group.parameter_names for group in hift.groups])
     most = []
@@ -123,9 +123,9 @@ def test_sft_equals_a_trainer_that_was_given_the_optimizer(make: Make, tmp_path:
 
 NEEDS_FUSED_HEAD = pytest.mark.skipif(not SFT_TAKES_TOKENS, reason="TokenTune goes with the SFTTrainer of trl 1.15")
 RESUMED: dict[str, tuple[Any, ...]] = {
-    "hift": (HiFTConfig(),),
+    "hift": (HiFTConfig.paper(),),
     "sft": (SPARSE,),
-    "hift and tokens": (HiFTConfig(), TokenTune(ratio=0.5)),
+    "hift and tokens": (HiFTConfig.paper(), TokenTune(ratio=0.5)),
 }
 
 

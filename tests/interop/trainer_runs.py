@@ -32,7 +32,7 @@ SAVING: dict[str, Any] = {"stop": STOP, "save_strategy": "steps", "save_steps": 
 CAP = 1e-4
 """Of the largest weight, and of losses and norms: with a rate that is off by 1 % weights are 1e-2 apart."""
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
-HIFT = HiFTConfig()
+HIFT = HiFTConfig.paper()
 # So dense that every weight is in the pool of candidates, as it is in one process: of fewer each rank brings its own
 # largest, among which one of the whole batch's may be missing.
 SFT = SFTConfig(density=0.4, reselection_interval=6, estimation_steps=2)

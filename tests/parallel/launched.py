@@ -109,7 +109,7 @@ def train(model_folder: str, deepspeed_config: str | None = None) -> tuple[Accel
     accelerator = cpu_accelerator(deepspeed_config)
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
     before = whole_weights(model)
-    optimizer: Any = st.HiFT(model, torch.optim.AdamW, lr=0.05, weight_decay=0.0)
+    optimizer: Any = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=0.05, weight_decay=0.0)
     num_updates = 2 * optimizer.cycle_length
     rows = torch.randint(
         0, model.config.vocab_size, (8 * num_updates, LENGTH), generator=torch.Generator().manual_seed(1)

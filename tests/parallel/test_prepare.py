@@ -35,12 +35,12 @@ METHODS: dict[str, Case] = {"HiFT": HiFTCase(), "SFT": SFTCase(model="llama", de
 
 
 def hift(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **config: Any) -> HiFT:
-    return HiFT(tiny_llama(), optimizer_class, config=HiFTConfig(**config), lr=1e-3)
+    return HiFT(tiny_llama(), optimizer_class, config=HiFTConfig.paper(**config), lr=1e-3)
 
 
 def model_and_hift(**options: Any) -> tuple[Any, HiFT]:
     model = tiny_llama()
-    return model, HiFT(model, torch.optim.AdamW, **{**ADAMW, **options})
+    return model, HiFT(model, torch.optim.AdamW, **{"config": HiFTConfig.paper(), **ADAMW, **options})
 
 
 def step(model: nn.Module, optimizer: Any, count: int = 1) -> None:

@@ -92,7 +92,7 @@ class DroppingCase(HiFTCase):
         return seeded(Dropping, 3)
 
     def build_optimizer(self, model: nn.Module, **changes: Any) -> HiFT:
-        return HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=self.layers), **ADAMW)
+        return HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(layers=self.layers), **ADAMW)
 
     def batch(self, update: int, micro: int, rank: int) -> dict[str, Any]:
         return {"x": make_input(update, micro, rank), "used": self.used(update, micro, rank)}
@@ -174,7 +174,7 @@ def under_a_scaler(rank: int, num_ranks: int) -> dict[str, Any]:
     """fp16 autocast: what a GradScaler looks at on a rank without a gradient must not hide the others' gradients."""
     warnings.filterwarnings("ignore", NOTHING_REACHED)
     model = seeded(Dropping, 3)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=LAYERS), **ADAMW)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(layers=LAYERS), **ADAMW)
     share_hift(model, hift)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     for step in range(STEPS):

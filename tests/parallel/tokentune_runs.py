@@ -80,7 +80,9 @@ class Plan(Case):
             return st.HiFT(
                 model,
                 torch.optim.AdamW,
-                config=st.HiFTConfig(layers_per_group=self.layers_per_group, steps_per_group=self.steps_per_group),
+                config=st.HiFTConfig.paper(
+                    layers_per_group=self.layers_per_group, steps_per_group=self.steps_per_group
+                ),
                 **OPTIONS,
             )
         if self.method == "sft":

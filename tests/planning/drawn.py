@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 
 HIDDEN, HEADS, LENGTH = 128, 4, 130
 _PLAIN: dict[str, Any] = {
@@ -105,7 +106,7 @@ class Drawn:
         return steps + 2 if interval > 2 * steps else 2 * interval - steps
 
     def __str__(self) -> str:
-        defaults = PlanRequest()
+        defaults = paper_request()
         changed = {name: getattr(self.request, name) for name in self.request.__dataclass_fields__}
         told = [f"{name}={value}" for name, value in changed.items() if value != getattr(defaults, name)]
         return f"{self.family}: {' '.join(told)}"
@@ -123,7 +124,7 @@ def draw(random: Random, *, on_ranks: bool = False) -> Drawn:
         families = {"single": tuple(FAMILIES), "fsdp2": _ON_FSDP2}.get(layout, _ON_RANKS)
         settings = _settings(random, family := random.choice(families), layout)
         try:
-            return Drawn(family=family, request=PlanRequest(**settings))
+            return Drawn(family=family, request=paper_request(**settings))
         except ValueError:
             continue
 

@@ -194,7 +194,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
     return HiFT(
         model,
         optimizer_class,
-        config=HiFTConfig(
+        config=HiFTConfig.paper(
             layers_per_group=request.layers_per_group,
             state=request.state,
             # What fp32 weights don't need, and ZeRO keeps for all.

@@ -20,6 +20,7 @@ from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_a
 from slivertune.planning.plot import save
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.time_formula import MeanUpdate
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import moment, simple_plan, tiny_model, write_config
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:the default number of weights \(as many as LoRA of rank 64")
@@ -49,9 +50,9 @@ def largest_by_trying_all(request: PlanRequest, limits: Limits) -> MemoryRequire
 def test_the_ways_are_hift_with_one_four_and_all_layers_both_selections_of_sft_lora_and_dense() -> None:
     ways = {way.title: dict(way.settings) for way in ways_of(tiny_model(), GIVEN)}
     assert ways == {
-        "HiFT, all layers": {"method": "hift", "layers_per_group": 5, "gradients": "host"},
-        "HiFT, 4 of 5 layers": {"method": "hift", "layers_per_group": 4},
-        "HiFT, 1 of 5 layers": {"method": "hift", "layers_per_group": 1},
+        "HiFT, all layers": {"method": "hift", "layers_per_group": 5, "steps_per_group": 1, "gradients": "host"},
+        "HiFT, 2 of 5 layers": {"method": "hift", "layers_per_group": 2, "steps_per_group": 20},
+        "HiFT, 1 of 5 layers": {"method": "hift", "layers_per_group": 1, "steps_per_group": 1},
         "SFT (AG)": {"method": "sft"},
         "SFT (MA)": {"method": "sft", "selection": "momentum"},
         "QLoRA": {"method": "lora", "load_in_4bit": True},
@@ -71,7 +72,7 @@ def test_each_way_has_the_precision_of_train_with_bf16_and_what_was_given() -> N
         assert (request.optimizer, request.gradient_checkpointing) == ("adamw8bit", False)
 
 
-@pytest.mark.parametrize("title", ["HiFT, 4 of 5 layers", pytest.param("LoRA", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("title", ["HiFT, 2 of 5 layers", pytest.param("LoRA", marks=pytest.mark.slow)])
 def test_a_row_is_what_trying_all_batches_one_at_a_time_finds(title: str) -> None:
     given = {"seq_length": 512}  # so that a sequence is most of what is needed
     (way,) = (way for way in ways_of(tiny_model(), given) if way.title == title)
@@ -115,7 +116,7 @@ SELDOM = ("hift, on the device", "hift, discarded")
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SELDOM else name for name in MANY]
 )
 def test_plans_of_one_run_after_the_other_are_those_of_each_alone(name: str) -> None:
-    first = PlanRequest(**GIVEN, **MANY[name])
+    first = paper_request(**GIVEN, **MANY[name])
     runs = [replace(first, batch_size=size, token_ratio=share) for size, share in ((3, None), (2, 0.3))]
     with plans_of_batches(first, tiny_model().config) as plan:
         found = [plan(run) for run in runs]
@@ -150,7 +151,7 @@ def test_what_cannot_be_planned_is_a_row_with_its_reason() -> None:
 
 def made(title: str, seconds: float | None, *, trains_all: bool, size: int = 1, ratio: float | None = None) -> Row:
     """A row that needs so many GiB and takes so long for 512 tokens."""
-    request = PlanRequest(token_ratio=ratio)
+    request = paper_request(token_ratio=ratio)
     requirement = add_allowance(simple_plan(request, moment(parameters=size * 1024 * MIB)))
     rates = CARD.rates()
     time = (

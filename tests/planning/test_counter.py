@@ -16,8 +16,8 @@ from slivertune.planning.fake import without_data
 from slivertune.planning.kernels import attend
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
-from slivertune.planning.request import PlanRequest
 from slivertune.planning.step_work import UpdateWork, Work
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import (
     HIDDEN,
     IN_BLOCK,
@@ -125,7 +125,7 @@ def test_work_adds_up_and_others_can_be_taken_out() -> None:
 
 @cache
 def plan_of(*, num_blocks: int = NUM_BLOCKS, **settings: Any) -> Plan:
-    request = PlanRequest(**{"method": "dense", "seq_length": TOKENS, "stream_bytes": 2**17, **settings})
+    request = paper_request(**{"method": "dense", "seq_length": TOKENS, "stream_bytes": 2**17, **settings})
     return make_plan(request, narrow_llama(num_blocks))
 
 

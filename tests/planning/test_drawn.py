@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from slivertune.parallel.ddp import gradient_sync
 from slivertune.planning.make import make_plan
-from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.helpers.ranks import run_ranks
 from tests.planning.drawn import FAMILIES, Drawn, draw_all
 from tests.planning.layout_runs import BUCKET_BYTES, all_peaks_on_rank
@@ -64,7 +64,7 @@ LARGER: dict[str, Any] = {"batch_size": 4, "seq_length": 128, "kernels": "cpu"}
 def test_where_kernels_of_the_cpu_keep_less_a_run_there_is_planned_with_them(
     config: PreTrainedConfig, settings: dict[str, Any]
 ) -> None:
-    request = PlanRequest(**settings, **LARGER)
+    request = paper_request(**settings, **LARGER)
     plan, of_a_gpu = make_plan(request, config), make_plan(replace(request, kernels="gpu"), config)
     # Six updates: what each leaves to the garbage collector would add up.
     real = run_for_real(request, config, num_steps=6).peak

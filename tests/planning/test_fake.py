@@ -7,9 +7,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from slivertune.planning.fake import FakeOverrides, without_data
 from slivertune.planning.make import make_plan
-from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT, SFTConfig
 from slivertune.tokentune.attention import _dispatched
+from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA
 
 
@@ -52,8 +52,8 @@ def test_a_window_smaller_than_the_sequence_keeps_its_mask() -> None:
         num_key_value_heads=2,
         sliding_window=16,
     )
-    within = make_plan(PlanRequest(seq_length=16, method="dense"), config)
-    beyond = make_plan(PlanRequest(seq_length=32, method="dense"), config)
+    within = make_plan(paper_request(seq_length=16, method="dense"), config)
+    beyond = make_plan(paper_request(seq_length=32, method="dense"), config)
     assert beyond.residual_bytes > 2 * within.residual_bytes
 
 
@@ -62,7 +62,7 @@ def test_a_plan_leaves_nothing_behind() -> None:
     """Neither in transformers' registries nor in what SFT keeps between calls."""
     masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
     before, dispatched = dict(masks._local_mapping), list(_dispatched)
-    make_plan(PlanRequest(method="sft", density=0.1, token_ratio=0.5, seq_length=16), LLAMA)
+    make_plan(paper_request(method="sft", density=0.1, token_ratio=0.5, seq_length=16), LLAMA)
     assert masks._local_mapping == before
     assert list(_dispatched) == dispatched
     model: Any = AutoModelForCausalLM.from_config(LLAMA)
@@ -70,4 +70,4 @@ def test_a_plan_leaves_nothing_behind() -> None:
     ids = torch.zeros(1, 8, dtype=torch.long)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    make_plan(PlanRequest(method="sft", density=0.1, seq_length=16), LLAMA)
+    make_plan(paper_request(method="sft", density=0.1, seq_length=16), LLAMA)

@@ -20,7 +20,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from slivertune.planning.answer import train_command
 from slivertune.planning.batches import image_form, make_batch
 from slivertune.planning.make import make_plan
-from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.real import PLACEHOLDER, run_for_real
 
 # No dummy batch reaches an image tower or Whisper's encoder, so that HiFT says how it sorted their layers, that text
@@ -164,7 +164,7 @@ def slow(*values: Any) -> Any:
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "-".join(map(str, value.values())),
 )
 def test_a_model_of_more_than_text_is_as_planned(config: PreTrainedConfig, settings: dict[str, Any]) -> None:
-    request = PlanRequest(batch_size=2, seq_length=64, **settings)
+    request = paper_request(batch_size=2, seq_length=64, **settings)
     real = run_for_real(request, config).peak
     plan = make_plan(request, config)
     assert plan.peak_bytes == pytest.approx(real.device, rel=TOLERANCE), (plan.peak, real)
@@ -200,12 +200,12 @@ def test_images_that_do_not_fit_are_refused_with_the_way_out(
     config: PreTrainedConfig, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        make_batch(PlanRequest(seq_length=64, **{**IMAGES, **settings}), config)
+        make_batch(paper_request(seq_length=64, **{**IMAGES, **settings}), config)
 
 
 def test_sound_of_another_form_than_whispers_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("the sound that a 'moonshine' takes has no plan, only that")):
-        make_batch(PlanRequest(task="speech"), MoonshineConfig())
+        make_batch(paper_request(task="speech"), MoonshineConfig())
 
 
 @pytest.mark.parametrize(
@@ -218,15 +218,15 @@ def test_sound_of_another_form_than_whispers_is_refused() -> None:
 )
 def test_settings_that_contradict_the_task_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        PlanRequest(**settings)
+        paper_request(**settings)
 
 
 def test_adapters_beside_a_router_that_returns_several_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"can't stand beside .*router \(Llama4Router\), .*\. Plan another method"):
-        make_plan(PlanRequest(**TEXT_ALONE, **LORA), LLAMA_4)
+        make_plan(paper_request(**TEXT_ALONE, **LORA), LLAMA_4)
 
 
 def test_a_task_that_train_does_not_have_gets_no_command() -> None:
-    command = train_command(PlanRequest(task="speech"), "openai/whisper-tiny")
+    command = train_command(paper_request(task="speech"), "openai/whisper-tiny")
     assert command.arguments is None
     assert "slivertune train has no task='speech'" in command.notes[0]

@@ -25,6 +25,7 @@ from slivertune.planning.plan import Limits, MemoryRequirement, Plan, add_allowa
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import search, start_of_search
 from tests.conftest import CHECKOUT
+from tests.helpers.plan_requests import paper_request
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ LLAMA_3_70B = LlamaConfig(
 
 
 def hift(**settings: Any) -> PlanRequest:
-    return PlanRequest(precision="mixed_hi", gradient_checkpointing=True, **settings)
+    return paper_request(precision="mixed_hi", gradient_checkpointing=True, **settings)
 
 
 def most_memory() -> int:
@@ -146,8 +147,8 @@ OUR_ROBERTA_ADAFACTOR = {"dense": 1.31, "hift": 0.208}
 def plan_of(config: PreTrainedConfig, method: Any, optimizer: Any, precision: Any = "fp32") -> Plan:
     settings: dict[str, Any] = {"method": method, "optimizer": optimizer, "precision": precision, "stream_bytes": 0}
     if config is ROBERTA_BASE:
-        return make_plan(PlanRequest(task="classification", batch_size=8, **settings), config)
-    return make_plan(PlanRequest(batch_size=6, **settings), config)
+        return make_plan(paper_request(task="classification", batch_size=8, **settings), config)
+    return make_plan(paper_request(batch_size=6, **settings), config)
 
 
 def in_mib(value: float) -> Any:

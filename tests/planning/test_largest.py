@@ -11,6 +11,7 @@ from slivertune.planning.command import run_plan
 from slivertune.planning.largest import find_largest
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import GIB, moment, simple_plan, write_config
 
 MIB = 2**20
@@ -43,10 +44,10 @@ def test_it_is_the_one_that_trying_all_would_find(peak: Callable[[int], int], li
     estimate, _ = estimator(peak)
     limits = Limits(device_bytes=limit)
     value = 1
-    while estimate(PlanRequest(batch_size=value + 1)).fits(limits):
+    while estimate(paper_request(batch_size=value + 1)).fits(limits):
         value += 1
     estimate, asked = estimator(peak)
-    found = find_largest(PlanRequest(batch_size=3), "batch_size", limits, estimate)
+    found = find_largest(paper_request(batch_size=3), "batch_size", limits, estimate)
     assert (found.value, found.next_value) == (value, value + 1)
     assert found.requirement.fits(limits) and found.next_device_bytes is not None
     assert found.next_device_bytes > limit
@@ -55,23 +56,23 @@ def test_it_is_the_one_that_trying_all_would_find(peak: Callable[[int], int], li
 
 def test_a_straight_peak_takes_a_handful_of_plans() -> None:
     estimate, asked = estimator(PEAKS["straight"])
-    found = find_largest(PlanRequest(), "batch_size", Limits(device_bytes=24 * GIB), estimate)
+    found = find_largest(paper_request(), "batch_size", Limits(device_bytes=24 * GIB), estimate)
     assert found.value > 2000 and len(asked) <= 16
 
 
 def test_lengths_go_by_128_up_to_what_the_model_takes() -> None:
     estimate, _ = estimator(lambda length: length // 8, "seq_length")
-    found = find_largest(PlanRequest(), "seq_length", Limits(device_bytes=2 * GIB), estimate, most=100_000)
+    found = find_largest(paper_request(), "seq_length", Limits(device_bytes=2 * GIB), estimate, most=100_000)
     assert found.value % 128 == 0 and found.next_value == found.value + 128
     assert "would need" in found.describe()
-    short = find_largest(PlanRequest(), "seq_length", Limits(device_bytes=2 * GIB), estimate, most=1100)
+    short = find_largest(paper_request(), "seq_length", Limits(device_bytes=2 * GIB), estimate, most=1100)
     assert (short.value, short.next_value) == (1024, None) and "the most that the model takes" in short.describe()
 
 
 def test_what_does_not_fit_at_all_is_an_error_with_a_way_out() -> None:
     estimate, _ = estimator(PEAKS["straight"])
     with pytest.raises(ValueError, match=r"batch_size 1 needs .*Leave out --max batch_size, and let --fit"):
-        find_largest(PlanRequest(), "batch_size", Limits(device_bytes=GIB), estimate)
+        find_largest(paper_request(), "batch_size", Limits(device_bytes=GIB), estimate)
 
 
 def test_the_command_finds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,11 +17,12 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import plan_time
 from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import narrow_llama, write_config
 
 TINY = narrow_llama(2)
 
-REQUEST = PlanRequest(precision="mixed_hi", seq_length=32)
+REQUEST = paper_request(precision="mixed_hi", seq_length=32)
 TRIED = (4, 2, 1)
 """The embedding, two blocks and the head: in one group, two (of three asked for), four."""
 PLENTY = Limits(device_bytes=10**12)
@@ -209,7 +210,10 @@ def test_a_search_finds_settings_for_one_layer_and_then_the_most_layers_under_th
         (("--layers_per_group", "auto"), "there is no CUDA device here whose rates could be used. Name one by --gpu"),
         (("--layers_per_group", "auto", "--gpu", "5090x"), "card='5090x' must be one of '3090', '4060Ti-16GB', '4090'"),
         (("--layers_per_group", "auto", "--sweep", "seq_length=8,9"), "for one run, without --sweep"),
-        (("--layers_per_group", "many"), "layers_per_group='many' must be an integer or 'auto'"),
+        (
+            ("--layers_per_group", "many"),
+            "layers_per_group='many' must be an integer, a share of the layers",
+        ),
         (("--layers_per_group", "auto", "--gpu", "4090", "--method", "dense"), "only --method hift reads this"),
     ],
 )

@@ -12,12 +12,12 @@ from slivertune.planning import layouts
 from slivertune.planning.layouts import LayerSizes, sizes_of
 from slivertune.planning.make import build_model, make_plan
 from slivertune.planning.plan import Plan
-from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.helpers.ranks import run_ranks
 from tests.planning.layout_runs import BUCKET_BYTES, all_peaks_on_rank
 from tests.planning.real import LLAMA
 
-ALONE = PlanRequest(precision="mixed_hi", gradient_checkpointing=True, batch_size=2, seq_length=64)
+ALONE = paper_request(precision="mixed_hi", gradient_checkpointing=True, batch_size=2, seq_length=64)
 
 
 @cache
@@ -120,7 +120,7 @@ RARELY: dict[str, Any] = {"estimation_steps": 2, "reselection_interval": 100}
 def test_hift_and_sft_are_as_planned(layout: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # What a collective's backend allocates, no operator shows.
     monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", BUCKET_BYTES)
-    request = PlanRequest(
+    request = paper_request(
         precision="mixed_hi",
         gradient_checkpointing=checkpointing,
         chunked_cross_entropy=layout not in ("fsdp2", "zero3"),

@@ -7,7 +7,7 @@ import torch
 from slivertune.planning import limits as module
 from slivertune.planning.limits import describe_limits, fit_json, limits_json, limits_of, trains_here, unlimited_needs
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
-from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import GIB, moment, simple_plan
 
 
@@ -23,7 +23,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def needs(*, host: int = 0, disk: int = 0, **settings: object) -> MemoryRequirement:
     """A plan of which so much waits."""
-    request = PlanRequest(**settings)  # type: ignore[arg-type]
+    request = paper_request(**settings)  # type: ignore[arg-type]
     return add_allowance(simple_plan(request, moment(parameters=GIB), host_bytes=host, disk_bytes=disk))
 
 

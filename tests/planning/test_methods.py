@@ -18,9 +18,10 @@ from slivertune.planning.fake import without_data
 from slivertune.planning.hift_run import HiFTRun
 from slivertune.planning.make import attached, build_model, give_sizes, make_plan
 from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA, real_batch, real_model
 
-SPARSE = PlanRequest(method="sft", precision="bf16", density=0.02, batch_size=2, seq_length=64)
+SPARSE = paper_request(method="sft", precision="bf16", density=0.02, batch_size=2, seq_length=64)
 
 
 def test_sft_by_accumulated_gradients_takes_20_bytes_a_weight_and_36_inside_a_phase() -> None:
@@ -30,6 +31,15 @@ def test_sft_by_accumulated_gradients_takes_20_bytes_a_weight_and_36_inside_a_ph
     assert inside.state_bytes / inside.num_parameters == pytest.approx(36, rel=1e-3)
     # The gathered gradient, in fp32; and one number more, which tells of clipping.
     assert outside.gradient_bytes == 4 * outside.num_parameters + 4
+
+
+def test_each_group_of_the_default_schedule_is_planned_with_the_state_of_its_own_weights() -> None:
+    plan = make_plan(PlanRequest(precision="mixed_hi", batch_size=2, seq_length=64), LLAMA)
+    # A quarter of six layers is two: three groups.
+    assert [len(group.indices) for group in plan.groups] == [1, 1, 1]
+    for group in plan.groups:
+        assert group.master_bytes == 4 * group.num_parameters
+        assert group.state_bytes == pytest.approx(8 * group.num_parameters, rel=1e-3)
 
 
 def test_sft_with_accumulation_takes_no_other_state() -> None:
@@ -62,8 +72,8 @@ WIDE = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=768, num_h
 def test_selected_tokens_keep_their_share_of_activations_and_all_keys_and_values(ratio: float) -> None:
     """The floor: r of what dense training saves, and the keys and values of the other tokens (TokenTune, section 3)."""
     sizes: dict[str, Any] = {"method": "dense", "precision": "fp32", "batch_size": 4, "seq_length": 256}
-    dense = make_plan(PlanRequest(**sizes), WIDE).groups[0].activation_bytes
-    saved = make_plan(PlanRequest(token_ratio=ratio, **sizes), WIDE).groups[0].activation_bytes
+    dense = make_plan(paper_request(**sizes), WIDE).groups[0].activation_bytes
+    saved = make_plan(paper_request(token_ratio=ratio, **sizes), WIDE).groups[0].activation_bytes
     keys_and_values = (1 - ratio) * 2 * 4 * 256 * 256 * 4 * 6
     floor = ratio * dense + keys_and_values
     # Above the floor: the residual stream and the rows of one layer at work, and the masks of selected queries.
@@ -73,8 +83,8 @@ def test_selected_tokens_keep_their_share_of_activations_and_all_keys_and_values
 @pytest.mark.slow
 def test_a_4_bit_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
     settings: dict[str, Any] = {"method": "lora", "precision": "bf16"}
-    whole = make_plan(PlanRequest(**settings), LLAMA)
-    coded = make_plan(PlanRequest(load_in_4bit=True, **settings), LLAMA)
+    whole = make_plan(paper_request(**settings), LLAMA)
+    coded = make_plan(paper_request(load_in_4bit=True, **settings), LLAMA)
     assert coded.num_parameters == whole.num_parameters
     in_blocks = 4 * (4 * 128 * 128 + 3 * 128 * 256)
     assert whole.parameter_bytes - coded.parameter_bytes == (2 - 0.5) * in_blocks
@@ -84,14 +94,14 @@ def test_a_4_bit_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
 
 
 def test_adapters_are_all_that_trains() -> None:
-    plan = make_plan(PlanRequest(method="lora", lora_rank=8), LLAMA)
+    plan = make_plan(paper_request(method="lora", lora_rank=8), LLAMA)
     per_block = 8 * (4 * (128 + 128) + 3 * (128 + 256))
     assert plan.num_trainable_peak == 4 * per_block
     assert (plan.gradient_bytes, plan.state_bytes) == (4 * 4 * per_block, pytest.approx(8 * 4 * per_block, rel=1e-3))
 
 
 def test_the_json_has_the_promised_fields_and_they_add_up() -> None:
-    plan = make_plan(PlanRequest(precision="mixed_hi"), LLAMA)
+    plan = make_plan(paper_request(precision="mixed_hi"), LLAMA)
     found = plan.to_json()
     peak = found["peak"]
     parts = ("parameter_bytes", "gradient_bytes", "state_bytes", "residual_bytes")
@@ -131,7 +141,7 @@ def every_peak(request: PlanRequest) -> dict[int, int]:
     ],
 )
 def test_of_groups_alike_the_lowest_has_the_largest_peak(settings: dict[str, Any]) -> None:
-    request = PlanRequest(**settings, **SIZES)
+    request = paper_request(**settings, **SIZES)
     peaks = every_peak(request)
     plan = make_plan(request, LLAMA)
     assert sorted(index for group in plan.groups for index in group.indices) == sorted(peaks)
@@ -142,20 +152,20 @@ def test_of_groups_alike_the_lowest_has_the_largest_peak(settings: dict[str, Any
 
 
 def test_groups_are_alike_by_kind_shape_and_dtype() -> None:
-    model = build_model(PlanRequest(), LLAMA)
+    model = build_model(paper_request(), LLAMA)
     groups = cut_groups(find_layers(model), 1, frozenset(name for name, _ in model.named_parameters()))
     assert [[group.index for group in found] for found in alike(groups, model)] == [[0], [1, 2, 3, 4], [5]]
 
 
 def test_the_state_of_all_groups_stays_on_the_device_if_it_is_asked_to() -> None:
-    plan = make_plan(PlanRequest(precision="mixed_hi", state="device", **SIZES), LLAMA)
+    plan = make_plan(paper_request(precision="mixed_hi", state="device", **SIZES), LLAMA)
     assert plan.host_bytes == 0
     # AdamW's two moments and the master, 12 bytes a parameter; and a step count a tensor.
     assert plan.peak.state >= 12 * plan.num_parameters
 
 
 def test_state_that_is_thrown_away_after_a_turn_waits_for_one_group_at_a_time() -> None:
-    request = PlanRequest(method="hift", precision="mixed_hi", batch_size=2, seq_length=64)
+    request = paper_request(method="hift", precision="mixed_hi", batch_size=2, seq_length=64)
     groups = make_plan(request, LLAMA).groups
     largest = max(group.state_and_master_bytes for group in groups)
     # After a single update it is gone; in a longer turn the second update meets it.
@@ -174,33 +184,33 @@ def test_state_that_is_thrown_away_after_a_turn_waits_for_one_group_at_a_time() 
     ],
 )
 def test_settings_that_spare_memory_do_so_in_a_plan(settings: dict[str, Any], changes: dict[str, Any]) -> None:
-    request = PlanRequest(precision="bf16", batch_size=2, seq_length=64, **settings)
+    request = paper_request(precision="bf16", batch_size=2, seq_length=64, **settings)
     assert make_plan(replace(request, **changes), LLAMA).peak_bytes < make_plan(request, LLAMA).peak_bytes
 
 
 def test_modules_that_are_not_there_get_no_adapters() -> None:
-    request = PlanRequest(method="lora", lora_target_modules=("nowhere",), batch_size=1, seq_length=8)
+    request = paper_request(method="lora", lora_target_modules=("nowhere",), batch_size=1, seq_length=8)
     with pytest.raises(ValueError, match=r"lora_target_modules=\['nowhere'\] does not fit LlamaForCausalLM"):
         make_plan(request, LLAMA)
 
 
 def test_what_is_stored_in_files_is_as_much_as_would_be_in_host_memory() -> None:
-    on_host = make_plan(PlanRequest(precision="mixed_hi", **SIZES), LLAMA)
-    on_disk = make_plan(PlanRequest(precision="mixed_hi", state="disk", **SIZES), LLAMA)
+    on_host = make_plan(paper_request(precision="mixed_hi", **SIZES), LLAMA)
+    on_disk = make_plan(paper_request(precision="mixed_hi", state="disk", **SIZES), LLAMA)
     assert on_disk.disk_bytes == on_host.host_bytes >= 12 * on_host.num_parameters
     largest = max(group.state_and_master_bytes for group in on_disk.groups)
     assert on_disk.host_bytes == pytest.approx(2 * largest, rel=0.01)
-    in_memory = make_plan(PlanRequest(precision="mixed_hi", state="disk", state_ram_bytes=2**40, **SIZES), LLAMA)
+    in_memory = make_plan(paper_request(precision="mixed_hi", state="disk", state_ram_bytes=2**40, **SIZES), LLAMA)
     assert (in_memory.disk_bytes, in_memory.host_bytes) == (0, on_host.host_bytes)
     assert on_disk.peak == on_host.peak
 
 
 @pytest.mark.parametrize("state_ram_bytes", [0, 3_000_000])
 def test_the_bytes_of_state_on_disk_are_those_of_a_real_run(state_ram_bytes: int, tmp_path: Path) -> None:
-    request = PlanRequest(precision="mixed_hi", state="disk", state_ram_bytes=state_ram_bytes, **SIZES)
+    request = paper_request(precision="mixed_hi", state="disk", state_ram_bytes=state_ram_bytes, **SIZES)
     plan, model = make_plan(request, LLAMA), real_model(request, LLAMA)
     own = StateCount()
-    config = HiFTConfig(state="disk", state_dir=tmp_path, state_ram_bytes=state_ram_bytes)
+    config = HiFTConfig.paper(state="disk", state_dir=tmp_path, state_ram_bytes=state_ram_bytes)
     optimizer = HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
     for _ in range(optimizer.num_groups):
         model(**real_batch(request, LLAMA)).loss.backward()
@@ -212,7 +222,7 @@ def test_the_bytes_of_state_on_disk_are_those_of_a_real_run(state_ram_bytes: int
 
 @pytest.mark.parametrize("state", ["host", "disk", "device"])
 def test_checkpoints_that_are_kept_count_on_disk_with_the_one_that_is_written(state: Any) -> None:
-    request = PlanRequest(precision="mixed_hi", state=state, **SIZES)
+    request = paper_request(precision="mixed_hi", state=state, **SIZES)
     without, kept = make_plan(request, LLAMA), make_plan(replace(request, save_total_limit=2), LLAMA)
     # Two bytes of a weight, four of its master, eight of its moments.
     assert kept.disk_bytes - without.disk_bytes == pytest.approx(3 * 14 * without.num_parameters, rel=0.01)
@@ -224,8 +234,8 @@ def test_checkpoints_that_are_kept_count_on_disk_with_the_one_that_is_written(st
 @pytest.mark.slow
 def test_pieces_bound_what_state_takes_on_the_device() -> None:
     config = LlamaConfig(vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-    whole = make_plan(PlanRequest(precision="mixed_hi", stream_bytes=0), config)
-    pieces = make_plan(PlanRequest(precision="mixed_hi", stream_bytes=2**20), config)
+    whole = make_plan(paper_request(precision="mixed_hi", stream_bytes=0), config)
+    pieces = make_plan(paper_request(precision="mixed_hi", stream_bytes=2**20), config)
     assert max(group.peak.state for group in pieces.groups) <= 2 * 2**20
     assert max(group.peak.state for group in whole.groups) > 8 * 2**20
     assert (whole.state_bytes, whole.gradient_bytes) == (pieces.state_bytes, pieces.gradient_bytes)
@@ -235,7 +245,7 @@ def test_pieces_bound_what_state_takes_on_the_device() -> None:
 @pytest.mark.parametrize("stream_bytes", [2**20, 2**20 + 1])
 def test_both_pieces_of_steps_in_the_backward_together_take_what_one_takes_otherwise(stream_bytes: int) -> None:
     config = LlamaConfig(vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=1)
-    request = PlanRequest(precision="mixed_hi", stream_bytes=stream_bytes, seq_length=8)
+    request = paper_request(precision="mixed_hi", stream_bytes=stream_bytes, seq_length=8)
     after = max(group.peak.state for group in make_plan(request, config).groups)
     within = max(group.peak.state for group in make_plan(replace(request, gradients="stepped"), config).groups)
     assert stream_bytes < after <= 2 * stream_bytes

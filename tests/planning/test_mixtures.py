@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from slivertune.planning.make import make_plan
-from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.real import run_for_real
 
 TOLERANCE = 0.03
@@ -84,7 +84,7 @@ QUICK = [("qwen3_moe", "dense"), ("gpt_oss", "lora")]
     ],
 )
 def test_a_mixture_of_experts_is_as_planned(model: str, run: str) -> None:
-    request = PlanRequest(batch_size=2, seq_length=64, **RUNS[run])
+    request = paper_request(batch_size=2, seq_length=64, **RUNS[run])
     real = run_for_real(request, MIXTURES[model]).peak
     plan = make_plan(request, MIXTURES[model])
     assert plan.peak_bytes == pytest.approx(real.device, rel=TOLERANCE), (plan.peak, real)
@@ -95,4 +95,4 @@ def test_experts_that_are_looked_up_one_by_one_are_refused_with_the_way_out() ->
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=16
     )
     with pytest.raises(ValueError, match=r"not those .* one expert after the other\. .* with the memory ledger"):
-        make_plan(PlanRequest(method="dense", seq_length=16), config)
+        make_plan(paper_request(method="dense", seq_length=16), config)

@@ -18,6 +18,7 @@ from slivertune.planning import fake
 from slivertune.planning.make import make_plan
 from slivertune.planning.operator_cache import CachedFakeTensorMode
 from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import narrow_llama
 
 
@@ -82,7 +83,7 @@ def cases(*fast: int) -> pytest.MarkDecorator:
 
 
 def request_of(settings: dict[str, Any], token_ratio: float | None) -> PlanRequest:
-    return PlanRequest(batch_size=2, seq_length=32, gradient_checkpointing=True, token_ratio=token_ratio, **settings)
+    return paper_request(batch_size=2, seq_length=32, gradient_checkpointing=True, token_ratio=token_ratio, **settings)
 
 
 @cases(1, 3, 4, 6)

@@ -32,7 +32,7 @@ def test_the_help_fits_the_terminal_and_names_defaults(
         "--seq_length N, --max_length unpadded tokens per sequence (default: 512)",
         "--fit [SIZE]",
         "--sft_target_modules NAME ...",
-        "--layers_per_group N|auto",
+        "--layers_per_group N|SHARE|auto",
         "--optimizer NAME optimizer of the trained weights",
         "all logits; no effect on a classifier (default: true)",
     ):

@@ -1,12 +1,12 @@
 import pytest
 
 from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, Limits, add_allowance
-from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import GIB, moment, simple_plan
 
 
 def test_an_allowance_adds_up_and_counts_collectives_on_several_gpus_alone() -> None:
-    requests = [PlanRequest(), PlanRequest(layout="ddp", num_gpus=4)]
+    requests = [paper_request(), paper_request(layout="ddp", num_gpus=4)]
     one, four = (add_allowance(simple_plan(each, moment(residual=1000))).allowance for each in requests)
     assert (one.context, one.workspace, one.collectives) == (CUDA_CONTEXT_BYTES, CUBLAS_WORKSPACE_BYTES, 0)
     assert one.fragmentation == 50, "5 % of what moves"
@@ -21,7 +21,7 @@ def test_an_allowance_adds_up_and_counts_collectives_on_several_gpus_alone() -> 
 def test_resident_weights_do_not_fragment_and_streamed_ones_do(offload: bool, moving: int) -> None:
     requirement = add_allowance(
         simple_plan(
-            PlanRequest(layout="fsdp2" if offload else "single", offload_parameters=offload),
+            paper_request(layout="fsdp2" if offload else "single", offload_parameters=offload),
             moment(parameters=12 * GIB, gradients=GIB, state=GIB, residual=2 * GIB),
         )
     )
@@ -30,7 +30,7 @@ def test_resident_weights_do_not_fragment_and_streamed_ones_do(offload: bool, mo
 
 
 def test_a_requirement_fits_to_the_byte_and_says_what_lacks() -> None:
-    requirement = add_allowance(simple_plan(PlanRequest(), moment(parameters=GIB), host_bytes=100))
+    requirement = add_allowance(simple_plan(paper_request(), moment(parameters=GIB), host_bytes=100))
     exactly = Limits(device_bytes=requirement.device_bytes)
     assert requirement.fits(exactly) and requirement.missing_device_bytes(exactly) == 0
     less = Limits(device_bytes=requirement.device_bytes - 1)
@@ -42,5 +42,5 @@ def test_a_requirement_fits_to_the_byte_and_says_what_lacks() -> None:
 
 
 def test_a_run_on_the_cpu_has_no_context_of_a_gpu() -> None:
-    allowance = add_allowance(simple_plan(PlanRequest(kernels="cpu"), moment(residual=1000))).allowance
+    allowance = add_allowance(simple_plan(paper_request(kernels="cpu"), moment(residual=1000))).allowance
     assert allowance.total == allowance.fragmentation == 50

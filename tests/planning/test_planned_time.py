@@ -12,6 +12,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan, add_allowance
 from slivertune.planning.planned_time import plan_time, with_room_ahead
 from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import narrow_llama, weights_of_narrow_llama
 
 NUM_BLOCKS, TOKENS = 2, 32
@@ -21,7 +22,7 @@ SLOW_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e8)
 
 
 def request_of(**settings: Any) -> PlanRequest:
-    return PlanRequest(**{"seq_length": TOKENS, "stream_bytes": 2**17, "method": "dense", **settings})
+    return paper_request(**{"seq_length": TOKENS, "stream_bytes": 2**17, "method": "dense", **settings})
 
 
 @cache

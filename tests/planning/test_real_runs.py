@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA, ROBERTA, run_for_real
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def check(request: PlanRequest, config: PreTrainedConfig, first: int = 0) -> Non
 )
 def test_dense_is_as_planned(optimizer: Any, task: Any, checkpointing: bool) -> None:
     check(
-        PlanRequest(method="dense", optimizer=optimizer, task=task, gradient_checkpointing=checkpointing, **SIZES),
+        paper_request(method="dense", optimizer=optimizer, task=task, gradient_checkpointing=checkpointing, **SIZES),
         LLAMA if task == "causal_lm" else ROBERTA,
     )
 
@@ -59,22 +60,26 @@ def test_dense_is_as_planned(optimizer: Any, task: Any, checkpointing: bool) -> 
 )
 def test_hift_is_as_planned(precision: Any, checkpointing: bool, stream_bytes: int, task: Any) -> None:
     check(
-        PlanRequest(
+        paper_request(
             precision=precision, gradient_checkpointing=checkpointing, stream_bytes=stream_bytes, task=task, **SIZES
         ),
         LLAMA if task == "causal_lm" else ROBERTA,
     )
 
 
+def test_the_default_schedule_is_as_planned() -> None:
+    check(PlanRequest(precision="mixed_hi", gradient_checkpointing=True, **SIZES), LLAMA)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adafactor", "adamw8bit"])
 def test_hift_around_other_optimizers_is_as_planned(optimizer: Any) -> None:
-    check(PlanRequest(precision="mixed_hi", optimizer=optimizer, gradient_checkpointing=True, **SIZES), LLAMA)
+    check(paper_request(precision="mixed_hi", optimizer=optimizer, gradient_checkpointing=True, **SIZES), LLAMA)
 
 
 @pytest.mark.parametrize(("layers_per_group", "state"), [(1, "device"), (2, "discard"), (4, "host"), (6, "host")])
 def test_hift_with_its_state_anywhere_is_as_planned(layers_per_group: int, state: Any) -> None:
     check(
-        PlanRequest(
+        paper_request(
             precision="mixed_hi",
             state=state,
             layers_per_group=layers_per_group,
@@ -103,7 +108,7 @@ LONG: dict[str, Any] = {"batch_size": 4, "seq_length": 128, "gradient_checkpoint
 def test_blocks_that_keep_their_activations_are_as_planned(settings: dict[str, Any], num_kept: tuple[int, ...]) -> None:
     peaks = []
     for number in num_kept:
-        request = PlanRequest(keep_activations=number, **settings, **LONG)
+        request = paper_request(keep_activations=number, **settings, **LONG)
         config = LLAMA if request.task == "causal_lm" else ROBERTA
         check(request, config)
         peaks.append(make_plan(request, config).peak_bytes)
@@ -112,7 +117,7 @@ def test_blocks_that_keep_their_activations_are_as_planned(settings: dict[str, A
 
 def test_more_blocks_than_there_are_can_not_be_planned() -> None:
     with pytest.raises(ValueError, match="keep_activations=5 must be at most 4, the number of blocks"):
-        make_plan(PlanRequest(keep_activations=5, **LONG), LLAMA)
+        make_plan(paper_request(keep_activations=5, **LONG), LLAMA)
 
 
 LONGER: dict[str, Any] = {"batch_size": 1, "seq_length": 1024, "gradient_checkpointing": True}
@@ -148,7 +153,7 @@ TILED: dict[str, Any] = {"token_tile_size": 64}
     ids=str,
 )
 def test_long_sequences_are_as_planned(settings: dict[str, Any], both: dict[str, Any]) -> None:
-    request = PlanRequest(**settings, **both, **LONGER)
+    request = paper_request(**settings, **both, **LONGER)
     plan = make_plan(request, LONG_LLAMA)
     real = run_for_real(request, LONG_LLAMA)
     assert plan.peak_bytes == pytest.approx(real.peak.device, rel=TOLERANCE), (plan.peak, real.peak)
@@ -175,7 +180,7 @@ def test_long_sequences_are_as_planned(settings: dict[str, Any], both: dict[str,
     ids=str,
 )
 def test_hift_with_gradients_that_do_not_stay_and_with_prefetch_is_as_planned(settings: dict[str, Any]) -> None:
-    check(PlanRequest(precision="mixed_hi", gradient_checkpointing=True, **settings, **SIZES), LLAMA)
+    check(paper_request(precision="mixed_hi", gradient_checkpointing=True, **settings, **SIZES), LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +197,7 @@ def test_hift_with_gradients_that_do_not_stay_and_with_prefetch_is_as_planned(se
 )
 @pytest.mark.parametrize("waiting", ["int8", "nf4"])
 def test_waiting_layers_in_fewer_bits_are_as_planned(waiting: Any, settings: dict[str, Any]) -> None:
-    check(PlanRequest(waiting=waiting, **settings, **SIZES), LLAMA, first=1)
+    check(paper_request(waiting=waiting, **settings, **SIZES), LLAMA, first=1)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +211,13 @@ def test_waiting_layers_in_fewer_bits_are_as_planned(waiting: Any, settings: dic
 )
 @pytest.mark.parametrize("waiting", [None, "int8", "nf4"])
 def test_weights_that_wait_on_the_host_are_as_planned(waiting: Any, settings: dict[str, Any]) -> None:
-    check(PlanRequest(waiting=waiting, weights="host", precision="mixed_hi", **settings, **SIZES), LLAMA, first=1)
+    check(paper_request(waiting=waiting, weights="host", precision="mixed_hi", **settings, **SIZES), LLAMA, first=1)
 
 
 @pytest.mark.parametrize("weights", ["device", "host"])
 @pytest.mark.parametrize("waiting", [None, "int8"])
 def test_what_waits_on_the_host_is_as_planned(waiting: Any, weights: Any) -> None:
-    request = PlanRequest(precision="mixed_hi", waiting=waiting, weights=weights, **SIZES)
+    request = paper_request(precision="mixed_hi", waiting=waiting, weights=weights, **SIZES)
     assert make_plan(request, LLAMA).host_bytes == pytest.approx(
         run_for_real(request, LLAMA).highest.host, rel=TOLERANCE
     )
@@ -220,7 +225,7 @@ def test_what_waits_on_the_host_is_as_planned(waiting: Any, weights: Any) -> Non
 
 @pytest.mark.parametrize("method", ["dense", "hift"])
 def test_a_causal_model_with_all_its_logits_is_as_planned(method: Any) -> None:
-    check(PlanRequest(method=method, chunked_cross_entropy=False, **SIZES), LLAMA)
+    check(paper_request(method=method, chunked_cross_entropy=False, **SIZES), LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +239,7 @@ def test_a_causal_model_with_all_its_logits_is_as_planned(method: Any) -> None:
 )
 def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: bool, task: Any) -> None:
     check(
-        PlanRequest(method=method, load_in_4bit=four_bit, gradient_checkpointing=checkpointing, task=task, **SIZES),
+        paper_request(method=method, load_in_4bit=four_bit, gradient_checkpointing=checkpointing, task=task, **SIZES),
         LLAMA if task == "causal_lm" else ROBERTA,
     )
 
@@ -243,7 +248,7 @@ def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: boo
 def test_4_bit_weights_under_a_head_in_bf16_are_planned_with_their_loss_in_chunks(method: Any) -> None:
     # A vocabulary that sets the peak: whole logits would be 2 x 64 x 8192 x (2 + 4 + 4 + 2) bytes more.
     config = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 8192})
-    request = PlanRequest(method=method, precision="bf16", load_in_4bit=True, density=0.05, **SIZES)
+    request = paper_request(method=method, precision="bf16", load_in_4bit=True, density=0.05, **SIZES)
     plan = make_plan(request, config)
     assert not [note for note in plan.notes if "logits" in note]
     assert plan.peak_bytes < make_plan(replace(request, chunked_cross_entropy=False), config).peak_bytes
@@ -262,7 +267,7 @@ def test_4_bit_weights_under_a_head_in_bf16_are_planned_with_their_loss_in_chunk
     ],
 )
 def test_a_selection_of_tokens_is_as_planned(method: Any, settings: dict[str, Any]) -> None:
-    request = PlanRequest(method=method, token_ratio=0.3, **settings, **SIZES)
+    request = paper_request(method=method, token_ratio=0.3, **settings, **SIZES)
     check(request, LLAMA if request.task == "causal_lm" else ROBERTA)
 
 
@@ -280,7 +285,7 @@ SPARSE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SPARSE)
 @pytest.mark.parametrize("density", [0.02, 0.2])
 def test_sparse_training_is_as_planned_inside_and_outside_of_a_phase(settings: dict[str, Any], density: float) -> None:
-    request = PlanRequest(method="sft", density=density, **RARELY, **settings, **SIZES)
+    request = paper_request(method="sft", density=density, **RARELY, **settings, **SIZES)
     config = LLAMA if request.task == "causal_lm" else ROBERTA
     inside, outside = make_plan(request, config).groups
     real = run_for_real(request, config, num_steps=2).peak
@@ -296,7 +301,7 @@ def test_sparse_training_is_as_planned_inside_and_outside_of_a_phase(settings: d
 )
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_phases_that_overlap_are_as_planned(estimation_steps: int, interval: int, checkpointing: bool) -> None:
-    request = PlanRequest(
+    request = paper_request(
         method="sft",
         precision="bf16",
         density=0.05,
@@ -314,12 +319,14 @@ def test_phases_that_overlap_are_as_planned(estimation_steps: int, interval: int
 
 
 def test_sparse_training_that_keeps_its_first_choice_has_no_phases_and_is_as_planned() -> None:
-    request = PlanRequest(method="sft", precision="bf16", density=0.2, reselection_interval=0, **SIZES)
+    request = paper_request(method="sft", precision="bf16", density=0.2, reselection_interval=0, **SIZES)
     assert len(make_plan(request, LLAMA).groups) == 1
     check(request, LLAMA)
 
 
 @pytest.mark.parametrize("settings", SPARSE[:4])
 def test_sparse_training_by_momentum_is_as_planned(settings: dict[str, Any]) -> None:
-    request = PlanRequest(method="sft", selection="momentum", density=0.05, reselection_interval=2, **settings, **SIZES)
+    request = paper_request(
+        method="sft", selection="momentum", density=0.05, reselection_interval=2, **settings, **SIZES
+    )
     check(request, LLAMA if request.task == "causal_lm" else ROBERTA)

@@ -10,7 +10,7 @@ from slivertune.planning import sft_run
 from slivertune.planning.fake import without_data
 from slivertune.planning.make import make_plan
 from slivertune.planning.replayed import VectorSize, replay, replaying
-from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA
 
 SIZE = 1000
@@ -102,7 +102,7 @@ def test_a_vector_is_made_as_large_as_the_memory_under_it() -> None:
 def test_a_plan_with_replayed_searches_has_the_bytes_of_one_that_runs_all(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = PlanRequest(method="sft", precision="bf16", density=0.1, batch_size=2, seq_length=64, **settings)
+    request = paper_request(method="sft", precision="bf16", density=0.1, batch_size=2, seq_length=64, **settings)
     replayed = make_plan(request, LLAMA)
     monkeypatch.setattr(sft_run, "replaying", nullcontext)
     assert make_plan(request, LLAMA) == replayed

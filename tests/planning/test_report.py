@@ -12,11 +12,12 @@ from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.report import describe_request, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found, search
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import GIB, group, moment, plan, simple_plan, tiny_model
 
 MIB = 2**20
 BASE = "optimizer adamw, precision fp32, batch_size 1, seq_length 512"
-REQUEST = PlanRequest(precision="mixed_hi", gradient_checkpointing=True)
+REQUEST = paper_request(precision="mixed_hi", gradient_checkpointing=True)
 EMBEDDING = group(0, "embedding", moment(0, "step", parameters=12 * GIB, state=300 * MIB))
 BLOCKS = group(
     1,
@@ -103,7 +104,7 @@ def test_a_run_without_groups_has_no_table_of_them_and_one_on_several_gpus_has_n
         Answer(
             model=tiny_model(),
             requirement=add_allowance(
-                simple_plan(PlanRequest(method="dense", layout="ddp", num_gpus=2), moment(parameters=GIB))
+                simple_plan(paper_request(method="dense", layout="ddp", num_gpus=2), moment(parameters=GIB))
             ),
         )
     )
@@ -120,7 +121,7 @@ def test_kinds_of_updates_that_are_no_groups_are_called_so() -> None:
             model=tiny_model(),
             requirement=add_allowance(
                 plan(
-                    PlanRequest(method="sft"),
+                    paper_request(method="sft"),
                     inside,
                     group(1, "outside of estimation phases", moment(1, parameters=GIB)),
                 )
@@ -137,7 +138,7 @@ def found_by_search() -> Found:
         return add_allowance(simple_plan(request, moment(parameters=GIB, residual=activations), host_bytes=9 * GIB))
 
     return search(
-        PlanRequest(batch_size=8),
+        paper_request(batch_size=8),
         all_candidates(),
         Limits(device_bytes=3 * GIB, host_bytes=10 * GIB),
         memory_of,
@@ -192,7 +193,7 @@ def sweep() -> SweepAnswer:
     requirements = tuple(
         (
             length,
-            add_allowance(simple_plan(PlanRequest(seq_length=length), moment(parameters=GIB, residual=length * MIB))),
+            add_allowance(simple_plan(paper_request(seq_length=length), moment(parameters=GIB, residual=length * MIB))),
         )
         for length in (512, 2048)
     )

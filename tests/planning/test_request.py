@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from slivertune.planning.request import PlanRequest
+from tests.helpers.plan_requests import paper_request
 
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
@@ -96,18 +96,21 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
 )
 def test_what_can_not_be_planned_is_refused_with_a_way_out(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PlanRequest(**settings)
+        paper_request(**settings)
 
 
 def test_masters_and_autocast_follow_from_the_precision() -> None:
-    assert PlanRequest(precision="mixed_hi").master_kind == "fp32"
-    assert PlanRequest(precision="bf16").master_kind == "none"
-    assert [PlanRequest(precision="mixed").has_autocast, PlanRequest(precision="bf16").has_autocast] == [True, False]
-    assert PlanRequest(method="lora", precision="bf16").has_autocast, "adapters are fp32"
+    assert paper_request(precision="mixed_hi").master_kind == "fp32"
+    assert paper_request(precision="bf16").master_kind == "none"
+    assert [paper_request(precision="mixed").has_autocast, paper_request(precision="bf16").has_autocast] == [
+        True,
+        False,
+    ]
+    assert paper_request(method="lora", precision="bf16").has_autocast, "adapters are fp32"
 
 
 def test_one_gpu_is_enough_where_parameters_wait_on_the_host() -> None:
-    assert PlanRequest(layout="fsdp2", offload_parameters=True).num_gpus == 1
+    assert paper_request(layout="fsdp2", offload_parameters=True).num_gpus == 1
 
 
 @pytest.mark.parametrize(
@@ -121,4 +124,4 @@ def test_one_gpu_is_enough_where_parameters_wait_on_the_host() -> None:
     ],
 )
 def test_what_training_allows_in_a_layout_is_planned(settings: dict[str, Any]) -> None:
-    assert PlanRequest(num_gpus=2, **settings).num_gpus == 2
+    assert paper_request(num_gpus=2, **settings).num_gpus == 2

@@ -10,9 +10,9 @@ import pytest
 from slivertune.planning.cards import Rates
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import GroupPlan, Plan
-from slivertune.planning.request import PlanRequest
 from slivertune.planning.step_work import UpdateWork, Work
 from slivertune.planning.time_formula import disk_bytes_per_update, mean_update
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import group, moment, narrow_llama, plan
 
 RATES = Rates(flops=10.0, memory_bandwidth=100.0, bus_bandwidth=10.0, disk_bandwidth=1e9)
@@ -48,7 +48,7 @@ def run_of(forward: Work, backward: Work, step: Work, *, own: Work | None = None
         num_blocks=4,
         own_backward=own or Work(),
     )
-    return replace(plan(PlanRequest(**settings), GROUP), updates=(update,))
+    return replace(plan(paper_request(**settings), GROUP), updates=(update,))
 
 
 def waits(run: Plan, rates: Rates = RATES) -> float:
@@ -200,7 +200,7 @@ SLOW_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e8)
 
 @cache
 def plan_of(**settings: Any) -> Plan:
-    return make_plan(PlanRequest(**{"method": "hift", "precision": "mixed_hi", "seq_length": 32, **settings}), TINY)
+    return make_plan(paper_request(**{"method": "hift", "precision": "mixed_hi", "seq_length": 32, **settings}), TINY)
 
 
 @pytest.mark.parametrize(

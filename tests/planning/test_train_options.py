@@ -7,10 +7,10 @@ import pytest
 from slivertune.planning.arguments import argument_fields, parse_plan_arguments
 from slivertune.planning.methods import planned_methods, planned_options
 from slivertune.planning.parser import make_parser as make_plan_parser
-from slivertune.planning.request import PlanRequest
 from slivertune.training.methods.registry import TRAIN_METHODS, check_method
 from slivertune.training.options.parser import make_parser as make_train_parser
 from slivertune.training.options.table import RENAMED
+from tests.helpers.plan_requests import paper_request
 
 NEITHER_MEMORY_NOR_TIME = {
     # What is learned from what: rows of as many tokens need as much, whichever they are.
@@ -74,6 +74,8 @@ SAID_OTHERWISE = {
     "packing",
     # A plan reads no run file.
     "unset",
+    # --layers_per_group and --steps_per_group.
+    "preset",
 }
 NOT_PLANNED = {
     # A run with one of these says why it is not planned, or is planned as its like in bf16.
@@ -132,7 +134,7 @@ OWN = [(owner, name) for owner, names in planned_options().items() for name in n
 def value_of(name: str) -> str:
     """One that the option's parser takes."""
     values = {"state": "disk", "gradients": "host", "waiting": "nf4", "weights": "host", "master": "fp32"}
-    default = getattr(PlanRequest(), name)
+    default = getattr(paper_request(), name)
     return values.get(name) or ("momentum" if name == "selection" else "1" if default is None else str(default).lower())
 
 

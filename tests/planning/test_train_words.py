@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from slivertune.planning.arguments import parse_plan_arguments
-from slivertune.planning.request import PlanRequest
 from slivertune.planning.train_words import precision_of
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.models import choose_precision
+from tests.helpers.plan_requests import paper_request
 
 MODEL = ("--model", "x")
 
@@ -31,7 +31,7 @@ def test_the_precision_is_what_train_makes_of_the_same_words(method: str, layout
         # Where nothing is said, train follows the checkpoint.
         assert chosen.loading in (loading, "stored"), (bf16, dtype)
         if layout == "single" and not (four_bit and found == "mixed"):
-            request = PlanRequest(method=method, precision=found, load_in_4bit=four_bit)
+            request = paper_request(method=method, precision=found, load_in_4bit=four_bit)
             assert chosen.autocast == ("bf16" if request.has_autocast else "no"), (bf16, dtype)
 
 

@@ -413,7 +413,7 @@ def test_under_hift_a_cycle_is_hift_over_the_reference(name: str, order: Any, ch
     family = FAMILIES[name]
     model, unhooked = with_copy(family, CHECKPOINTING[checkpointing])
     before = weights(model)
-    config = st.HiFTConfig(order=order)
+    config = st.HiFTConfig.paper(order=order)
     exact = copy.deepcopy(unhooked)
     optimizers = [st.HiFT(each, torch.optim.SGD, config=config, lr=0.2) for each in (model, unhooked, exact)]
     with TUNE.attach(model) as handle:

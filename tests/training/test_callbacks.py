@@ -104,7 +104,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_said_once(
     poison(model, {3}, what="gradient" if gradient else "loss and gradient", value=value)
     guard = NonFiniteGuard(10, said.append)
     trainer = make_trainer(tmp_path, guard, watch, model=model)
-    hift = attach(trainer, HiFTConfig()).optimizer if method == "hift" else None
+    hift = attach(trainer, HiFTConfig.paper()).optimizer if method == "hift" else None
     trainer.train()
     assert [watch.moved(step) for step in (2, 3, 4)] == [True, False, True]
     assert all(tensor.isfinite().all() for tensor in watch.weights[-1])
@@ -149,7 +149,7 @@ def test_a_training_that_no_gradient_reached_is_an_error(method: str, tmp_path: 
     model, unused = tiny_llama(), torch.zeros(1, requires_grad=True)
     trainer = make_trainer(tmp_path, NonFiniteGuard(10, pytest.fail), model=model, loss=loss, max_steps=2)
     if method != "dense":
-        attach(trainer, HiFTConfig() if method == "hift" else SFTConfig(density=0.1))
+        attach(trainer, HiFTConfig.paper() if method == "hift" else SFTConfig(density=0.1))
     with pytest.raises(RuntimeError, match="none of the 2 updates since step 0 was applied, since no gradient reached"):
         trainer.train()
 
@@ -200,7 +200,7 @@ def test_an_update_that_is_made_in_the_backward_is_stopped_before_it(value: floa
     poison(model, {3}, value=value)
     guard = NonFiniteGuard(10, lambda line: pytest.fail(line), stops=True)
     trainer = make_trainer(tmp_path, guard, watch, model=model, max_grad_norm=0.0)
-    attach(trainer, HiFTConfig(gradients="stepped"))
+    attach(trainer, HiFTConfig.paper(gradients="stepped"))
     with pytest.raises(RuntimeError, match=rf"the loss is {value}, and --gradients stepped can't skip an update"):
         trainer.train()
     assert len(watch.weights) == 2
@@ -220,7 +220,7 @@ def test_the_norm_of_gradients_that_were_stepped_in_the_backward_is_logged_as_an
         logs = Logs()
         guard = NonFiniteGuard(10, lambda line: pytest.fail(line), stops=in_backward)
         trainer = make_trainer(tmp_path, guard, logs, max_grad_norm=0.0)
-        attach(trainer, HiFTConfig(gradients="stepped" if in_backward else "device"))
+        attach(trainer, HiFTConfig.paper(gradients="stepped" if in_backward else "device"))
         trainer.train()
         found.append(logs.norms)
     assert found[0] == found[1] and min(found[0]) > 0
@@ -281,7 +281,7 @@ def on_a_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     if rank == 1:
         poison(model, {3}, what="loss", value=float("inf"))
     trainer = make_trainer(Path(folder), NonFiniteGuard(10, said.append), watch, model=model)
-    hift = attach(trainer, HiFTConfig()).optimizer
+    hift = attach(trainer, HiFTConfig.paper()).optimizer
     trainer.train()
     return {
         "said": said,

@@ -9,6 +9,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
@@ -22,6 +23,7 @@ from tests.training.tiny_runs import (
     Runs,
     assert_same_bits,
     poison_losses,
+    results_of,
     saved_weights,
     write_classes,
 )
@@ -203,6 +205,22 @@ def test_the_default_prompt_fits_rows_of_any_length_and_one_that_was_typed_must(
     runs.train("out", *short)
     message = "sample_prompt has 33 tokens, and must have 1 or more and fewer than max_length=32"
     assert message in runs.complaint(*short, "--output_dir", str(runs["other"]), "--sample_prompt", "y" * 33)
+
+
+def test_a_run_goes_on_with_the_schedule_that_it_began_with_and_another_is_refused(runs: Runs) -> None:
+    # Four layers: the default has a quarter of them, one, and turns of 20 updates in random order.
+    more = ("--lr_scheduler_type", "constant", *UNMEASURED)
+    runs.train("out", "--max_steps", "3", *more)
+    words = runs.arguments("out", "--max_steps", "6", *more, "--resume_from_checkpoint", "auto")
+    words = [word for word in words if word not in ("--preset", "paper")]
+    assert main([*words, "--order", "random"]) == 2
+    assert main(words) == 0
+    settings = results_of(runs["out"])["settings"]
+    assert [settings[name] for name in ("layers_per_group", "steps_per_group", "order")] == [1, 1, "bottom2up"]
+    kept = yaml.safe_load((runs["out"] / "slivertune_run.yaml").read_text(encoding="utf-8"))
+    assert [kept[name] for name in ("layers_per_group", "steps_per_group", "order")] == [1, 1, "bottom2up"]
+    runs.train("whole", "--max_steps", "6", *more)
+    assert_same_bits(runs["whole"], runs["out"])
 
 
 def test_a_folder_with_something_in_it_is_never_written_over(runs: Runs) -> None:

@@ -81,7 +81,7 @@ def test_two_updates_of_named_layers_are_those_of_a_script(words: tuple[str, ...
         data_collator=run.task.data_collator,
         compute_loss_func=run.task.compute_loss_func,
     )
-    hift = attach(trainer, HiFTConfig(layers=CASES[kind][2])).optimizer
+    hift = attach(trainer, HiFTConfig.paper(layers=CASES[kind][2])).optimizer
     trainer.train()
     assert [group.layers[0].name for group in hift.groups] == [
         names[0] if len(names) == 1 else f"custom.{index}" for index, names in enumerate(CASES[kind][2])

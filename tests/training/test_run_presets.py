@@ -25,7 +25,8 @@ def test_a_run_file_trains_every_weight(
     typed = ["--model_name_or_path", str(tiny_base), "--dataset", str(texts), "--output_dir", "out", "--use_cpu"]
     typed += ["--max_length", "128"]  # the tiny model has no more positions
     # In bf16 smaller steps than these round away; each layer has one.
-    typed += ["--max_steps", str(TINY_CYCLE), "--learning_rate", "1e-2", "--lr_scheduler_type", "constant"]
+    typed += ["--steps_per_group", "1", "--max_steps", str(TINY_CYCLE)]
+    typed += ["--learning_rate", "1e-2", "--lr_scheduler_type", "constant"]
     assert main(["train", str(preset_path(name)), *typed]) == 0
     asked = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
     kept = yaml.safe_load((tmp_path / "out" / "slivertune_run.yaml").read_text(encoding="utf-8"))

@@ -39,7 +39,7 @@ UNMEASURED = ("--memory_ledger", "off")
 METHODS = ("dense", "hift")
 COMBINATIONS = {
     "dense with tokens": ("--method", "dense", "--token_ratio", "0.4"),
-    "hift with tokens": ("--method", "hift", "--token_ratio", "0.4", "--token_pattern", "block"),
+    "hift with tokens": ("--method", "hift", "--preset", "paper", "--token_ratio", "0.4", "--token_pattern", "block"),
     "lora": ("--method", "lora", "--lora_rank", "4", "--lora_dropout", "0.1"),
     "lora with tokens": ("--method", "lora", "--lora_rank", "4", "--token_ratio", "0.4"),
     "sft": ("--method", "sft", "--density", "0.1", "--reselection_interval", "6"),
@@ -74,12 +74,14 @@ LORA = ("--method", "lora", "--lora_rank", "4", "--lora_dropout", "0.1")
 CHECKPOINTED_METHODS = pytest.mark.parametrize(
     "method",
     [
-        pytest.param(("--method", "hift"), id="hift"),
+        pytest.param(("--method", "hift", "--preset", "paper"), id="hift"),
         *(
             pytest.param(words, marks=pytest.mark.slow, id=words[1])
             for words in (("--method", "dense"), ("--method", "sft", "--density", "0.1"), LORA)
         ),
-        pytest.param(("--method", "hift", "--token_ratio", "0.4"), marks=pytest.mark.slow, id="tokens"),
+        pytest.param(
+            ("--method", "hift", "--preset", "paper", "--token_ratio", "0.4"), marks=pytest.mark.slow, id="tokens"
+        ),
     ],
 )
 """For what changes how blocks are checkpointed, and no bit: every method, of which make test has one."""
@@ -108,6 +110,7 @@ def train_arguments(base: Path, data: Path, output: Path, *more: str, method: st
     return [
         "train",
         *("--method", method),
+        *(("--preset", "paper") if method == "hift" and "--method" not in more else ()),
         *("--model_name_or_path", str(base)),
         *("--dataset", str(data)),
         *("--output_dir", str(output)),

@@ -71,6 +71,44 @@ def check_bytes_or_auto(name: str, value: object) -> None:
     check_integer(name, value, 0)
 
 
+def check_layers_per_group(value: object) -> None:
+    """Refuse a `layers_per_group` that is neither a number of layers nor a share of them.
+
+    Args:
+        value: An integer from 1, or a share of the layers, a float between 0 and 1.
+
+    Raises:
+        ValueError: If it is refused. The message names the setting, its value and the rule.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_number and not (isinstance(value, float) and 0 < value < 1):
+        raise ValueError(
+            f"layers_per_group={value!r} must be a number of layers (an integer from 1), or a share of the layers "
+            "(above 0, below 1)"
+        )
+
+
+def layers_or_auto(text: str) -> float | Literal["auto"]:
+    """Read `layers_per_group`: an integer, a share or "auto".
+
+    Args:
+        text: The text as typed.
+
+    Raises:
+        ValueError: If it is none of them. The message names the setting and its value.
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        number = float(text) if set(".eE").intersection(text) else int(text)
+    except ValueError:
+        raise ValueError(
+            f"layers_per_group={text!r} must be an integer, a share of the layers as 0.25, or 'auto'"
+        ) from None
+    check_layers_per_group(number)
+    return number
+
+
 def integer_or_auto(name: str, text: str) -> int | Literal["auto"]:
     """Read an integer or "auto".
 

@@ -127,14 +127,21 @@ def check_identity(
         built: Name, in the error, of the object to build with other settings.
 
     Raises:
-        StateMismatchError: If something differs, with the first difference.
+        StateMismatchError: If something differs, with all differences.
     """
-    for key, own in ours.items():
-        if not is_same(theirs.get(key), own):
-            raise StateMismatchError(
-                f"{state} has another {_MEANINGS.get(key, key)}: {_short(theirs.get(key))} there, {_short(own)} here. "
-                f"Build {built} with the settings of the saved run"
-            )
+    differing = [
+        f"another {_MEANINGS.get(key, key)}: {_short(theirs.get(key))} there, {_short(own)} here"
+        for key, own in ours.items()
+        if not is_same(theirs.get(key), own)
+    ]
+    if differing:
+        order: Any = theirs.get("order")
+        is_in_order = isinstance(order, (list, tuple)) and list(order) == list(range(len(order)))
+        is_papers = theirs.get("steps_per_group") == 1 != ours.get("steps_per_group") and is_in_order
+        hint = " (HiFTConfig.paper() has its turns)" if is_papers else ""
+        raise StateMismatchError(
+            f"{state} has {', '.join(differing)}. Build {built} with the settings of the saved run{hint}"
+        )
 
 
 def check_accepted(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], base: BaseOptimizer) -> None:

@@ -1,12 +1,19 @@
 """Settings of HiFT."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from slivertune.core.removed_settings import refuse_removed
-from slivertune.core.setting_checks import check_bytes_or_auto, check_choice, check_integer, check_number
+from slivertune.core.setting_checks import (
+    check_bytes_or_auto,
+    check_choice,
+    check_integer,
+    check_layers_per_group,
+    check_number,
+)
 from slivertune.hift.block_codes import WaitingForm
 
 Order = Literal["bottom2up", "top2down", "random"]
@@ -21,6 +28,8 @@ WeightPlace = Literal["device", "host"]
 class HiFTConfig:
     """Settings of HiFT (arXiv 2401.15207), with the paper's symbols in parentheses.
 
+    The default schedule learned most in the runs of docs/evidence.md. `HiFTConfig.paper()` has the paper's.
+
     Raises:
         ValueError: If a value is outside the range that its field documents.
 
@@ -29,12 +38,13 @@ class HiFTConfig:
         >>> optimizer = HiFT(model, torch.optim.AdamW, config=config, lr=2e-5)
     """
 
-    layers_per_group: int = 1
-    """Layers per group (m), 1 by default. The last group may hold fewer. One group of all layers is dense training."""
-    steps_per_group: int = 1
-    """Updates per turn of a group. The default, 1, is the paper's schedule. More is block-coordinate descent."""
-    order: Order = "bottom2up"
-    """Order in which groups take turns (S), by default from the bottom up. `random` is shuffled once, by `seed`."""
+    layers_per_group: float = 0.25
+    """Layers per group (m): an integer, or a share of the layers (above 0, below 1, rounded up), by default a quarter.
+    The last group may hold fewer. One group of all layers, with `steps_per_group=1`, is dense training."""
+    steps_per_group: int = 20
+    """Updates per turn of a group, 20 by default (block-coordinate descent). The paper has 1."""
+    order: Order = "random"
+    """Order in which groups take turns (S). `random` (default) is shuffled once, by `seed`."""
     seed: int = 0
     """Seed of the `random` order, 0 by default. It must be equal on all ranks."""
     layers: Sequence[Sequence[str]] | None = None
@@ -96,6 +106,15 @@ class HiFTConfig:
     """2-norm to which `step` scales down the active group's gradients, as `clip_grad_norm_` does. None (default) does
     not clip. A script may call `clip_grad_norm_`, too. `HiFT.grad_norm` is the norm before."""
 
+    @classmethod
+    def paper(cls, **settings: Any) -> Self:
+        """Make the paper's schedule: one layer per group, one update per turn, from the bottom up (Algorithm 1).
+
+        Args:
+            settings: Other settings; they may also replace these three.
+        """
+        return cls(**{"layers_per_group": 1, "steps_per_group": 1, "order": "bottom2up", **settings})
+
     @property
     def steps_in_backward(self) -> bool:
         """Whether tensors are stepped inside the backward."""
@@ -112,10 +131,11 @@ class HiFTConfig:
         layers_per_group: object = self.layers_per_group
         if layers_per_group == "auto":
             raise ValueError(
-                "layers_per_group='auto' must be an integer: only the command line chooses it. Take the number that "
+                "layers_per_group='auto' must be a number: only the command line chooses it. Take the number that "
                 "`slivertune plan --layers_per_group auto` prints"
             )
-        for name, least in (("layers_per_group", 1), ("steps_per_group", 1), ("stream_bytes", 0), ("seed", None)):
+        check_layers_per_group(layers_per_group)
+        for name, least in (("steps_per_group", 1), ("stream_bytes", 0), ("seed", None)):
             check_integer(name, getattr(self, name), least)
         check_bytes_or_auto("prefetch_bytes", self.prefetch_bytes)
         if self.state == "device" and self.prefetch_bytes not in ("auto", 0):
@@ -184,4 +204,27 @@ class HiFTConfig:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm:g} needs the norm of all gradients before the first is stepped, "
                 'and gradients="stepped" keeps none. Use gradients="host", which needs about as little device memory'
+            )
+
+
+def refuse_settings(optimizer_class: type, arguments: Mapping[str, Any]) -> None:
+    """Refuse HiFT's settings among the arguments of its base optimizer.
+
+    Args:
+        optimizer_class: Class of the base optimizer.
+        arguments: Keyword arguments of its constructor.
+
+    Raises:
+        TypeError: If the constructor has no such argument and `HiFTConfig` has such a field.
+    """
+    try:
+        known = inspect.signature(optimizer_class).parameters
+    except (TypeError, ValueError):  # no class, or one without a signature
+        return
+    settings = {item.name for item in fields(HiFTConfig)}
+    for name in arguments:
+        if name in settings and name not in known:
+            raise TypeError(
+                f"{name}= is a setting of HiFT, and no argument of {optimizer_class.__name__}. Pass "
+                f"config=HiFTConfig({name}=...)"
             )

@@ -25,7 +25,7 @@ from slivertune.core.parameters import check_free, num_elements, release, take
 from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_accepted, check_header, check_weights, make_header
-from slivertune.hift.config import HiFTConfig
+from slivertune.hift.config import HiFTConfig, refuse_settings
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
@@ -65,7 +65,7 @@ class HiFT(CheckpointedSliver):
     Args:
         model: Model in fp32 or bf16, on its device before the first step.
         optimizer_class: Any class of `torch.optim.Optimizer`. `HiFT.wrap` takes an instance with its param groups.
-        config: Settings; the defaults are the paper's.
+        config: Settings; by default those of `HiFTConfig()`.
         **optimizer_kwargs: Arguments of the class, such as lr and weight_decay.
 
     Raises:
@@ -97,6 +97,7 @@ class HiFT(CheckpointedSliver):
         **optimizer_kwargs: Any,
     ) -> None:
         config = config or HiFTConfig()
+        refuse_settings(optimizer_class, optimizer_kwargs)
         base = BaseOptimizer.of_class(optimizer_class, optimizer_kwargs, config.elementwise)
         self._build(model, base, [{"params": [each for each in model.parameters() if each.requires_grad]}], config)
 
@@ -109,7 +110,7 @@ class HiFT(CheckpointedSliver):
         Args:
             optimizer: The optimizer, or the wrapper that `accelerator.prepare` returned for it.
             model: Model whose parameters it was built over.
-            config: Settings; the defaults are the paper's.
+            config: Settings; by default those of `HiFTConfig()`.
 
         Returns:
             HiFT over the same param groups, to which a scheduler of the optimizer goes on writing rates.

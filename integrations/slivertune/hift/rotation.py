@@ -1,5 +1,6 @@
 """Groups of layers, their turns, and the learning rate held for a cycle (HiFT, Algorithm 1 and section 3.1)."""
 
+import math
 import random
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,12 +31,24 @@ class Group:
     """Names of the trained parameters, as in `model.named_parameters()`."""
 
 
-def cut_groups(layers: Sequence[Layer], layers_per_group: int, trainable: frozenset[str]) -> tuple[Group, ...]:
+def count_per_group(layers_per_group: float, num_layers: int) -> int:
+    """Return the number of layers per group.
+
+    Args:
+        layers_per_group: That number, or a share of the layers, which is rounded up.
+        num_layers: Layers that train (n).
+    """
+    if not isinstance(layers_per_group, float):
+        return layers_per_group
+    return max(1, math.ceil(layers_per_group * num_layers - 1e-9))  # 0.1 * 30 is more than 3
+
+
+def cut_groups(layers: Sequence[Layer], layers_per_group: float, trainable: frozenset[str]) -> tuple[Group, ...]:
     """Cut n layers into k = ceil(n / m) groups, from the bottom. The last may be smaller.
 
     Args:
         layers: Layers of the model, bottom first.
-        layers_per_group: Layers per group (m), in [1, n].
+        layers_per_group: Layers per group (m), in [1, n], or a share of n.
         trainable: Names of the parameters that may train. A layer without any takes no part.
 
     Returns:
@@ -47,14 +60,15 @@ def cut_groups(layers: Sequence[Layer], layers_per_group: int, trainable: frozen
     training = [layer for layer in layers if not trainable.isdisjoint(layer.parameter_names)]
     if not training:
         raise ValueError(NOTHING_TRAINS)
-    if layers_per_group > len(training):
+    number = count_per_group(layers_per_group, len(training))
+    if number > len(training):
         raise ValueError(
             f"layers_per_group={layers_per_group} must be in [1, {len(training)}], the number of layers that train. "
             f"{len(training)} trains the whole model in every step"
         )
     groups = []
-    for index, start in enumerate(range(0, len(training), layers_per_group)):
-        members = tuple(training[start : start + layers_per_group])
+    for index, start in enumerate(range(0, len(training), number)):
+        members = tuple(training[start : start + number])
         names = tuple(name for layer in members for name in layer.parameter_names if name in trainable)
         groups.append(Group(index=index, layers=members, parameter_names=names))
     return tuple(groups)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.core.sliver import Sliver
+from slivertune.core.typed_command import setting_name
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.unsupported_optimizers import refuse_name
 from slivertune.interop.checkpoints import load_state
@@ -113,6 +114,16 @@ class TrainerMethod:
     def end(self, optimizer: Any) -> None:
         """Detach from the model after a training, even a failed one."""
 
+    def notes(self, optimizer: Any, num_updates: int, num_warmup: int) -> list[str]:
+        """Return warnings for the start of a training.
+
+        Args:
+            optimizer: The optimizer in use.
+            num_updates: Updates of the training.
+            num_warmup: Updates of its warm-up.
+        """
+        return []
+
     def load_best(self, optimizer: Any, checkpoint: Path) -> None:
         """Load the state that belongs to the best model's weights, which the Trainer has just loaded. A collective.
 
@@ -152,6 +163,10 @@ class TrainerHiFT(TrainerMethod):
     ) -> HiFT:
         """Wrap the Trainer's optimizer."""
         return HiFT.wrap(make_base(), model, config=config)
+
+    def notes(self, optimizer: HiFT, num_updates: int, num_warmup: int) -> list[str]:
+        """Warn of a training that ends before each group has had a turn, and of a warm-up shorter than a cycle."""
+        return [note for note in (short_run(num_updates, optimizer), short_warmup(num_warmup, optimizer)) if note]
 
     def begin(self, optimizer: HiFT) -> None:
         """Freeze the parameters of inactive groups again."""
@@ -226,6 +241,67 @@ def register_method(config_class: type, method: TrainerMethod) -> None:
 def method_of(setting: object) -> TrainerMethod | None:
     """Return the method of a settings object; None for any other object."""
     return next((method for config_class, method in _methods.items() if isinstance(setting, config_class)), None)
+
+
+class Notes(TrainerCallback):
+    """Warns at the start of a training, and not of a resumed one.
+
+    Args:
+        method: Method that has the notes.
+        optimizer: Function that returns its optimizer.
+    """
+
+    def __init__(self, method: TrainerMethod, optimizer: Callable[[], Any]) -> None:
+        self._method = method
+        self._optimizer = optimizer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Warn of each note."""
+        optimizer = self._optimizer()
+        if state.global_step or optimizer is None:  # resumed, or the method could not be attached
+            return
+        is_constant = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "constant"
+        num_warmup = 0 if is_constant else args.get_warmup_steps(state.max_steps)
+        for note in self._method.notes(optimizer, state.max_steps, num_warmup):
+            warnings.warn(note, UserWarning, stacklevel=2)
+
+
+def short_run(num_updates: int, hift: HiFT) -> str | None:
+    """Say how many groups a training is too short for, or return None if each has a turn.
+
+    Args:
+        num_updates: Updates of the training.
+        hift: HiFT that makes them.
+    """
+    per_turn, num_groups = hift.config.steps_per_group, hift.num_groups
+    num_trained = -(-num_updates // per_turn)
+    if num_trained >= num_groups:
+        return None
+    steps, layers = (setting_name(f"--{name}", name) for name in ("steps_per_group", "layers_per_group"))
+    way_out = f"Lower {steps} to {num_updates // num_groups}" if num_updates >= num_groups else f"Raise {layers}"
+    return (
+        f"{num_groups - num_trained} of {num_groups} groups of HiFT never train: the training ends after {num_updates} "
+        f"updates, and each turn takes {per_turn}. {way_out}, or train longer"
+    )
+
+
+def short_warmup(num_warmup: int, hift: HiFT) -> str | None:
+    """Say that a warm-up ends within a cycle, which holds the rate of its beginning, or return None.
+
+    Args:
+        num_warmup: Updates of the warm-up.
+        hift: HiFT that holds the rate.
+    """
+    if not 1 < num_warmup < hift.cycle_length:
+        return None
+    warmup, steps = (setting_name(f"--{name}", name) for name in ("warmup_steps", "steps_per_group"))
+    return (
+        f"the warm-up of {num_warmup} updates is shorter than HiFT's cycle of {hift.cycle_length}, which holds one "
+        f"rate. The first cycle trains at 1/{num_warmup} of the peak rate. Set {warmup} to 0 or to several cycles, or "
+        f"lower {steps}"
+    )
 
 
 def count_updates(trainer: Trainer) -> int:

@@ -21,7 +21,7 @@ from slivertune.interop.checkpoints import (
 from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.loss_weights import KeepLossWeights, load_loss_weights, loss_weights, with_loss
 from slivertune.interop.losses import attach_tokens
-from slivertune.interop.methods import method_of
+from slivertune.interop.methods import Notes, method_of
 from slivertune.interop.training_metrics import metrics_of
 from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.layout import layout_of
@@ -232,6 +232,7 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
         metrics_of(trainer).watch(lambda: attachment.optimizer)
         trainer.add_callback(KeepState(attachment))
         trainer.add_callback(KeepLossWeights(trainer))
+        trainer.add_callback(Notes(method, lambda: attachment.optimizer))
         _prepare_by_slivertune(trainer.accelerator)
         explain(trainer, "_save_checkpoint", "saving a checkpoint")
         explain(trainer, "save_model", "saving the model")

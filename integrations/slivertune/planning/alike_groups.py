@@ -43,11 +43,11 @@ def measure_alike(measure: Callable[[Group], StepPeak], members: Sequence[Group]
     Args:
         measure: Function that runs the steps of a group and returns their peak.
         members: Equal groups, from the bottom up.
-        request: Run, with its `keep_activations`, `layers_per_group` and `token_ratio`.
+        request: Run, with its `keep_activations` and `token_ratio`.
     """
     places = {0} if request.token_ratio is None else {0, 1}
     if request.keep_activations:
-        num_keeping = -(-request.keep_activations // request.layers_per_group)
+        num_keeping = -(-request.keep_activations // len(members[0].layers))
         # With several layers per group, only some blocks of the lowest such group may keep their activations.
         places |= {len(members) - num_keeping, len(members) - num_keeping + 1}
     peaks = [measure(members[place]) for place in sorted(places, reverse=True) if 0 <= place < len(members)]

@@ -24,8 +24,11 @@ SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
 """Fields of `PlanRequest` that are numbers or names, each with the function that reads a value."""
 _QUESTION = "what to find out"
 DECIDED_BY_COMPARISON = frozenset(
-    {"method", "precision", "layers_per_group", "gradients", "selection", "load_in_4bit", "batch_size"}
-)
+    {
+        "method", "precision", "layers_per_group", "steps_per_group", "gradients", "selection", "load_in_4bit",
+        "batch_size",
+    }
+)  # fmt: skip
 """Fields of `PlanRequest` that differ between the rows of `--compare`, or that follow from a row's method."""
 _OF_CARD = -1
 """Value of `--fit` without a size, which means the memory of the card."""

@@ -3,7 +3,8 @@
 Roughly, settings that keep an update as it is come first, the ones that cost least time before others. Settings that
 change the arithmetic of an update follow, the slightest change first. Settings that make a step several times slower,
 or change the data, come last. A search never changes what is trained: method, group size, ranks, densities, token
-ratios. It plans a candidate only if the parts of the last peak show that this can reduce what is too large.
+ratios. Only the group size may become one layer, if the user did not set it. It plans a candidate only if the parts of
+the last peak show that this can reduce what is too large.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,6 +122,13 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             shrinks_weights=True,
         ),
         Candidate(
+            title="one layer per group",
+            cost="each update trains fewer weights, which learns less in the same time",
+            fields=("layers_per_group",),
+            options=_one_layer,
+            cannot_help=_gpu_is_large_enough,
+        ),
+        Candidate(
             title="8-bit optimizer state",
             cost="moments of 8 bits in place of 32 (bitsandbytes): the update changes a little, quality hardly",
             fields=("optimizer",),
@@ -225,6 +233,11 @@ def _is_available(form: WaitingForm) -> bool:
     except ImportError:
         return False
     return True
+
+
+def _one_layer(request: PlanRequest) -> list[PlanRequest]:
+    may = _reads(request, "layers_per_group") and request.layers_per_group != 1
+    return [replace(request, layers_per_group=1)] if may else []
 
 
 def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:

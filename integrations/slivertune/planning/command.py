@@ -164,6 +164,7 @@ def _chosen(
     arguments: PlanArguments, given: dict[str, Any], card: Card, limits: Limits, model: ModelFigures, tell: Tell
 ) -> Answer:
     """Choose the layers per group. With `--fit`, search the other settings first, at one layer per group."""
+    given = {**given, "layers_per_group": 1}
     found, request = None, PlanRequest(**given)
     check_has_copies(request)
     if arguments.has_limit:

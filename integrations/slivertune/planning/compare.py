@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from slivertune import __version__
+from slivertune.hift.config import HiFTConfig
+from slivertune.hift.rotation import count_per_group
 from slivertune.planning.cards import DISK_BANDWIDTH, Card, Rates
 from slivertune.planning.configs import ModelFigures
 from slivertune.planning.largest import find_largest
@@ -59,12 +61,14 @@ def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:
     """
     dense = Way(title="dense", settings={"method": "dense"}, trains_all=True)
     num_layers = count_layers(dense.request(given), model.config)
-    all_layers = {"method": "hift", "layers_per_group": num_layers, "gradients": "host"}
+    quarter = count_per_group(HiFTConfig().layers_per_group, num_layers)
+    # The default schedule, and the paper's.
+    schedules = {quarter: HiFTConfig().steps_per_group, 1: HiFTConfig.paper().steps_per_group}
     return [
-        Way(title="HiFT, all layers", settings=all_layers, trains_all=True),
+        Way(title="HiFT, all layers", settings={**_hift(num_layers, 1), "gradients": "host"}, trains_all=True),
         *(
-            Way(title=f"HiFT, {number} of {num_layers} layers", settings=_hift(number), trains_all=True)
-            for number in (4, 1)
+            Way(title=f"HiFT, {number} of {num_layers} layers", settings=_hift(number, steps), trains_all=True)
+            for number, steps in schedules.items()
             if number < num_layers
         ),
         Way(title="SFT (AG)", settings={"method": "sft"}, trains_all=False),
@@ -75,8 +79,8 @@ def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:
     ]
 
 
-def _hift(layers_per_group: int) -> dict[str, Any]:
-    return {"method": "hift", "layers_per_group": layers_per_group}
+def _hift(layers_per_group: int, steps_per_group: int) -> dict[str, Any]:
+    return {"method": "hift", "layers_per_group": layers_per_group, "steps_per_group": steps_per_group}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,8 @@ def hift_over(
     Args:
         model: Model of fake tensors.
         request: Run, with HiFT's settings and the base optimizer.
-        updates_a_turn: Updates per turn of a group, as many as the plan runs. `steps_per_group` is not used.
+        updates_a_turn: Updates per turn of a group, as many as the plan runs. `steps_per_group` and `order` are not
+            used.
         max_grad_norm: As in `HiFTConfig`.
     """
     optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
@@ -33,6 +34,7 @@ def hift_over(
         layers_per_group=request.layers_per_group,
         layers=layers_in(request.layers),
         steps_per_group=updates_a_turn,
+        order="bottom2up",  # a turn is begun by its group's number
         state="host" if request.state == "disk" else request.state,
         master=request.master_kind,
         stream_bytes=request.stream_bytes,

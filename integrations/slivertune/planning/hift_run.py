@@ -256,7 +256,7 @@ class HiFTRun:
             num_bytes["state"] = waiting - num_bytes["master"]
         return group_plan(
             peak,
-            name=", ".join(layer.name for layer in group.layers),
+            name=_name_of(group),
             num_parameters=num_parameters,
             gradient_bytes=self._meter.bytes_of(parameters),
             largest_gradient_bytes=max(self._meter.bytes_of([each]) for each in parameters),
@@ -390,3 +390,9 @@ def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:
         )
         for group in groups
     ]
+
+
+def _name_of(group: Group) -> str:
+    """Return the names of a group's layers, of more than two the first and the last."""
+    names = [layer.name for layer in group.layers]
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} to {names[-1]}"

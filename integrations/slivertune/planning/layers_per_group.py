@@ -183,7 +183,7 @@ def _try(
         time = plan_time(plan, card.rates())
         share, seconds = sum(time.update.waiting.values()) / time.seconds, time.seconds
     return Trial(
-        layers_per_group=request.layers_per_group,
+        layers_per_group=int(request.layers_per_group),
         requirement=requirement,
         exposed_share=share,
         seconds_per_step=seconds,

@@ -3,12 +3,10 @@
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field
-from functools import partial
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from slivertune.core.option_help import ON_SPELLING, HelpEntry, HelpGroup, describe_option, render_help
 from slivertune.core.option_parser import OptionParser, PartedWords
-from slivertune.core.setting_checks import integer_or_auto
 from slivertune.planning.methods import planned_methods
 
 _DESCRIPTION = (
@@ -77,8 +75,6 @@ def _words(item: Any, kind: Any) -> dict[str, Any]:
         return {"nargs": "+", "metavar": "NAME", "action": PartedWords}
     if read is not None:
         return {**more, "type": _reader(read)}
-    if item.metadata["or_auto"]:
-        return {"type": _reader(partial(integer_or_auto, item.name)), "metavar": "N|auto"}
     if kind in (int, float):
         return {"metavar": "N" if kind is int else "SHARE", **more, "type": kind}
     return more

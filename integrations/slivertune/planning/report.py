@@ -184,7 +184,7 @@ def _when(plan: Plan) -> str:
 
 def _name_of(group: GroupPlan) -> str:
     others = len(group.indices) - 1
-    return group.name if not others else f"{group.name} or one of {others} alike"
+    return group.name if not others else f"{group.name} or {'another' if others == 1 else f'one of {others}'} alike"
 
 
 def _phase_of(group: GroupPlan) -> str:
@@ -216,7 +216,9 @@ def _groups_table(plan: Plan) -> Table:
     num_groups = sum(len(group.indices) for group in plan.groups)
     first, heading = "update", f"{num_groups} kinds of updates"
     if planned(plan.request.method).trains_in_groups:
-        first, heading = "group", f"{num_groups} groups, one per update"
+        per_turn = plan.request.steps_per_group
+        first = "group"
+        heading = f"{num_groups} groups, {'one per update' if per_turn == 1 else f'{per_turn} updates per turn'}"
     table = _table(heading, [first], ["trains", "gradients", "masters", "optimizer state", "peak"], ["phase"])
     for group in plan.groups:
         sizes = (group.gradient_bytes, group.master_bytes, group.state_bytes, group.peak.total)

@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
-from slivertune.core.setting_checks import check_choice, check_integer
+from slivertune.core.setting_checks import check_choice, check_integer, check_layers_per_group, layers_or_auto
 from slivertune.core.token_tiles import tiles_under_zero3
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, WeightPlace
+from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, StatePlace, WeightPlace
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.byte_text import parse_bytes
 from slivertune.planning.kernels import Kernels
@@ -33,7 +33,6 @@ def option(
     names: tuple[str, ...] = (),
     least: int = 1,
     read: Callable[[str], Any] | None = None,
-    or_auto: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """Return the metadata of a field that is an option of the command line.
@@ -44,16 +43,16 @@ def option(
         names: Names of the option, if not the field's name alone.
         least: Smallest integer that it accepts.
         read: Function that parses its value, if the type alone does not.
-        or_auto: Whether the command line accepts `auto` in place of an integer, and chooses the value.
         more: Further arguments for argparse.
     """
     about = {"text": text, "group": group, "names": names, "least": least}
-    return {**about, "read": read, "or_auto": or_auto, "more": more}
+    return {**about, "read": read, "more": more}
 
 
 COUNTS = ("density", "num_weights", "equivalent_lora_rank")
 """Fields that set the number of weights that SFT trains, one of which may be given."""
 _RUN, _METHODS, _LAYOUT = "the run", "methods", "layout"
+_HIFT = HiFTConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,13 +155,14 @@ class PlanRequest:
             "all",
         ),
     )
-    layers_per_group: int = field(
-        default=1,
+    layers_per_group: float = field(
+        default=_HIFT.layers_per_group,
         metadata=option(
             _METHODS,
-            "hift: layers per group, trained in one update (m); auto: the largest number that fits --gpu and whose "
-            "transfers fully overlap with compute",
-            or_auto=True,
+            "hift: layers per group, trained in one update (m): a number, or a share of the layers; auto: the largest "
+            "number that fits --gpu and whose transfers fully overlap with compute",
+            read=layers_or_auto,
+            metavar="N|SHARE|auto",
         ),
     )
     layers: tuple[str, ...] | None = field(
@@ -173,7 +173,7 @@ class PlanRequest:
         ),
     )
     steps_per_group: int = field(
-        default=1,
+        default=_HIFT.steps_per_group,
         metadata=option(
             _METHODS,
             "hift: updates per turn of a group; with state=discard the second update uses the state of the first",
@@ -374,6 +374,7 @@ class PlanRequest:
                 check_integer(name, value, item.metadata["least"])
             elif get_origin(KINDS[name]) is Literal:
                 check_choice(name, value, get_args(KINDS[name]))
+        check_layers_per_group(self.layers_per_group)
         for name, value in (("token_ratio", self.token_ratio), ("density", self.density)):
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be in (0, 1]. Leave it out for the default")

@@ -21,7 +21,7 @@ from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard, keep
 from slivertune.training.data.splits import check_datasets, load_datasets
 from slivertune.training.early_stopping import EarlyStopping
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
-from slivertune.training.embedded.corpus import reference_splits
+from slivertune.training.embedded.built_in import built_in_of
 from slivertune.training.interruption import Interruption
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
@@ -35,6 +35,7 @@ from slivertune.training.output.ledger_lines import LedgerLines
 from slivertune.training.planned_request import plan_request
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import settle_layout
+from slivertune.training.tasks.answers import count_right_answers
 from slivertune.training.tasks.prepare import prepare_datasets
 from slivertune.training.tasks.samples import Probe, make_probe
 from slivertune.training.tasks.task import Task
@@ -92,7 +93,7 @@ class Run:
     @property
     def dataset_name(self) -> str:
         """The datasets' names in reports."""
-        return " + ".join(self.arguments.data.dataset or ["the Python language reference"])
+        return " + ".join(self.arguments.data.dataset or [])
 
     def close(self) -> None:
         """Detach everything from the model and the screen, also after a failure."""
@@ -128,7 +129,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
 
     Raises:
         ValueError: If model, data and settings don't fit each other.
-        RuntimeError: If this Python lacks the texts of the embedded dataset.
+        RuntimeError: If this Python lacks the texts of a built-in dataset.
         ConnectionError: If the hub is needed and can't be reached.
         SilentError: If a process that this one waits for has failed.
     """
@@ -260,7 +261,11 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
     checkpoint = arguments.folder.checkpoint
     saved = None if checkpoint is None else read_facts(checkpoint)
     if saved is not None:
-        arguments.method.follow(saved)
+        asked = arguments.given
+        if arguments.model.model_name_or_path is None:
+            # The embedded model's rate and number of updates depend on these, so that other ones are refused.
+            asked = asked.union(arguments.method.kept_settings)
+        arguments.method.follow(saved, asked)
     # A feature that is off is None, as in older checkpoints that do not know it.
     facts: dict[str, Any] = {
         "method": arguments.method.name,
@@ -268,6 +273,8 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "load_in_4bit": arguments.model.load_in_4bit or None,
         "token_ratio": arguments.tokens.token_ratio,
         "token_pattern": arguments.tokens.token_pattern,
+        # A built-in dataset may be the default, which changed once.
+        "built_in_dataset": None if built_in_of(arguments.data.dataset) is None else arguments.data.dataset,
     }
     if saved is None:
         return facts
@@ -302,8 +309,10 @@ def _prepare_data(arguments: TrainArguments, source: ModelSource, day: str) -> T
     if data.task == "causal_lm":
         data = dataclasses.replace(data, chat_template_date=day)
     seed = arguments.training.seed
-    sources = {"": reference_splits()} if data.dataset is None else load_datasets(data, seed=seed)
-    task = prepare_datasets(data, source.tokenizer, source.config, sources, seed=seed)
+    task = prepare_datasets(data, source.tokenizer, source.config, load_datasets(data, seed=seed), seed=seed)
+    built_in = built_in_of(data.dataset)
+    if built_in is not None and built_in.has_answers and data.task == "causal_lm" and not data.packing:
+        task = count_right_answers(task)
     if "chat_template_date" in arguments.given and task.chat_template_date is None:
         nowhere = "no chat template of this run writes today's date"
         options = {word.partition("=")[0].replace("-", "_") for word in arguments.command}

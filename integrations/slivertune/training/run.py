@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.options.parser import without_unset
 from slivertune.training.options.settings_file import write_settings
+from slivertune.training.output.beside_dense import measure_dense
 from slivertune.training.output.display import describe_metrics
 from slivertune.training.output.folders import (
     SETTINGS_NAME,
@@ -182,6 +184,8 @@ def _execute(run: Run, console: Console) -> Results:
         command=run.arguments.command,
     )
     if run.coordinator.is_first:
+        write_results(results, output_folder)
+        results = replace(results, dense=measure_dense(run, console))
         results_path = write_results(results, output_folder)
         picture = draw_at_the_end(output_folder, run.display.say) if run.arguments.run.report else None
         print_results(results, console, results_path, picture)

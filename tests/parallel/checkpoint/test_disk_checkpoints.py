@@ -215,7 +215,7 @@ def test_the_trainer_saves_files_and_resumes(tmp_path: Path) -> None:
             disable_tqdm=True,
         )
         made = Trainer(model=tiny_llama(torch.bfloat16, seed=seed), args=arguments, train_dataset=rows)
-        st.attach(made, HiFTConfig(state="disk", state_dir=tmp_path / f"state-{folder}"))
+        st.attach(made, HiFTConfig.paper(state="disk", state_dir=tmp_path / f"state-{folder}"))
         return made
 
     straight, resumed = trainer(0, "straight"), trainer(9, "resumed")

@@ -84,7 +84,7 @@ def test_one_process_reads_what_two_wrote(gone_on: GoneOn, folder: Path) -> None
     loaded = []
     for layout in LAYOUTS:
         gone_on(layout)
-        hift = HiFT(tiny_llama(torch.bfloat16, seed=9), torch.optim.AdamW, **ADAMW)
+        hift = HiFT(tiny_llama(torch.bfloat16, seed=9), torch.optim.AdamW, config=HiFTConfig.paper(), **ADAMW)
         load_state(hift, folder / layout)
         assert hift.updates == 7 and hift.active_group == 2
         loaded.append(hift.state_dict())
@@ -96,7 +96,7 @@ def test_one_process_reads_what_two_wrote(gone_on: GoneOn, folder: Path) -> None
 def written(tmp_path: Path) -> Path:
     """The folder of one process after three updates."""
     model = tiny_llama(torch.bfloat16)
-    hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), **ADAMW)
     for batch in token_batches(3):
         model(**batch).loss.backward()
         hift.step()
@@ -105,7 +105,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def _hift(**config: Any) -> HiFT:
-    return HiFT(tiny_llama(torch.bfloat16), torch.optim.AdamW, config=HiFTConfig(**config), **ADAMW)
+    return HiFT(tiny_llama(torch.bfloat16), torch.optim.AdamW, config=HiFTConfig.paper(**config), **ADAMW)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ GROUPS = [["0"], ["1"]]
 def make(seed: int, **config: Any) -> tuple[nn.Module, HiFT]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
-    return model, HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=GROUPS, **config), lr=1e-2)
+    return model, HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(layers=GROUPS, **config), lr=1e-2)
 
 
 def kept(group: int) -> dict[str, dict[str, torch.Tensor]]:

@@ -52,7 +52,7 @@ class HiFTCase(Case):
         return model
 
     def build_optimizer(self, model: nn.Module, **changes: Any) -> HiFT:
-        config = HiFTConfig(**{**self.settings, **changes})
+        config = HiFTConfig.paper(**{**self.settings, **changes})
         options = {**ADAMW, "eps": self.eps}
         if not self.split_decay:
             return HiFT(model, torch.optim.AdamW, config=config, **options)

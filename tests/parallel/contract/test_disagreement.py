@@ -42,7 +42,7 @@ class Plain(HiFTCase):
     def build_optimizer(self, model: nn.Module, **changes: Any) -> HiFT:
         if self.frozen:
             model.get_submodule(self.frozen).requires_grad_(False)
-        return HiFT(model, self.base, config=HiFTConfig(**self.settings), **{**ADAMW, "lr": self.lr})
+        return HiFT(model, self.base, config=HiFTConfig.paper(**self.settings), **{**ADAMW, "lr": self.lr})
 
 
 HIFT = Plain()

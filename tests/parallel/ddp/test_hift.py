@@ -17,7 +17,7 @@ from tests.parallel.reference import ADAMW, OneProcess, batch_of
 def overflow_on_one_rank(rank: int, num_ranks: int) -> dict[str, Any]:
     """fp32 weights under a GradScaler; at updates 2 and 6 the loss of rank 1 overflows."""
     model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), **ADAMW)
     share_hift(model, hift)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     scales = []
@@ -51,7 +51,7 @@ def gradients_on_the_host(rank: int, num_ranks: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for gradients in ("host", "device"):
         model = tiny_llama(torch.bfloat16)
-        config = HiFTConfig(gradients=gradients, layers_per_group=2, stream_bytes=20_000)  # type: ignore[arg-type]
+        config = HiFTConfig.paper(gradients=gradients, layers_per_group=2, stream_bytes=20_000)  # type: ignore[arg-type]
         hift = HiFT(model, torch.optim.AdamW, config=config, **ADAMW)
         accelerator = SimpleNamespace(
             sync_gradients=True, register_save_state_pre_hook=lambda hook: None, end_training=lambda: None

@@ -19,10 +19,10 @@ def exact(model: Any) -> dict[str, torch.Tensor]:
 def two_cycles(rank: int, num_ranks: int, weights: Any) -> dict[str, Any]:
     """From other weights on each rank; and one process's on the mean of both losses."""
     model = tiny_llama(torch.bfloat16, seed=rank)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", weights=weights), **ADAMW)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8", weights=weights), **ADAMW)
     share_hift(model, hift)
     alone = tiny_llama(torch.bfloat16)
-    lone = HiFT(alone, torch.optim.AdamW, config=HiFTConfig(waiting="int8"), **ADAMW)
+    lone = HiFT(alone, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8"), **ADAMW)
     lone.use_sidecar("DDP")  # it steps by itself here, whatever ranks there are
     first = exact(model)
     for update in range(2 * hift.num_groups):
@@ -50,7 +50,7 @@ def test_ranks_make_the_updates_of_one_process(place: str) -> None:
 def other_codes_on_one_rank(rank: int, num_ranks: int) -> str:
     """A waiting weight of rank 1 is written in mid-run."""
     model = tiny_llama(torch.bfloat16)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8"), **ADAMW)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8"), **ADAMW)
     share_hift(model, hift)
     try:
         for update in range(2 * hift.num_groups):
@@ -70,7 +70,7 @@ def test_ranks_whose_waiting_weights_part_are_told() -> None:
 
 
 def test_layouts_of_shards_are_refused() -> None:
-    hift = HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig(waiting="int8"), **ADAMW)
+    hift = HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8"), **ADAMW)
     for layout in ("fsdp2", "zero1", "zero2", "zero3"):
         refusal = hift.unsupported(layout)  # type: ignore[arg-type]
         assert refusal is not None and "waiting='int8' is not available under" in refusal and "DDP" in refusal

@@ -78,7 +78,7 @@ class OtherCase(HiFTCase):
 
     def build_optimizer(self, model: nn.Module, **changes: Any) -> HiFT:
         settings = dict(self.settings)
-        return HiFT.wrap(settings.pop("base")(model.parameters(), lr=1e-2), model, config=HiFTConfig(**settings))
+        return HiFT.wrap(settings.pop("base")(model.parameters(), lr=1e-2), model, config=HiFTConfig.paper(**settings))
 
 
 UNKNOWN = type("Unknown", (torch.optim.AdamW,), {})

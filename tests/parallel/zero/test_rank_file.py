@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slivertune import HiFT
+from slivertune import HiFT, HiFTConfig
 from slivertune.core.manifest import write_manifest
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file
 from slivertune.parallel.zero.shares import fp32_weights, identity, load_zero
@@ -25,7 +25,7 @@ class Saved:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.model = folder, tiny_llama()
-        self.hift = HiFT(self.model, torch.optim.AdamW, lr=1e-2)
+        self.hift = HiFT(self.model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
         self.wanted = {name: each.detach().clone() for name, each in self.model.named_parameters()}
         self.honest = [self._of_rank(rank) for rank in (0, 1)]
         self.write()

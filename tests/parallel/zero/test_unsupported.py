@@ -19,7 +19,7 @@ from tests.helpers.models import tiny_llama
 
 def test_a_piece_size_that_zero_does_not_use_is_said_to_have_no_effect() -> None:
     with pytest.warns(UserWarning, match="stream_bytes=0 has no effect under ZeRO"):
-        warn_of_stream_bytes(HiFTConfig(stream_bytes=0))
+        warn_of_stream_bytes(HiFTConfig.paper(stream_bytes=0))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from slivertune.cli import main
+from slivertune.training import trial as trials
 from slivertune.training.comparison import comparison as comparing
-from slivertune.training.comparison import trial as trials
 from slivertune.training.comparison.command import run_compare
 from slivertune.training.comparison.outcome import Outcome
 from slivertune.training.comparison.processes import FailedError, run_process
@@ -78,7 +78,7 @@ class Comparison:
         elif self.trial is None:
             trials.main(words[2:])
         else:
-            Path(words[2]).write_text(json.dumps(self.trial(words[3:])), encoding="utf-8")
+            Path(words[2]).write_text(json.dumps(self.trial(words[4:])), encoding="utf-8")
 
     def num_runs(self) -> int:
         return sum(words[:2] == ["-m", "slivertune"] for words in self.ran)
@@ -216,15 +216,16 @@ def test_a_limit_on_bytes_makes_forwards_smaller_and_leaves_the_update_as_it_is(
 
 def test_a_trial_measures_whole_cycles_after_the_first(comparison: Comparison, tmp_path: Path) -> None:
     place, words = tmp_path / "trial.json", [*comparison.common, *MEASURED]
-    trials.main([str(place), "--method", "hift", *words])
+    start = [str(place), "2", "--method", "hift", "--preset", "paper", *words]
+    trials.main(start)
     found = json.loads(place.read_text(encoding="utf-8"))
     # Six updates, which are fewer than two cycles, are all that there are.
     assert found["num_updates"] == 6 and found["tokens_per_update"] == ROWS * LENGTH
-    trials.main([str(place), "--method", "hift", *words, "--max_steps", "50", "--logging_steps", str(TINY_CYCLE)])
+    trials.main([*start, "--max_steps", "50", "--logging_steps", str(TINY_CYCLE)])
     found = json.loads(place.read_text(encoding="utf-8"))
     # A line of HiFT's has as many cycles as make eight updates.
     assert found["num_updates"] == 2 * TINY_CYCLE
-    assert found["seconds_per_update"] > 0 and found["peak_bytes"] > 0
+    assert found["seconds_per_update"] > 0 and found["peak_bytes"] > found["highest_bytes"]["parameters"] > 0
     assert (found["num_rows"], found["accumulation"]) == (ROWS, 1)
 
 

@@ -43,6 +43,17 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
     assert (len(elsewhere["train"]), list(elsewhere["eval"]["text"])) == (20, ["from json"])
 
 
+def test_a_built_in_dataset_has_evaluation_rows_that_a_file_may_replace(tmp_path: Path) -> None:
+    splits = splits_from(Path("builtin:dates"))
+    assert (len(splits["train"]), len(splits["eval"])) == (4096, 128)
+    assert splits["eval"][ROW_COLUMN][:2] == [0, 1]
+    file = write(tmp_path / "e.csv", "prompt,response\n2000-01-01,1 January 2000\n")
+    assert list(splits_from(Path("builtin:dates"), eval_file=file)["eval"]["prompt"]) == ["2000-01-01"]
+    check_datasets(DataArguments(dataset=["builtin:dates", "builtin:python-reference"]))
+    with pytest.raises(ValueError, match="'builtin:rows' is not built in"):
+        check_datasets(DataArguments(dataset=["builtin:rows"]))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -50,6 +61,14 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
         ({"dataset": ["nowhere/rows.csv"]}, "dataset 'nowhere/rows.csv' is not there (looked for from"),
         ({"dataset": ["./nowhere"]}, "Give an existing .csv, .tsv"),
         ({"dataset": ["two words"]}, "a hub id (name or owner/name)"),
+        (
+            {"dataset": ["builtin:date"]},
+            "'builtin:date' is not built in. Use builtin:dates or builtin:python-reference",
+        ),
+        ({"dataset": ["builtin:dates"], "dataset_config": "a"}, "is for other data than builtin:dates"),
+        ({"dataset": ["builtin:dates"], "sample_by": "document"}, "is for other data than builtin:dates"),
+        ({"dataset": ["builtin:dates"], "column_names": ["a"]}, "is for other data than builtin:dates"),
+        ({"dataset": ["builtin:dates"], "train_split": "train[:5]"}, "Use train, eval (it takes no slices)"),
         ({"eval_file": "nowhere.csv"}, "eval_file 'nowhere.csv' is no file"),
         ({"eval_split": "test", "eval_file": "e.csv"}, "Keep one"),
         ({"eval_split": "test"}, "has no split 'test'. Use train, or --eval_file"),

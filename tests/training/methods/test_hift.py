@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
+from slivertune import HiFTConfig
+from slivertune.core.setting_checks import layers_or_auto
 from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
 from slivertune.training.methods.method import SliverMethod
 from slivertune.training.methods.sft import SFTArguments, SFTMethod
@@ -14,9 +16,11 @@ from tests.helpers.models import LAYERS, differing, tiny_llama
 from tests.training.test_callbacks import make_trainer
 from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits, saved_weights
 
+PAPER: dict[str, Any] = {"layers_per_group": "1", "steps_per_group": 1, "order": "bottom2up"}
+
 
 def attached(folder: Path, **settings: Any) -> HiFTMethod:
-    method = HiFTMethod(HiFTArguments(**settings))
+    method = HiFTMethod(HiFTArguments(**{**PAPER, **settings}))
     method.attach(make_trainer(folder))
     return method
 
@@ -41,10 +45,73 @@ def test_the_embedded_defaults_are_the_best_of_the_committed_search(
         if run["layers_per_group"] == m and not run["diverged"]:
             losses.setdefault(run["learning_rate"], []).append(run["loss"])
     means = {rate: sum(values) / 3 for rate, values in losses.items() if len(values) == 3}
-    training = parse_train_arguments(["--layers_per_group", str(m)]).training
+    training = parse_train_arguments(
+        ["--dataset", "builtin:python-reference", "--layers_per_group", str(m), "--steps_per_group", "1"]
+    ).training
     assert training.learning_rate == min(means, key=means.__getitem__)
     # Lines of the memory ledger come every eight updates, and the last should be whole.
     assert training.max_steps == part["calibration"]["num_updates"][str(m)] // 8 * 8
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_with_the_default_turns_the_embedded_rate_is_the_best_of_the_committed_search(
+    m: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = json.loads((CHECKOUT / "benchmarks" / "results" / "quality.json").read_text(encoding="utf-8"))
+    (row,) = (each for each in results["language"] if each["name"] == f"hift-{m}-stays")
+    rate = parse_train_arguments(["--layers_per_group", str(m)]).training.learning_rate
+    assert {run["rate"] for run in row["runs"]} == {rate}
+
+
+def test_the_paper_is_a_preset_of_which_each_setting_can_be_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = ["--preset", "paper", "--order", "top2down"]
+    assert parse_train_arguments([]).method.options.config(0) == HiFTConfig(layers_per_group=4)
+    model = ["--model", "./x", "--dataset", "y.jsonl"]
+    assert parse_train_arguments(model).method.options.config(0) == HiFTConfig()
+    assert parse_train_arguments([*model, *typed]).method.options.config(0) == HiFTConfig.paper(order="top2down")
+    with pytest.raises(ValueError, match="--preset"):
+        parse_train_arguments(["--method", "dense", *typed])
+    # A typed preset wins over a run file, whose own one does not win over its other values.
+    Path("run.yaml").write_text("model_name_or_path: ./x\ndataset: y.jsonl\nsteps_per_group: 5\n", encoding="utf-8")
+    file = ["run.yaml"]
+    assert parse_train_arguments([*file, *typed]).method.options.config(0) == HiFTConfig.paper(order="top2down")
+    with Path("run.yaml").open("a", encoding="utf-8") as more:
+        more.write("preset: paper\n")
+    assert parse_train_arguments(file).method.options.config(0) == HiFTConfig.paper(steps_per_group=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("3", 3), ("0.25", 0.25), (".5", 0.5), ("1e-05", 1e-5), ("5E-1", 0.5), ("auto", "auto")]
+)
+def test_layers_per_group_is_a_number_a_share_or_auto(text: str, number: object) -> None:
+    assert layers_or_auto(text) == number
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.0", "0.0", "25%", "nan", "many", "", "1e5"])
+def test_other_words_for_layers_per_group_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^layers_per_group=.* must be "):
+        layers_or_auto(text)
+
+
+@pytest.mark.parametrize(
+    ("typed", "followed"),
+    [
+        ({}, ("1", 1, "bottom2up")),
+        ({"layers_per_group": "auto"}, ("1", 1, "bottom2up")),
+        ({"layers_per_group": "2", "order": "random"}, ("2", 1, "random")),
+    ],
+)
+def test_a_run_from_before_goes_on_with_the_schedule_that_it_began_with(
+    typed: dict[str, Any], followed: tuple[str, int, str]
+) -> None:
+    method = HiFTMethod(HiFTArguments(**typed))
+    method.follow({"hift": {"layers_per_group": 1, "steps_per_group": 1, "order": "bottom2up"}}, frozenset(typed))
+    options = method.options
+    assert (options.layers_per_group, options.steps_per_group, options.order) == followed
 
 
 def test_a_number_of_layers_that_was_not_searched_has_the_rate_of_the_next_smaller_one(
@@ -67,6 +134,7 @@ def test_a_number_of_layers_that_was_not_searched_has_the_rate_of_the_next_small
         ({"steps_per_group": 2}, 2 * LAYERS + 2),
         ({"layers_per_group": "2"}, 10),
         ({"layers_per_group": str(LAYERS)}, 8),
+        ({"steps_per_group": 20}, 20),
     ],
 )
 def test_lines_are_eight_updates_or_more_apart_and_show_one_group_after_the_other(

@@ -48,12 +48,12 @@ def test_no_two_arguments_share_a_name() -> None:
                 "given": frozenset(),
                 "method.name": "hift",
                 "model.model_name_or_path": None,
-                "data.dataset": None,
-                "data.packing": True,
+                "data.dataset": ["builtin:dates"],
+                "data.packing": False,
                 "method.options.num_layers": 4,
-                "training.learning_rate": 1e-3,
-                "training.warmup_steps": 0.05,
-                "training.max_steps": 352,
+                "training.learning_rate": 2e-3,
+                "training.warmup_steps": 0,
+                "training.max_steps": 800,
                 "training.report_to": [],
                 "training.output_dir": "runs/hift",
                 "training.dataloader_pin_memory": torch.cuda.is_available(),
@@ -61,13 +61,13 @@ def test_no_two_arguments_share_a_name() -> None:
             id="nothing given is hift on the embedded default, with pinned batches on machines with a GPU",
         ),
         pytest.param(
-            "--learning_rate 0.5 --max_steps 3 --max_length 99 --packing false",
+            "--dataset builtin:python-reference --learning_rate 0.5 --max_steps 3 --max_length 99 --packing false",
             {
                 "training.learning_rate": 0.5,
                 "training.max_steps": 3,
                 "data.max_length": 99,
                 "data.packing": False,
-                "given": frozenset({"learning_rate", "max_steps", "max_length", "packing"}),
+                "given": frozenset({"dataset", "learning_rate", "max_steps", "max_length", "packing"}),
             },
             id="what the user gives wins over every default",
         ),
@@ -80,16 +80,25 @@ def test_no_two_arguments_share_a_name() -> None:
             },
             id="the library's own defaults hold for other models and data",
         ),
-        pytest.param("--method dense", {"training.max_steps": 480}, id="other methods have a length of their own"),
+        pytest.param(
+            "--dataset builtin:python-reference",
+            {"data.packing": True, "data.max_length": 256, "training.max_steps": 352},
+            id="each built-in dataset has defaults of its own",
+        ),
+        pytest.param(
+            "--dataset builtin:python-reference --method dense",
+            {"training.max_steps": 480},
+            id="other methods have a length of their own",
+        ),
         pytest.param(
             "--dataset rows.csv",
-            {"method.options.num_layers": 4, "training.learning_rate": 1e-3, "training.max_steps": -1},
+            {"method.options.num_layers": 4, "training.learning_rate": 2e-3, "training.max_steps": -1},
             id="the embedded model learns other data as long as the library says",
         ),
         pytest.param(
             "--model_name_or_path gpt2",
-            {"method.options.num_layers": 1, "training.max_steps": 480},
-            id="another model on the language reference has the paper's groups",
+            {"method.options.num_layers": 0.25, "data.dataset": ["builtin:dates"], "training.max_steps": 800},
+            id="another model on the built-in data has a quarter of the layers in a group",
         ),
         pytest.param("--layers-per-group 3", {"method.options.num_layers": 3}, id="both spellings are taken"),
         pytest.param(
@@ -161,14 +170,14 @@ def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None
 def test_hifts_settings_reach_its_config() -> None:
     arguments = parse_train_arguments(
         [
-            *("--layers_per_group", "3", "--order", "random", "--state", "disk", "--state_dir", "d"),
+            *("--layers_per_group", "3", "--order", "top2down", "--state", "disk", "--state_dir", "d"),
             *("--stream_bytes", "0", "--seed", "7", "--state_ram_bytes", "64", "--prefetch_bytes", "50"),
         ]
     )
     config = arguments.method.options.config(arguments.training.seed)
     expected = HiFTConfig(
         layers_per_group=3,
-        order="random",
+        order="top2down",
         state="disk",
         state_dir="d",
         state_ram_bytes=64,
@@ -191,8 +200,11 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layers_per_group", "0"], "layers_per_group=0 must be at least 1"),
-        (["--layers_per_group", "many"], "layers_per_group='many' must be an integer or 'auto'"),
+        (["--layers_per_group", "0"], "layers_per_group=0 must be a number of layers"),
+        (
+            ["--layers_per_group", "many"],
+            "layers_per_group='many' must be an integer, a share of the layers as 0.25, or 'auto'",
+        ),
         (["--order", "sideways"], "invalid choice: 'sideways'"),
         (["--keep_activations", "2"], "keep_activations 2 spares blocks that --gradient_checkpointing would recompute"),
         (["--keep_activations", "0"], "Add --gradient_checkpointing true, or leave --keep_activations out"),

@@ -89,7 +89,9 @@ def test_what_was_chosen_for_a_run_stands_in_place_of_auto() -> None:
 def test_what_was_not_set_stands_there_as_a_comment_with_its_default() -> None:
     text = settings_text(parse_train_arguments(["--model", "x", "--dataset", "d.csv"]))
     assert "\n# learning_rate: 5.0e-05\n" in text and '\n# response_separator: "\\n"\n' in text
-    assert "\n# lr_scheduler_type: linear\n" in text and "\n# layers_per_group: '1'\n" in text
+    assert "\n# lr_scheduler_type: linear\n" in text
+    # The schedule stands there in any case, so that no later default changes it.
+    assert "\nlayers_per_group: '0.25'\nsteps_per_group: 20\norder: random\n" in text
     # Neither another method's options, nor where the run lies.
     assert "lora_rank" not in text and not re.search(r"^# (output_dir|density):", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) < 120

@@ -82,7 +82,7 @@ def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(
     said: list[tuple[int, str]] = []
     model = tiny_llama()
     trainer = make_trainer(tmp_path, Skip(), model=model, max_steps=2 * LAYERS + 1)
-    method = HiFTMethod(HiFTArguments())
+    method = HiFTMethod(HiFTArguments(layers_per_group="1", steps_per_group=1))
     method.attach(trainer)
     trainer.add_callback(LedgerLines(model, method.cycle, lambda line: said.append((trainer.state.global_step, line))))
     trainer.train()

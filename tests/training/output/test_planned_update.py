@@ -12,9 +12,9 @@ from slivertune.planning.cards import card_named
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
-from slivertune.planning.request import PlanRequest
 from slivertune.training.output import planned_update as module
 from slivertune.training.output.planned_update import OPERATOR_SECONDS, describe_update, note_of, plan_update, time_on
+from tests.helpers.plan_requests import paper_request
 from tests.planning.made import narrow_llama
 from tests.training.tiny_runs import Runs
 
@@ -31,7 +31,7 @@ def run_on(device: str) -> tuple[Any, list[str]]:
 
 @cache
 def plan_of(**settings: Any) -> Plan:
-    return make_plan(PlanRequest(**{"seq_length": 32, **settings}), TINY)
+    return make_plan(paper_request(**{"seq_length": 32, **settings}), TINY)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "mixed_hi"])

@@ -13,6 +13,7 @@ from slivertune.planning.planned_time import PlannedTime
 from slivertune.planning.time_formula import MeanUpdate
 from slivertune.training.output.largest_batch import BatchSize
 from slivertune.training.output.report import Results, Sample, print_results, write_results
+from slivertune.training.trial import Trial
 
 RESULTS = Results(
     method="hift",
@@ -84,6 +85,23 @@ def test_what_was_not_measured_is_not_printed() -> None:
     text = printed(**sizes, checkpoint=None, sample=None, num_skipped=0, steps_per_second=None)
     for part in ("peak", "checkpoint", "Sample", "skipped", "tokens/s", "updates/s"):
         assert part not in text
+
+
+def test_dense_fine_tuning_has_a_column_beside_the_method() -> None:
+    highest = {**dict.fromkeys(("parameters", "residual", "host", "host_activations", "disk"), 0), "state": 7_000_000}
+    dense = Trial(
+        num_updates=16, seconds_per_update=0.5, tokens_per_update=512.0, peak_bytes=9_900_000, num_rows=4,
+        accumulation=1, highest_bytes={**highest, "gradients": 6_000_000},
+    )  # fmt: skip
+    text = printed(dense=dense, tokens_per_second=1600.0)
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    by_name = {name: values for name, *values in cells if name}
+    assert by_name["peak on the device"] == ["3.5 MB, planned 3.6 MB (+2.0%)", "9.9 MB"]
+    assert by_name["peak state on the device"] == ["0.0 MB", "7.0 MB"]
+    assert by_name["peak gradients"] == ["0.0 MB", "6.0 MB"]
+    assert by_name["tokens/s"] == ["1,600", "1,024"]
+    assert by_name["updates/s"] == ["1.50", "2.00"]
+    assert "dense" not in printed()
 
 
 def test_a_measured_peak_without_a_plan_stands_alone() -> None:

@@ -14,10 +14,11 @@ from slivertune.training.comparison.outcome import Outcome, best_of, mean, mean_
 from slivertune.training.comparison.processes import FailedError, run_process
 from slivertune.training.comparison.record import Record
 from slivertune.training.comparison.rows import Row
-from slivertune.training.comparison.trial import Trial
 from slivertune.training.data.splits import check_datasets
+from slivertune.training.embedded.built_in import REFERENCE
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
 from slivertune.training.options.parser import given_values, without_unset
+from slivertune.training.trial import Trial
 
 Say = Callable[[str], None]
 
@@ -126,8 +127,10 @@ class Comparison:
         common = list(self._arguments.common)
         given = given_values([*common, *row.options])
         defaults = {name: value for name, value in _OF_A_COMPARISON.items() if name not in given}
-        if "dataset" not in given and not {"max_steps", "num_train_epochs"} & given.keys():
-            defaults["max_steps"] = str(_EMBEDDED_UPDATES)
+        if "dataset" not in given:
+            defaults["dataset"] = REFERENCE
+            if not {"max_steps", "num_train_epochs"} & given.keys():
+                defaults["max_steps"] = str(_EMBEDDED_UPDATES)
         added = (word for name, value in defaults.items() for word in (f"--{name}", value))
         # An option in `--unset` counts as not given, and can be set.
         return without_unset([*common, *added, *row.options], defaults)
@@ -214,8 +217,10 @@ class Comparison:
         trial = self._record.trials.get(name, words)
         if trial is None:
             measured = self._record.folder / f"trial of {name}.json"
-            module = "slivertune.training.comparison.trial"
-            self._process(["-m", module, str(measured), *words], measured.with_suffix(".log"), f"  trial of {name}")
+            module = "slivertune.training.trial"
+            self._process(
+                ["-m", module, str(measured), "2", *words], measured.with_suffix(".log"), f"  trial of {name}"
+            )
             trial = Trial(**json.loads(measured.read_text(encoding="utf-8")))
             measured.unlink()
             self._record.trials.keep(name, words, trial)

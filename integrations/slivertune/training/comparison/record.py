@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from slivertune.core import atomic
 from slivertune.core.masking import masked
 from slivertune.training.comparison.outcome import Outcome
-from slivertune.training.comparison.trial import Trial
+from slivertune.training.trial import Trial
 
 RECORD_NAME = "compare.json"
 _Measured = TypeVar("_Measured")

@@ -9,7 +9,7 @@ import glob
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,9 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 
 from slivertune.core.suggestions import closest, did_you_mean
 from slivertune.core.text_encoding import find_not_utf8
+from slivertune.core.user_path import user_path
 from slivertune.training.data.columns import number_rows
+from slivertune.training.embedded.built_in import BUILT_IN, check_built_in
 from slivertune.training.options.arguments import DataArguments
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ def load_splits(arguments: DataArguments, *, seed: int) -> Any:
 
     Args:
         arguments: Settings that name the splits, and one local csv, tsv, json, jsonl, txt or parquet file, a folder of
-            such files, or a hub id. Slices such as `train[:1000]` work.
+            such files, a hub id, or a built-in dataset, which has a split `eval`. Slices such as `train[:1000]` work.
         seed: Seed for the choice of held-out rows.
 
     Returns:
@@ -62,7 +64,10 @@ def load_splits(arguments: DataArguments, *, seed: int) -> Any:
     if arguments.dataset is None or len(arguments.dataset) != 1:
         raise ValueError(f"dataset={arguments.dataset} names no rows. Give --dataset a hub id or a local file")
     (dataset,) = arguments.dataset
-    splits = [arguments.train_split] if arguments.eval_split is None else [arguments.train_split, arguments.eval_split]
+    eval_split = arguments.eval_split
+    if eval_split is None and arguments.eval_file is None and dataset in BUILT_IN:
+        eval_split = "eval"
+    splits = [arguments.train_split] if eval_split is None else [arguments.train_split, eval_split]
     loaded = _load_rows(dataset, splits, _for_dataset(dataset, arguments))
     if arguments.eval_file is not None:
         loaded.append(_load_eval_file(arguments.eval_file, arguments))
@@ -111,10 +116,14 @@ def check_datasets(arguments: DataArguments) -> None:
         arguments: Settings that name local files, folders or hub ids.
 
     Raises:
-        ValueError: If a name is neither an existing path nor a hub id, or if a file is empty or of an unknown format.
+        ValueError: If a name is neither built in, nor an existing path, nor a hub id, or if a file is empty or of an
+            unknown format.
     """
     for name in arguments.dataset or []:
-        path = Path(name).expanduser()
+        path = user_path(name)
+        check_built_in(name)
+        if name in BUILT_IN:
+            continue
         if path.is_file():
             _reader_of([path])
         elif not path.exists():
@@ -136,13 +145,16 @@ def _for_dataset(name: str, arguments: DataArguments) -> DataArguments:
 
 def _may_hold(name: str, suffixes: tuple[str, ...]) -> bool:
     """Check whether a dataset is a file with one of the suffixes, or a folder, which may contain such files."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     return path.is_dir() or path.suffix.lower() in suffixes
 
 
 def _load_rows(dataset: str, splits: list[str], arguments: DataArguments) -> list[Any]:
-    path, config, names = Path(dataset).expanduser(), arguments.dataset_config, arguments.column_names
-    if path.exists():
+    path, config, names = user_path(dataset), arguments.dataset_config, arguments.column_names
+    check_built_in(dataset)
+    if dataset in BUILT_IN:
+        loaded = _load_built_in(dataset, splits, arguments)
+    elif path.exists():
         if config is not None:
             raise ValueError(f"dataset_config={config!r} is for hub datasets, and {path} is local. Leave it out")
         loaded = load_local(path, splits, column_names=names, **_reader_options(arguments))
@@ -160,8 +172,16 @@ def _load_rows(dataset: str, splits: list[str], arguments: DataArguments) -> lis
     return [_with_rows(rows, dataset, split) for rows, split in zip(loaded, splits, strict=True)]
 
 
+def _load_built_in(dataset: str, splits: list[str], arguments: DataArguments) -> list[Any]:
+    for name, default in (("dataset_config", None), ("column_names", None), ("sample_by", "line")):
+        value = getattr(arguments, name)
+        if value != default:
+            raise ValueError(f"{name}={value} is for other data than {dataset}, which is built in. Leave it out")
+    return _choose_splits(dataset, BUILT_IN[dataset].load(), splits)
+
+
 def _load_eval_file(eval_file: str, arguments: DataArguments) -> Any:
-    file = Path(eval_file).expanduser()
+    file = user_path(eval_file)
     if not file.is_file():
         raise ValueError(f"eval_file {eval_file!r} is no file. Give an existing {', '.join(FORMATS)} file")
     arguments = _for_dataset(eval_file, arguments)
@@ -245,12 +265,13 @@ def _quiet_readers() -> Iterator[None]:
 
 def _load_saved(path: Path, splits: list[str]) -> list[Any]:
     saved = datasets.load_from_disk(str(path))
-    by_name = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    return _choose_splits(path, saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}, splits)
+
+
+def _choose_splits(name: Path | str, by_name: Mapping[str, Any], splits: list[str]) -> list[Any]:
     for split in splits:
         if split not in by_name:
-            raise ValueError(
-                f"{path} has no split {split!r}. Use {', '.join(by_name)} (a saved dataset takes no slices)"
-            )
+            raise ValueError(f"{name} has no split {split!r}. Use {', '.join(by_name)} (it takes no slices)")
     return [by_name[split] for split in splits]
 
 
@@ -370,7 +391,7 @@ def _check_hub_id(dataset: str) -> None:
 
 def _named_beside(dataset: str) -> str:
     """Suggest a file with a similar name, if there is one."""
-    path = Path(dataset).expanduser()
+    path = user_path(dataset)
     there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = closest(path.name, there)
     return "" if near is None else f"; did you mean {path.parent / near}?"
@@ -439,5 +460,5 @@ def _check_reachable(dataset: str, cache_dir: str | None) -> None:
 def _is_cached(dataset: str, cache_dir: str | None) -> bool:
     owner, _, name = dataset.rpartition("/")
     folder = datasets.naming.camelcase_to_snakecase(name)
-    root = Path(cache_dir or datasets.config.HF_DATASETS_CACHE).expanduser()
+    root = user_path(cache_dir or datasets.config.HF_DATASETS_CACHE)
     return (root / (f"{owner}___{folder}" if owner else folder)).is_dir()

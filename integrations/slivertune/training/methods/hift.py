@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig, TrainerState, TrainingArguments
@@ -12,7 +12,7 @@ from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.layers import layers_in
 from slivertune.core.refused_pairs import refuse_together
-from slivertune.core.setting_checks import integer_or_auto
+from slivertune.core.setting_checks import layers_or_auto
 from slivertune.hift import keep_blocks_on_host, quantize_layers
 from slivertune.hift.block_codes import WaitingForm
 from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, WeightPlace
@@ -22,21 +22,26 @@ from slivertune.planning.hift_run import NAMED_ALIKE
 from slivertune.planning.layers_per_group import choose_layers_per_group
 from slivertune.planning.plan import Limits
 from slivertune.planning.request import PlanRequest
+from slivertune.training.embedded.built_in import REFERENCE
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
 from slivertune.training.models import LoadedModel
 from slivertune.training.tasks.task import Task
 
 RATE_HINT = (
-    "HiFT trains each parameter in one of {cycle} updates here. --learning_rate was not given, so {rate:g} is used. "
+    "HiFT trains each parameter in one of {groups} updates here. --learning_rate was not given, so {rate:g} is used. "
     "Start the search at the rate of dense fine-tuning, and try half and twice of it"
 )
 EMBEDDED_LAYERS_PER_GROUP = 4
 """Layers per group on the embedded model, which has eight layers."""
+SCHEDULE = ("layers_per_group", "steps_per_group", "order")
+"""Settings that decide which group each update trains."""
 
 _DEFAULTS = HiFTConfig()
-# By layers_per_group, from benchmarks/results/dial.json on the language reference: the best learning rate, and the
-# number of updates, a multiple of 8, that takes as much CPU time as 480 updates of one layer.
+# By layers_per_group, on the language reference: the best learning rate with one update per turn (from
+# benchmarks/results/dial.json) and with 20 (from quality.json; not measured for 8), and the number of updates, a
+# multiple of 8, that takes as much CPU time as 480 updates of one layer.
 _EMBEDDED_RATES = {1: 2e-3, 2: 1e-3, 4: 1e-3, 8: 2e-3}
+_EMBEDDED_RATES_OF_LONG_TURNS = {1: 8e-3, 2: 4e-3, 4: 2e-3, 8: 2e-3}
 _EMBEDDED_STEPS = {1: 480, 2: 432, 4: 352, 8: 264}
 
 
@@ -48,12 +53,20 @@ class HiFTArguments:
         ValueError: If the settings are out of range or contradict each other.
     """
 
+    preset: Literal["paper"] | None = field(
+        default=None,
+        metadata={
+            "help": "hift: paper sets the paper's schedule (--layers_per_group 1 --steps_per_group 1 --order "
+            "bottom2up), except for what is given as well."
+        },
+    )
     layers_per_group: str = field(
         default=str(_DEFAULTS.layers_per_group),
         metadata={
-            "metavar": "N|auto",
-            "help": "hift: layers per group, trained in one update (m in the paper); auto (one GPU): the largest "
-            "number that fits and whose transfers fully overlap with compute, found by planning the run.",
+            "metavar": "N|SHARE|auto",
+            "help": "hift: layers per group, trained in one update (m in the paper): a number, or a share of the "
+            "layers; auto (one GPU): the largest number that fits and whose transfers fully overlap with compute, "
+            "found by planning the run.",
         },
     )
     gpu: str | None = field(
@@ -142,9 +155,9 @@ class HiFTArguments:
         self.config(seed=0)
 
     @property
-    def num_layers(self) -> int | None:
-        """`layers_per_group` as a number; None if it is `auto` and not chosen yet."""
-        number = integer_or_auto("layers_per_group", self.layers_per_group)
+    def num_layers(self) -> float | None:
+        """`layers_per_group` as a number or a share; None if it is `auto` and not chosen yet."""
+        number = layers_or_auto(self.layers_per_group)
         return None if number == "auto" else number
 
     def config(self, seed: int) -> HiFTConfig:
@@ -153,7 +166,9 @@ class HiFTArguments:
         Args:
             seed: Seed of the run.
         """
-        given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "gpu"}
+        given: dict[str, Any] = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("gpu", "preset")
+        }
         given["layers_per_group"] = 1 if self.num_layers is None else self.num_layers
         for name in ("prefetch_bytes", "resident_bytes"):
             if given[name].isdecimal():
@@ -167,19 +182,33 @@ class HiFTMethod(SliverMethod):
     name = "hift"
     help = "one group of layers per update, the rest frozen"
     options_class = HiFTArguments
+    kept_settings = SCHEDULE
     bf16_use = "weights"
     is_planned_on_ranks = True
     options: HiFTArguments
 
     @classmethod
+    def preset_values(cls, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the schedule of `--preset paper`."""
+        if typed.get("preset") is None:
+            return {}
+        paper = HiFTConfig.paper()
+        return {name: getattr(paper, name) for name in SCHEDULE} | {"layers_per_group": str(paper.layers_per_group)}
+
+    @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the layers per group and their best rate; on the embedded data, also a length of equal CPU time."""
+        """Return the layers per group and their best rate; on the language reference, a length of equal CPU time.
+
+        A warm-up would be shorter than a cycle, which holds one rate.
+        """
         layers_per_group = given.get("layers_per_group", str(EMBEDDED_LAYERS_PER_GROUP))
-        # For `auto`, take the rate of the default. Other words that are no number are refused elsewhere.
+        # For a share and `auto`, take the rate of the default. Other words are refused elsewhere.
         number = int(layers_per_group) if layers_per_group.isdecimal() else EMBEDDED_LAYERS_PER_GROUP
         measured = max((each for each in _EMBEDDED_RATES if each <= number), default=1)
-        defaults = {"layers_per_group": layers_per_group, "learning_rate": _EMBEDDED_RATES[measured]}
-        return defaults if "dataset" in given else {**defaults, "max_steps": _EMBEDDED_STEPS[measured]}
+        is_long = int(given.get("steps_per_group", _DEFAULTS.steps_per_group)) >= _DEFAULTS.steps_per_group
+        rates = _EMBEDDED_RATES_OF_LONG_TURNS if is_long else _EMBEDDED_RATES
+        defaults = {"layers_per_group": layers_per_group, "learning_rate": rates[measured], "warmup_steps": 0}
+        return {**defaults, "max_steps": _EMBEDDED_STEPS[measured]} if given.get("dataset") == [REFERENCE] else defaults
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and settings that exclude each other."""
@@ -233,11 +262,15 @@ class HiFTMethod(SliverMethod):
             keep_blocks_on_host(loaded.model)
         return loaded.model
 
-    def follow(self, facts: Mapping[str, Any]) -> None:
-        """Copy the number of layers per group that was chosen for the first run."""
-        chosen = facts.get("hift", {}).get("layers_per_group")
-        if self.options.num_layers is None and chosen is not None:
-            self.options = replace(self.options, layers_per_group=str(chosen), gpu=None)
+    def follow(self, facts: Mapping[str, Any], given: frozenset[str]) -> None:
+        """Copy the schedule of the first run, except for what was typed now: its defaults may have been others."""
+        saved = facts.get("hift", {})
+        is_auto = self.options.num_layers is None
+        asked = given - {"layers_per_group"} if is_auto else given
+        followed = {name: saved[name] for name in SCHEDULE if saved.get(name) is not None and name not in asked}
+        if "layers_per_group" in followed:
+            followed |= {"layers_per_group": str(followed["layers_per_group"]), "gpu": None}
+        self.options = replace(self.options, **followed)
 
     def settle(self, request: Callable[[], PlanRequest], config: PreTrainedConfig, say: Callable[[str], None]) -> None:
         """Choose the number of layers per group, if it is `auto`."""
@@ -297,8 +330,10 @@ class HiFTMethod(SliverMethod):
         return num_done, f"cycle {num_done * num_updates // self.optimizer.cycle_length:>4}"
 
     def logging_steps(self) -> int:
-        """Return the updates of a line's cycles plus those of one group, so that each line ends on the next group."""
-        turn = self.optimizer.config.steps_per_group
+        """Return the updates of a line: a long turn, or whole cycles and a turn, so that it ends on the next group."""
+        turn = int(self.optimizer.config.steps_per_group)
+        if turn >= FEWEST_UPDATES_A_LINE:
+            return turn
         return self._whole_cycles() + (turn if self.optimizer.num_groups > 1 else 0)
 
     def _whole_cycles(self) -> int:
@@ -320,7 +355,7 @@ class HiFTMethod(SliverMethod):
         """Warn of a default learning rate that is meant for dense fine-tuning."""
         if learning_rate is None or self.optimizer.num_groups == 1:
             return []
-        return [RATE_HINT.format(cycle=self.optimizer.cycle_length, rate=learning_rate)]
+        return [RATE_HINT.format(groups=self.optimizer.num_groups, rate=learning_rate)]
 
     def settings(self) -> dict[str, Any]:
         """Return HiFT's settings and the number of groups; `weights`, a dtype in results, becomes `weights_place`."""

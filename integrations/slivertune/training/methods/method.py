@@ -67,11 +67,22 @@ class TrainingMethod:
     """Whether the method replaces the optimizer that `--optim` names."""
     is_planned_on_ranks: ClassVar[bool] = False
     """Whether a run on several GPUs has a planned peak memory."""
+    kept_settings: ClassVar[tuple[str, ...]] = ()
+    """Options of the method that a run's settings file has also where they were not given."""
     not_planned: ClassVar[tuple[str, ...]] = ()
     """Options of the method that affect memory and that a plan does not support."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
+
+    @classmethod
+    def preset_values(cls, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a preset of the method, which typed ones replace; none by default.
+
+        Args:
+            typed: Values that the user typed, by name.
+        """
+        return {}
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,11 +113,12 @@ class TrainingMethod:
         """Return the settings that a resumed run must share with the first, besides the method's name; plain JSON."""
         return {}
 
-    def follow(self, facts: Mapping[str, Any]) -> None:
-        """Copy automatic choices from the checkpoint of a resumed run; does nothing by default.
+    def follow(self, facts: Mapping[str, Any], given: frozenset[str]) -> None:
+        """Copy settings that were not typed from the checkpoint of a resumed run; does nothing by default.
 
         Args:
             facts: Facts that the checkpoint carries.
+            given: Names of the options that were typed.
         """
 
     def settle(self, request: Callable[[], PlanRequest], config: PreTrainedConfig, say: Callable[[str], None]) -> None:

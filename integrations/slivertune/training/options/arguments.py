@@ -204,7 +204,8 @@ class DataArguments:
         metadata={
             "action": PartedPaths,
             "help": "Hub dataset id, local csv, tsv, json, jsonl, txt or parquet file, or folder of such files; "
-            "with --task causal_lm also several, each in its own format.",
+            "with --task causal_lm also several, each in its own format. builtin:dates (default) and "
+            "builtin:python-reference need no network.",
         },
     )
     dataset_weights: list[float] | None = field(

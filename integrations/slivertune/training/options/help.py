@@ -17,13 +17,13 @@ _EXAMPLES = (
 )
 _DESCRIPTION = (
     "Fine-tune a causal language model or a classifier with the Hugging Face Trainer. Without any options, HiFT "
-    "trains a small byte-level Llama, made on this machine, on the Python language reference. A YAML or JSON file "
-    "may hold options, one key each, as in learning_rate: 1e-4. Typed options win."
+    "teaches a small byte-level Llama, made on this machine, to write out dates, beside dense fine-tuning. A YAML "
+    "or JSON file may hold options, one key each, as in learning_rate: 1e-4. Typed options win."
 )
 _ON_DEFAULTS = (
-    "A log line is written once per HiFT cycle and turn, once per SFT reselection, or every 8 updates. The embedded "
-    "model and data set their own learning rate, schedule, length, batch size and layers_per_group of HiFT. Options "
-    "that are given here win."
+    "A log line is written once per HiFT turn (if turns are shorter than 8 updates: per cycle and turn), once per SFT "
+    "reselection, or every 8 updates. The embedded model and built-in datasets set their own learning rate, schedule, "
+    "length, batch size and layers_per_group of HiFT. Options that are given here win."
 )
 _ON_ALL = "slivertune train --help all lists every other field of transformers.TrainingArguments, too."
 
@@ -52,7 +52,7 @@ _TRAINERS: dict[str, str] = {
         "num_train_epochs was raised. Otherwise nothing is trained, and a line says so"
     ),
     "logging_strategy": "schedule of log lines",
-    "logging_steps": "updates between two log lines; by default the method's cycle (HiFT: and a turn)",
+    "logging_steps": "updates between two log lines; by default as said below (HiFT: a turn)",
     "eval_strategy": "schedule of evaluations, besides those before and after training",
     "eval_steps": "updates between two evaluations; by default logging_steps",
     "per_device_eval_batch_size": "rows per forward of an evaluation",

@@ -16,6 +16,7 @@ from slivertune.core.masking import MASK, Secret, is_secret, learn, masked
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.training.early_stopping import check_early_stopping
+from slivertune.training.embedded.built_in import DATES, built_in_of
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
@@ -82,8 +83,9 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     typed = given_values(argv, lambda path: coordinator.decide("the config file", lambda: read_settings(path)))
     learn(values=typed)
     _check_secrets(typed)
-    given = frozenset(typed)
     method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
+    typed |= _preset_values(method_class, typed, argv)
+    given = frozenset(typed)
     check_method(method_class, given)
     values = {"method": method_class.name, **default_values(method_class, typed), **typed}
     method = method_class(_build(method_class.options_class, values))
@@ -107,7 +109,8 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
             method.name, values.get("output_dir"), values.get("resume_from_checkpoint"), _build(Goal, values)
         ),
     )
-    again = _settings_again(values, given, mixed)
+    kept = {name: getattr(method.options, name) for name in method.kept_settings}
+    again = _settings_again({**kept, **values}, given, mixed)
     values |= {
         "bf16": precision.autocast == "bf16",
         "fp16": precision.autocast == "fp16",
@@ -149,9 +152,8 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
     """Return the defaults that differ from those of the option classes.
 
     The embedded model has a learning rate for each method: the best on the language reference, in runs of 160 updates
-    (HiFT: in runs of its default length here). The model was trained for only a minute or two, so all methods want
-    nearly the largest stable rate. For the language reference, the length of the run and a telling prompt are set. Its
-    texts are long, so they are packed.
+    (HiFT: of its default length there). The model was trained for only a minute or two, so all methods want
+    nearly the largest stable rate. A built-in dataset has defaults of its own, such as the length of the run.
 
     Args:
         method: Method that trains the model.
@@ -162,19 +164,20 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
     """
     has_cuda = torch.cuda.is_available() and not given.get("use_cpu", False)
     defaults: dict[str, Any] = {"report_to": "none", "dataloader_pin_memory": has_cuda}
-    if "dataset" not in given:
-        defaults |= {
-            "max_steps": 480,
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 16,
-            "save_steps": 160,
-            "packing": True,
-            "max_length": 256,
-            "sample_prompt": 'The "while" statement is used for',
-        }
+    dataset = given.get("dataset", [DATES])
+    built_in = built_in_of(dataset)
+    if built_in is not None:
+        defaults |= {"dataset": dataset, **built_in.defaults}
     if "model_name_or_path" not in given:
         defaults |= {"lr_scheduler_type": "cosine", "warmup_steps": 0.05, **method.embedded_defaults(given)}
     return defaults
+
+
+def _preset_values(method: type[TrainingMethod], given: Mapping[str, Any], argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values that the method's preset sets. Typed values win over it, and a typed preset over a run file."""
+    typed = {word.partition("=")[0].strip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    others = typed if "preset" in typed else given.keys()
+    return {name: value for name, value in method.preset_values(given).items() if name not in others}
 
 
 def _settings_again(values: Mapping[str, Any], given: frozenset[str], mixed: str) -> dict[str, Any]:
@@ -235,6 +238,14 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
     for name in ("label_smoothing_factor", "batch_eval_metrics"):
         if data.task != "causal_lm" and getattr(training, name):
             raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}. Leave it out")
+    built_in = built_in_of(data.dataset)
+    if built_in is not None and built_in.has_answers:
+        for name, needed in (("batch_eval_metrics", False), ("eval_do_concat_batches", True)):
+            if getattr(training, name) != needed:
+                raise ValueError(
+                    f"--{name} {getattr(training, name)} does not go with {DATES}, whose right answers are counted "
+                    "over all rows. Leave it out"
+                )
     if tokens.token_ratio is None:
         return
     if training.label_smoothing_factor:

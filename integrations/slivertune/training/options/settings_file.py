@@ -59,7 +59,8 @@ def settings_text(arguments: TrainArguments) -> str:
         default = getattr(by_class.get(option.owner), name, None)
         # Skip the folder, which is the run's own, and None, which is the default of most options.
         if name not in values and name not in ("output_dir", "resume_from_checkpoint") and default is not None:
-            lines.append(f"# {_dump({name: enum_value(default) if isinstance(default, Enum) else default})}")
+            text = _dump({name: enum_value(default) if isinstance(default, Enum) else default})
+            lines += [f"# {line}\n" for line in text.splitlines()]  # a list has several
     return f"{_HEAD}{_dump(values)}{_LEFT_OUT}{''.join(lines)}"
 
 

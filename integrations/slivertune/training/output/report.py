@@ -2,6 +2,7 @@
 
 import platform
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from slivertune.training.methods.tokens import tokens_line
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.output.folders import RESULTS_NAME
 from slivertune.training.output.largest_batch import BatchSize
+from slivertune.training.trial import Trial
 
 _PEAK_ROWS = {
     "parameters": "weights",
@@ -34,6 +36,8 @@ _PEAK_ROWS = {
     "host": "state on the host",
     "disk": "state on disk",
 }
+_NAME_WIDTH = 28
+"""Width of the column of names, so that figures and files stand in line."""
 
 
 def platform_versions() -> dict[str, str]:
@@ -108,6 +112,8 @@ class Results(Saved):
     """Checkpoint with the run's final model, under `--load_best_model_at_end`. None if the final model is the last."""
     checkpoint: Path | None
     sample: Sample | None
+    dense: Trial | None = None
+    """Dense fine-tuning of the embedded model on the same batches. None if it was not measured."""
     command: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=platform_versions)
 
@@ -160,36 +166,69 @@ def print_results(results: Results, console: Console, results_path: Path, pictur
         soft_wrap=not console.is_terminal,
     )
     console.print(table)
-    console.print(_figures(results, results_path, picture))
+    console.print(_measured(results))
+    console.print(_files(results, results_path, picture))
     if results.sample is not None:
         _print_sample(results.sample, console)
 
 
-def _figures(results: Results, results_path: Path, picture: Path | None) -> Table:
-    highest, merge_command = results.highest, results.merge_command
+def _measured(results: Results) -> Table:
+    """Return bytes and speeds, with those of dense fine-tuning in a column of their own if they were measured."""
+    highest, dense = results.highest, _dense_cells(results.dense)
     sizes = {} if highest is None else {title: getattr(highest, name) for name, title in _PEAK_ROWS.items()}
-    reason = "sharded weights don't hold the deltas. To save it: "
-    if merge_command is not None and "--allow_quantized_base" in merge_command:
-        reason = "4-bit weights can't hold the deltas. To save a close one, on the base's weights: "
     rows = (
         ("peak on the device", _measured_and_planned(results)),
         *((f"  peak {title}", _megabytes(size)) for title, size in sizes.items() if size or title != "state on disk"),
         ("tokens/s", _measured_and_planned_speed(results)),
         ("updates/s", results.steps_per_second and f"{results.steps_per_second:.2f}"),
-        ("updates skipped", results.num_skipped and f"{results.num_skipped} (a loss or gradient was not finite)"),
-        ("model", results.model_folder),
-        ("deltas", results.delta_folder),
-        ("model", merge_command and f"not saved, since {reason}{shlex.join(typed_command(*merge_command[1:]))}"),
-        ("ends with", results.best_checkpoint and f"the model of {results.best_checkpoint}, the best evaluated"),
-        ("last checkpoint", results.checkpoint),
-        ("figures", results_path),
-        ("picture", picture),
     )
-    grid = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
+    if not dense:
+        return _grid(rows)
+    table = Table("", Column(results.method, justify="right"), Column("dense", justify="right"))
+    for name, value in rows:
+        if value:
+            table.add_row(name, value, dense.get(name, ""))
+    return table
+
+
+def _files(results: Results, results_path: Path, picture: Path | None) -> Table:
+    merge_command = results.merge_command
+    reason = "sharded weights don't hold the deltas. To save it: "
+    if merge_command is not None and "--allow_quantized_base" in merge_command:
+        reason = "4-bit weights can't hold the deltas. To save a close one, on the base's weights: "
+    return _grid(
+        (
+            ("updates skipped", results.num_skipped and f"{results.num_skipped} (a loss or gradient was not finite)"),
+            ("model", results.model_folder),
+            ("deltas", results.delta_folder),
+            ("model", merge_command and f"not saved, since {reason}{shlex.join(typed_command(*merge_command[1:]))}"),
+            ("ends with", results.best_checkpoint and f"the model of {results.best_checkpoint}, the best evaluated"),
+            ("last checkpoint", results.checkpoint),
+            ("figures", results_path),
+            ("picture", picture),
+        )
+    )
+
+
+def _grid(rows: Iterable[tuple[str, object]]) -> Table:
+    grid = Table.grid(Column(min_width=_NAME_WIDTH), Column(overflow="fold"), padding=(0, 2))
     for name, value in rows:
         if value:
             grid.add_row(name, Text(masked(str(value))))
     return grid
+
+
+def _dense_cells(dense: Trial | None) -> dict[str, str]:
+    """Return the figures of dense fine-tuning by the names of their rows."""
+    if dense is None:
+        return {}
+    sizes = {} if dense.highest_bytes is None else {_PEAK_ROWS[name]: dense.highest_bytes[name] for name in _PEAK_ROWS}
+    return {
+        **({} if dense.peak_bytes is None else {"peak on the device": _megabytes(dense.peak_bytes)}),
+        **{f"  peak {title}": _megabytes(size) for title, size in sizes.items()},
+        "tokens/s": f"{dense.tokens_per_update / dense.seconds_per_update:,.0f}",
+        "updates/s": f"{1 / dense.seconds_per_update:.2f}",
+    }
 
 
 def _measured_and_planned(results: Results) -> str | None:

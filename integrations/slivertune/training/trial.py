@@ -1,8 +1,8 @@
 """A few updates of a run, measured in their own process, as the run will be.
 
-    python -m slivertune.training.comparison.trial OUTPUT.json OPTIONS_OF_TRAIN
+    python -m slivertune.training.trial OUTPUT.json NUM_CYCLES OPTIONS_OF_TRAIN
 
-A cycle of the method is trained to make its state, and another is measured.
+Only the last cycle of the method is timed: the first makes its state.
 """
 
 import sys
@@ -26,8 +26,6 @@ from slivertune.training.options.parser import without_unset
 from slivertune.training.output.display import make_console, one_voice
 from slivertune.training.output.plan_line import DevicePeak
 
-_MEASURED_CYCLES = 2
-"""Number of cycles in a trial. The first makes the state and is not timed."""
 _QUIET = ("--eval_strategy", "no", "--save_strategy", "no")
 
 
@@ -47,13 +45,16 @@ class Trial:
     """Rows per forward."""
     accumulation: int
     """Forwards per update."""
+    highest_bytes: dict[str, int] | None = None
+    """Highest number of bytes of each kind on the memory ledger. None if it is off."""
 
 
 class _Stopwatch(TrainerCallback):
-    """Ends the training after some cycles, and times all but the first."""
+    """Ends the training after some cycles, and times the last of them."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, num_cycles: int) -> None:
         self._run = run
+        self._num_cycles = num_cycles
         self._last_done = 0
         self._start: tuple[int, int, float] | None = None
 
@@ -61,13 +62,13 @@ class _Stopwatch(TrainerCallback):
         """Check whether a cycle is over."""
         metrics = self._run.metrics
         num_done, _ = self._run.method.cycle(state)
-        if num_done and self._start is None:
+        if num_done >= self._num_cycles - 1 and self._start is None:
             self._start = (metrics.num_updates, metrics.num_tokens, metrics.seconds)
-        if num_done >= _MEASURED_CYCLES:
+        if num_done >= self._num_cycles:
             control.should_training_stop = True
 
     def measured(self) -> tuple[int, int, float]:
-        """Return updates, tokens and seconds after the first cycle, or of the whole run if it is shorter."""
+        """Return updates, tokens and seconds of the last cycle, or of the whole run if it is shorter."""
         metrics = self._run.metrics
         now = (metrics.num_updates, metrics.num_tokens, metrics.seconds)
         start = self._start if self._start is not None and self._start[0] < now[0] else (0, 0, 0.0)
@@ -75,18 +76,19 @@ class _Stopwatch(TrainerCallback):
         return int(updates), int(tokens), seconds
 
 
-def measure(argv: Sequence[str], console: Console) -> Trial:
+def measure(argv: Sequence[str], console: Console, *, num_cycles: int = 2) -> Trial:
     """Train a few updates and measure them, without keeping anything.
 
     Args:
         argv: Options of `slivertune train`.
         console: Console to write to.
+        num_cycles: Number of cycles. The last one is timed. The memory ledger may slow the first two.
     """
     with tempfile.TemporaryDirectory(prefix="slivertune-trial-") as folder, one_voice(console):
         words = without_unset(argv, ("eval_strategy", "save_strategy", "output_dir"))
         arguments = parse_train_arguments([*words, *_QUIET, "--output_dir", folder])
         run = assemble(arguments, console)
-        stopwatch, device_peak = _Stopwatch(run), DevicePeak()
+        stopwatch, device_peak = _Stopwatch(run, num_cycles), DevicePeak()
         with closing(run):
             # Nothing is kept, so Ctrl-C ends it at once.
             run.trainer.remove_callback(run.interruption)
@@ -95,6 +97,7 @@ def measure(argv: Sequence[str], console: Console) -> Trial:
             run.trainer.train()
         updates, tokens, seconds = stopwatch.measured()
         ledger_peak = None if run.ledger is None or run.ledger.peak is None else run.ledger.peak.device
+        highest = None if run.ledger is None else run.ledger.highest
         training = arguments.training
         return Trial(
             num_updates=updates,
@@ -103,6 +106,7 @@ def measure(argv: Sequence[str], console: Console) -> Trial:
             peak_bytes=device_peak.num_bytes or ledger_peak,
             num_rows=training.per_device_train_batch_size,
             accumulation=training.gradient_accumulation_steps,
+            highest_bytes=None if highest is None else asdict(highest),
         )
 
 
@@ -111,12 +115,12 @@ def main(argv: Sequence[str]) -> None:
     """Measure a trial and write the result.
 
     Args:
-        argv: File to write, followed by the options of `slivertune train`.
+        argv: File to write, number of cycles, and the options of `slivertune train`.
     """
     learn(argv)
     sys.argv[1:] = masked(list(argv))
     try:
-        measured = measure(argv[1:], make_console())
+        measured = measure(argv[2:], make_console(), num_cycles=int(argv[1]))
     except Exception as error:
         print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         sys.exit(1)
