@@ -79,15 +79,15 @@ def test_a_name_that_is_not_public_is_an_attribute_error_that_lists_the_public_o
         _ = slivertune.Hift
 
 
-def test_the_wheel_holds_the_package_the_presets_and_nothing_else(wheel: Path, checkout: Path) -> None:
+def test_the_wheel_holds_the_package_the_presets_the_examples_and_nothing_else(wheel: Path, checkout: Path) -> None:
     package = checkout / "integrations" / "slivertune"
     expected = {
         f"slivertune/{path.relative_to(package).as_posix()}"
         for path in package.rglob("*")
         if path.suffix in (".py", ".typed", ".toml", ".json")
     }
-    for folder in ("launch", "ds_configs"):
-        here = {f"slivertune/{folder}/{path.name}" for path in (checkout / folder).iterdir()}
+    for folder in ("launch", "ds_configs", "examples"):
+        here = {f"slivertune/{folder}/{path.name}" for path in (checkout / folder).iterdir() if path.is_file()}
         assert here
         expected |= here
     names = files_of(wheel)
@@ -117,12 +117,13 @@ def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Pa
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     code = (
-        "from slivertune.core.presets import preset_names, preset_path; "
-        "print(*(preset_path(name) for name in preset_names()), sep='\\n')"
+        "from slivertune.core.presets import example_names, preset_names, preset_path; "
+        "print(*(preset_path(name) for name in (*preset_names(), *example_names())), sep='\\n')"
     )
     found = [Path(line) for line in printed(code, cwd=tmp_path, import_root=site).splitlines()]
     assert site / "slivertune" / "launch" / "single_gpu_24g.yaml" in found
     assert site / "slivertune" / "ds_configs" / "single_gpu_24g.json" in found
+    assert site / "slivertune" / "examples" / "trainer_hift.py" in found
     assert all(path.is_relative_to(site) and path.is_file() for path in found)
 
 

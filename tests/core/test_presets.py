@@ -212,9 +212,14 @@ def test_a_deepspeed_config_is_one_that_deepspeed_and_hift_take(name: str) -> No
     )
 
 
-def test_the_examples_for_several_machines_are_found_by_file_name_and_are_no_presets(checkout: Path) -> None:
-    for name in ("multi_node_zero3.slurm", "multi_node_zero3.hostfile"):
-        assert presets.preset_path(name) == checkout / "launch" / name
+def test_the_examples_are_found_by_file_name_and_are_no_presets(checkout: Path) -> None:
+    for folder, name in (
+        ("launch", "multi_node_zero3.slurm"),
+        ("launch", "multi_node_zero3.hostfile"),
+        ("examples", "trainer_hift.py"),
+        ("examples", "first_steps.ipynb"),
+    ):
+        assert presets.preset_path(name) == checkout / folder / name
         assert name not in presets.preset_names()
         with pytest.raises(ValueError, match=name):
             presets.preset_path("nowhere")
@@ -251,7 +256,7 @@ import slivertune as st
 
 torch.manual_seed(0)
 model = torch.nn.ModuleDict({"low": torch.nn.Linear(4, 4), "high": torch.nn.Linear(4, 4)}).to(torch.bfloat16)
-config = st.HiFTConfig(layers=[["low"], ["high"]])
+config = st.HiFTConfig.paper(layers=[["low"], ["high"]])
 optimizer = st.HiFT(model, torch.optim.AdamW, config=config, lr=0.1)
 before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 

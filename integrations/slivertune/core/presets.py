@@ -1,6 +1,7 @@
-"""Find the launch presets, the run files and the DeepSpeed configurations.
+"""Find the launch presets, the run files, the DeepSpeed configurations and the examples.
 
-A wheel carries `launch/` and `ds_configs/` inside the package. A checkout has them at its top, two folders above it.
+A wheel carries `launch/`, `ds_configs/` and `examples/` inside the package. A checkout has them at its top, two folders
+above it.
 """
 
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from slivertune.core.suggestions import did_you_mean
 
 _SUFFIX_OF_FOLDER = {"launch": ".yaml", "ds_configs": ".json"}
-_EXAMPLE_SUFFIXES = (".slurm", ".hostfile")
+_EXAMPLE_SUFFIXES = {"launch": (".slurm", ".hostfile"), "examples": (".py", ".ipynb")}
 _KEY_OF_ACCELERATE = "\ncompute_environment:"
 """Key in every launch preset, and in no run file, whose keys are options of `slivertune train`."""
 
@@ -40,12 +41,12 @@ def run_file_names() -> tuple[str, ...]:
 
 
 def example_names() -> tuple[str, ...]:
-    """List the examples beside the launch presets, such as a job script, by file name.
+    """List the examples by file name: job scripts beside the launch presets, then scripts and notebooks.
 
     Raises:
-        FileNotFoundError: If neither the package nor the checkout around it has a preset folder.
+        FileNotFoundError: If neither the package nor the checkout around it has a folder of presets or examples.
     """
-    return tuple(sorted(path.name for path in _find_folder("launch").iterdir() if path.suffix in _EXAMPLE_SUFFIXES))
+    return tuple(path.name for path in _find_examples())
 
 
 def preset_path(name: str) -> Path:
@@ -53,7 +54,7 @@ def preset_path(name: str) -> Path:
 
     Args:
         name: A file name (`single_gpu_24g.yaml`, `single_gpu_24g.json`) or its stem. A stem that both folders have
-            means the launch preset. Examples beside the presets (`multi_node_zero3.slurm`) need their full file name.
+            means the launch preset. Examples (`multi_node_zero3.slurm`, `trainer_hift.py`) need their full file name.
 
     Returns:
         The absolute path of the file.
@@ -66,10 +67,21 @@ def preset_path(name: str) -> Path:
     for path in presets:
         if name in (path.name, path.stem):
             return path
-    if name in example_names():
-        return _find_folder("launch") / name
-    names = [*(path.name for path in presets), *example_names()]
+    examples = _find_examples()
+    for path in examples:
+        if name == path.name:
+            return path
+    names = [path.name for path in (*presets, *examples)]
     raise ValueError(f"there is no preset {name!r}. Choose one of {', '.join(names)}{did_you_mean(name, names)}")
+
+
+def _find_examples() -> list[Path]:
+    return [
+        path
+        for folder, suffixes in _EXAMPLE_SUFFIXES.items()
+        for path in sorted(_find_folder(folder).iterdir())
+        if path.suffix in suffixes
+    ]
 
 
 def _find_presets() -> list[Path]:
