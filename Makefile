@@ -35,7 +35,7 @@ help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo '  Variables: ARGS="--method dense" (passed on by train and test), PYTHON, VENV, WORKERS, THREADS, TORCH_PIP_ARGS'
 
-train: $(STAMP)  ## Fine-tune: the embedded default, or what ARGS asks for
+train: $(STAMP)  ## Fine-tune: the built-in example, or what ARGS asks for
 	@SLIVERTUNE_MAKE='make$(if $(filter $(CURDIR),$(PWD)),, -C $(CURDIR)) train $(strip $(foreach name,$(SET),$(if $(filter command,$(origin $(name))),$(name)=$($(name)))))' \
 		$(BIN)/slivertune train $(ARGS)
 

@@ -33,7 +33,7 @@ def _gpu(name: str) -> list[Cells]:
     # Until the last step of the first cycle nothing is prefetched.
     peak = max(step["peak_bytes"] for step in run["cycles"][0][:-1])
     card = run["device"].split()[1]
-    label = f"HiFT, Llama-2-7B, {sizes['batch_size']} x {sizes['length']:,} tokens, {card}"
+    label = f"HiFT (1 layer per group), Llama-2-7B, {sizes['batch_size']} x {sizes['length']:,} tokens, {card}"
     step = f"{summary['mean_ms']:.0f} ms, {summary['mean_waits_ms']:.1f} ms of it a stall for copies"
     dense = f"dense forward and backward alone: {run['dense']['median_ms']:.0f} ms"
     planned = f"planned: {run['planned']['peak_bytes'] / GIB:.2f} GiB"
@@ -200,5 +200,5 @@ def _ranks() -> Cells:
         share = methods["hift"]["bytes_per_step"] / methods["dense"]["bytes_per_step"]
         alike.setdefault(f"{share:.3f}", []).append(title)
     shares = "; ".join(f"{', '.join(titles)}: {share}" for share, titles in alike.items())
-    what = "HiFT, several ranks: bytes sent per rank and step, share of dense"
+    what = "HiFT (1 layer per group), several ranks: bytes sent per rank and step, share of dense"
     return what, shares, "dense, same layout", "ranks.py"

@@ -2,6 +2,7 @@
 
 import re
 import tarfile
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,14 @@ def test_both_packages_pass_the_check_of_the_index(packages: Path) -> None:
     assert checked.stdout.count("PASSED") == 2
 
 
-def test_the_version_is_dated_in_the_changelog(checkout: Path) -> None:
-    changelog = (checkout / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^## \[{re.escape(slivertune.__version__)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE)
+def test_the_version_has_one_date(checkout: Path) -> None:
+    changelog, cited, readme = (
+        (checkout / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff", "README.md")
+    )
+    dated = re.search(rf"^## \[{re.escape(slivertune.__version__)}\] - (\d{{4}}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    assert dated is not None and f"date-released: {dated[1]}\n" in cited
+    day = date.fromisoformat(dated[1])
+    assert f"State: {slivertune.__version__}, {day.day} {day:%B %Y}." in readme
 
 
 def test_the_source_package_passes_tests_in_its_own_folder(packages: Path, tmp_path: Path) -> None:

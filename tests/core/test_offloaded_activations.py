@@ -40,6 +40,9 @@ from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import OddModel, differing, weights
 from tests.helpers.streams import PretendedStreams, Streams
 
+# Nor the head of the classifiers here.
+pytestmark = pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")
+
 INPUT_BYTES = 3 * 14 * 32 * 4
 """Hidden states of `batch`: three sequences of 14 tokens of 32 fp32 numbers."""
 

@@ -1,7 +1,7 @@
 import gc
 import threading
 
-from slivertune.core.weak_members import WeakMembers
+from slivertune.core.weak_members import WeakMembers, add_member, discard_member, is_member, living
 
 
 class Member:
@@ -9,49 +9,50 @@ class Member:
 
 
 def test_members_are_held_weakly_once_and_in_order() -> None:
-    members: WeakMembers[Member] = WeakMembers()
+    members: WeakMembers[Member] = {}
     first, second, third = Member(), Member(), Member()
     for member in (first, second, first, third):
-        members.add(member)
-    assert members.living() == [first, second, third] and first in members and Member() not in members
-    members.discard(second)
-    members.discard(second)
-    assert members.living() == [first, third] and second not in members
+        add_member(members, member)
+    assert living(members) == [first, second, third]
+    assert is_member(members, first) and not is_member(members, Member())
+    discard_member(members, second)
+    discard_member(members, second)
+    assert living(members) == [first, third] and not is_member(members, second)
     del first, member
     gc.collect()
-    assert members.living() == [third]
+    assert living(members) == [third] and len(members) == 1
 
 
 def test_members_may_come_and_go_while_they_are_asked() -> None:
-    members: WeakMembers[Member] = WeakMembers()
+    members: WeakMembers[Member] = {}
     kept = [Member() for _ in range(8)]
     for member in kept:
-        members.add(member)
+        add_member(members, member)
     new = []
-    for number, _ in enumerate(members.living()):
-        members.discard(kept[number])
+    for number, _ in enumerate(living(members)):
+        discard_member(members, kept[number])
         new.append(Member())
-        members.add(new[-1])
-    assert members.living() == new
+        add_member(members, new[-1])
+    assert living(members) == new
 
 
 def test_another_thread_may_add_and_drop_members() -> None:
-    members: WeakMembers[Member] = WeakMembers()
+    members: WeakMembers[Member] = {}
     ends = threading.Event()
 
     def churn() -> None:
         while not ends.is_set():
             some = [Member() for _ in range(50)]
             for member in some:
-                members.add(member)
+                add_member(members, member)
 
     thread = threading.Thread(target=churn)
     thread.start()
     try:
         for _ in range(3000):
-            assert all(type(each) is Member for each in members.living())
+            assert all(type(each) is Member for each in living(members))
     finally:
         ends.set()
         thread.join()
     gc.collect()
-    assert members.living() == []
+    assert living(members) == []

@@ -31,6 +31,8 @@ _WIDTH: dict[str, Any] = {
 }
 _FOR_LONG: tuple[str, ...] = ("offload_activations", "token_tile_size")
 _WEIGHTS: tuple[str, ...] = ("weights", "waiting")
+_ONE_LAYER = ("layers_per_group",)
+"""A quarter of the layers of a model with one block is one layer."""
 CONFIGS: dict[str, PreTrainedConfig] = {
     "deep llama": LlamaConfig(**{**_WIDTH, "hidden_size": 512, "num_hidden_layers": 3}, intermediate_size=1408),
     "llama": LlamaConfig(**_WIDTH, intermediate_size=2816),
@@ -78,7 +80,7 @@ QUICK = [
     Asked(
         model="llama",
         given={"method": "hift"},
-        fixed=("gradients", "gradient_checkpointing", "layout", "stream_bytes", *_FOR_LONG, *_WEIGHTS),
+        fixed=("gradients", "gradient_checkpointing", "layout", "stream_bytes", *_FOR_LONG, *_WEIGHTS, *_ONE_LAYER),
     ),
     Asked(
         model="gpt2",
@@ -91,12 +93,30 @@ REAL = [
     Asked(
         model="llama",
         given={"method": "hift", "batch_size": 4, "seq_length": 1024},
-        fixed=("state", "precision", "optimizer", "gradients", "gradient_checkpointing", *_FOR_LONG, *_WEIGHTS),
+        fixed=(
+            "state",
+            "precision",
+            "optimizer",
+            "gradients",
+            "gradient_checkpointing",
+            *_FOR_LONG,
+            *_WEIGHTS,
+            *_ONE_LAYER,
+        ),
     ),
     Asked(
         model="gpt2",
         given={"method": "hift", "batch_size": 2, "seq_length": 2048},
-        fixed=("gradients", "gradient_checkpointing", "layout", "state", "optimizer", *_FOR_LONG, *_WEIGHTS),
+        fixed=(
+            "gradients",
+            "gradient_checkpointing",
+            "layout",
+            "state",
+            "optimizer",
+            *_FOR_LONG,
+            *_WEIGHTS,
+            *_ONE_LAYER,
+        ),
     ),
     Asked(
         model="bert",
@@ -110,6 +130,7 @@ REAL = [
             "gradients",
             *_FOR_LONG,
             *_WEIGHTS,
+            *_ONE_LAYER,
         ),
     ),
     Asked(model="llama", given={"method": "dense", "batch_size": 4, "seq_length": 1024}, fixed=("layout", "optimizer")),
@@ -134,7 +155,16 @@ REAL = [
     Asked(
         model="deep llama",
         given={"method": "hift", "batch_size": 2, "seq_length": 2048, "gradient_checkpointing": True},
-        fixed=("stream_bytes", "gradients", "optimizer", "state", "precision", "master", "gradient_checkpointing"),
+        fixed=(
+            "stream_bytes",
+            "gradients",
+            "optimizer",
+            "state",
+            "precision",
+            "master",
+            "gradient_checkpointing",
+            "layers_per_group",
+        ),
     ),
     Asked(
         model="deep llama",
@@ -157,6 +187,7 @@ def settings_of(asked: Asked) -> dict[str, list[Any]]:
         "token_tile_size": (("token_tile_size",), True, [*TILE_SIZES]),
         "weights": (("weights",), "weights" in own, ["host"]),
         "waiting": (("waiting",), "waiting" in own, [*WAITING_FORMS]),
+        "layers_per_group": (("layers_per_group",), "layers_per_group" in own, [1]),
         "optimizer": (("optimizer",), not planned(start.method).is_optimizer, ["adamw8bit"]),
         "state": (("state",), "state" in own, ["disk"]),
         "precision": (("precision", "master"), start.precision != "bf16", ["bf16"]),
@@ -210,6 +241,7 @@ def cost(start: PlanRequest, request: PlanRequest) -> tuple[int, ...]:
         request.state != start.state,
         request.gradients == "stepped",
         request.optimizer != start.optimizer,
+        request.layers_per_group != start.layers_per_group,
         request.weights != start.weights,
         TILE_SIZES.index(request.token_tile_size) + 1 if request.token_tile_size else 0,
         request.gradients == "host",

@@ -24,6 +24,7 @@ import slivertune
 from slivertune import SFT, SFTConfig
 from slivertune.core import foreign_steps, parameters
 from slivertune.core.checkpointing import enable_checkpointing
+from slivertune.core.weak_members import living
 from tests.helpers.models import (
     HIDDEN,
     VOCAB,
@@ -373,16 +374,16 @@ def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detach
 @pytest.mark.parametrize("form", FORMS)
 def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str) -> None:
     gc.collect()
-    num_guarded = len(foreign_steps._guards.living())
+    num_guarded = len(living(foreign_steps._guards))
     model, optimizer = made(tiny_llama(), form=form)
     train(model, optimizer, token_batches(1))
     num_hooks = len(_global_optimizer_pre_hooks)
-    assert len(foreign_steps._guards.living()) == num_guarded + 1
+    assert len(living(foreign_steps._guards)) == num_guarded + 1
     reference = weakref.ref(model)
     del model, optimizer
     gc.collect()
     assert reference() is None
-    assert len(foreign_steps._guards.living()) == num_guarded and len(_global_optimizer_pre_hooks) == num_hooks
+    assert len(living(foreign_steps._guards)) == num_guarded and len(_global_optimizer_pre_hooks) == num_hooks
 
 
 @pytest.mark.parametrize("form", FORMS)

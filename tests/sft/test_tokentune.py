@@ -14,6 +14,9 @@ from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.tokentune.families import FAMILIES, make_batch, make_model
 from tests.tokentune.reference import reference_loss
 
+# Nor the head of the classifiers here.
+pytestmark = pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")
+
 STEPS = 12
 CAP = 1e-3
 """What no limit exceeds; an update too many or too few is a twelfth of all."""

@@ -223,6 +223,35 @@ def test_a_run_goes_on_with_the_schedule_that_it_began_with_and_another_is_refus
     assert_same_bits(runs["whole"], runs["out"])
 
 
+def test_a_checkpoint_without_the_name_of_its_data_goes_on_only_where_they_are_named(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "train",
+        "--model_name_or_path",
+        str(runs.base),
+        "--output_dir",
+        str(runs["out"]),
+        "--learning_rate",
+        "1e-2",
+    ]
+    words += ["--per_device_train_batch_size", "2", "--max_eval_samples", "2", "--sample_tokens", "0", *UNMEASURED]
+    assert main([*words, "--max_steps", "2"]) == 0
+    (checkpoint,) = runs["out"].glob("checkpoint-*")
+    entries = read_entries(checkpoint)
+    assert entries["facts"].pop("built_in_dataset") == ["builtin:dates"]
+    write_manifest(checkpoint, entries)
+    resumed = [*words, "--max_steps", "4", "--resume_from_checkpoint", "auto"]
+    assert main(resumed) == 2
+    assert main([*resumed, "--dataset", "builtin:dates"]) == 0
+    assert read_entries(runs["out"] / "checkpoint-4")["facts"]["built_in_dataset"] == ["builtin:dates"]
+    more = ("--max_steps", "6", "--resume_from_checkpoint", "auto", "--dataset", "builtin:python-reference")
+    assert main([*words, *more]) == 2
+    said = capsys.readouterr().err
+    assert "does not say on which data it was trained, and the default was another then. Name it: --dataset" in said
+    assert "was trained with built_in_dataset=['builtin:dates'], and this run asks for" in said
+
+
 def test_a_folder_with_something_in_it_is_never_written_over(runs: Runs) -> None:
     runs["out"].mkdir()
     (runs["out"] / "thesis.txt").write_text("mine")

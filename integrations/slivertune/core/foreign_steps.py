@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from slivertune.core.weak_members import WeakMembers
+from slivertune.core.weak_members import WeakMembers, add_member, discard_member, living
 
 
 class Guard(Protocol):
@@ -21,7 +21,7 @@ class Guard(Protocol):
         """
 
 
-_guards: WeakMembers[Guard] = WeakMembers()
+_guards: WeakMembers[Guard] = {}
 """Active guards. They are held weakly, and may end with their models."""
 
 
@@ -32,12 +32,12 @@ def watch_steps(guard: Guard) -> None:
         guard: The guard. It is held weakly.
     """
     _register_hook()
-    _guards.add(guard)
+    add_member(_guards, guard)
 
 
 def forget_steps(guard: Guard) -> None:
     """Stop asking a guard. A second call does nothing."""
-    _guards.discard(guard)
+    discard_member(_guards, guard)
 
 
 def refuse_step_of_other(
@@ -81,5 +81,5 @@ def _register_hook() -> None:
 
 
 def _before_step(*args: Any) -> None:
-    for guard in _guards.living():
+    for guard in living(_guards):
         guard.refuse_foreign_step(args[0])

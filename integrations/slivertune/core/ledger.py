@@ -22,7 +22,7 @@ from torch import nn
 
 from slivertune.core.module_hook import StandIn
 from slivertune.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
-from slivertune.core.weak_members import WeakMembers
+from slivertune.core.weak_members import WeakMembers, add_member, is_member, living
 
 Kind = Literal["parameters", "gradients", "state", "activations", "residual"]
 MemoryTier = Literal["device", "host", "disk"]
@@ -149,7 +149,7 @@ class FileBytes:
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        _files.add(self)
+        add_member(_files, self)
 
     @property
     def num_bytes(self) -> int:
@@ -163,11 +163,11 @@ class FileBytes:
             ledger._see_files()
 
 
-_files: WeakMembers[FileBytes] = WeakMembers()
+_files: WeakMembers[FileBytes] = {}
 
 
 def _bytes_in_files() -> int:
-    return sum(each.num_bytes for each in _files.living())
+    return sum(each.num_bytes for each in living(_files))
 
 
 class StateCount:
@@ -179,9 +179,9 @@ class StateCount:
     def __init__(self) -> None:
         # Keep these alive, so that no later claim can get the identity of one of them.
         self._earlier = {id(death): death for _, death in _claims.values()}
-        self._earlier_files: WeakMembers[FileBytes] = WeakMembers()
-        for each in _files.living():
-            self._earlier_files.add(each)
+        self._earlier_files: WeakMembers[FileBytes] = {}
+        for each in living(_files):
+            add_member(self._earlier_files, each)
 
     def num_bytes(self) -> dict[MemoryTier, int]:
         """Return the bytes of live storages, by tier, without reading a tensor.
@@ -194,7 +194,7 @@ class StateCount:
             storage = death()
             if storage is not None and label in tiers and id(death) not in self._earlier:
                 num_bytes[tiers[label]] += storage.nbytes()
-        num_bytes["disk"] += sum(each.num_bytes for each in _files.living() if each not in self._earlier_files)
+        num_bytes["disk"] += sum(each.num_bytes for each in living(_files) if not is_member(self._earlier_files, each))
         return num_bytes
 
 

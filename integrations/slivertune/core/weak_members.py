@@ -1,42 +1,43 @@
-"""Objects that are held weakly and are asked one after the other."""
+"""Members that are held weakly and are asked one after the other.
+
+Members may join, leave or end at any moment, in any thread, also while they are asked. A `weakref.WeakSet` raises
+RuntimeError if another thread, or a finalizer that the garbage collector runs, changes it during an iteration.
+"""
 
 import weakref
-from typing import Generic, TypeVar
+from typing import TypeAlias, TypeVar
 
 _Member = TypeVar("_Member")
+WeakMembers: TypeAlias = dict[int, weakref.ref[_Member]]
+"""Weak references to members, by identity."""
 
 
-class WeakMembers(Generic[_Member]):
-    """Members that may join, leave or end at any moment, in any thread, also while they are asked.
+def add_member(members: WeakMembers[_Member], member: _Member) -> None:
+    """Hold a member weakly. Do nothing if it is one."""
+    if not is_member(members, member):
+        key = id(member)
+        members[key] = weakref.ref(member, lambda ended: _forget(members, key, ended))
 
-    A `weakref.WeakSet` raises RuntimeError if another thread, or a finalizer that the garbage collector runs, changes
-    it during an iteration.
-    """
 
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[_Member]] = {}
+def discard_member(members: WeakMembers[_Member], member: _Member) -> None:
+    """Let a member go. Do nothing if it is none."""
+    if is_member(members, member):
+        members.pop(id(member), None)
 
-    def add(self, member: _Member) -> None:
-        """Hold a member weakly. Do nothing if it is one."""
-        if member not in self:
-            key = id(member)
-            self._references[key] = weakref.ref(member, lambda ended: self._forget(key, ended))
 
-    def discard(self, member: _Member) -> None:
-        """Let a member go. Do nothing if it is none."""
-        if member in self:
-            self._references.pop(id(member), None)
+def is_member(members: WeakMembers[_Member], member: object) -> bool:
+    """Return whether an object is a member."""
+    reference = members.get(id(member))
+    return reference is not None and reference() is member
 
-    def living(self) -> list[_Member]:
-        """Return the members that live now, in the order in which they joined."""
-        # Nothing runs between the entries of such a copy: neither another thread nor the garbage collector.
-        references = list(self._references.values())
-        return [member for reference in references if (member := reference()) is not None]
 
-    def __contains__(self, member: object) -> bool:
-        reference = self._references.get(id(member))
-        return reference is not None and reference() is member
+def living(members: WeakMembers[_Member]) -> list[_Member]:
+    """Return the members that live now, in the order in which they joined."""
+    # Nothing runs between the entries of such a copy: neither another thread nor the garbage collector.
+    references = list(members.values())
+    return [member for reference in references if (member := reference()) is not None]
 
-    def _forget(self, key: int, ended: "weakref.ref[_Member]") -> None:
-        if self._references.get(key) is ended:
-            self._references.pop(key, None)
+
+def _forget(members: WeakMembers[_Member], key: int, ended: "weakref.ref[_Member]") -> None:
+    if members.get(key) is ended:
+        members.pop(key, None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
 from slivertune.core.torch_internals import is_compiled_function
+from slivertune.hift.config import HiFTConfig
 from slivertune.hift.unsupported_optimizers import refuse_class, refuse_instance
 
 Unit = Literal["elements", "tensors", "group"]
@@ -279,3 +280,28 @@ def _has_stepped(state: Any, made: Any) -> bool:
         return False
     step = state.get("step")
     return state.keys() != made.keys() if step is None else float(step) > 0
+
+
+def refuse_settings(optimizer_class: type, arguments: Mapping[str, Any]) -> None:
+    """Refuse HiFT's settings among the arguments of its base optimizer.
+
+    Args:
+        optimizer_class: Class of the base optimizer.
+        arguments: Keyword arguments of its constructor.
+
+    Raises:
+        TypeError: If the constructor takes no such argument and `HiFTConfig` has such a field.
+    """
+    try:
+        known = inspect.signature(optimizer_class).parameters
+    except (TypeError, ValueError):  # no class, or one without a signature
+        return
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
+        return
+    settings = {item.name for item in fields(HiFTConfig)}
+    for name in arguments:
+        if name in settings and name not in known:
+            raise TypeError(
+                f"{name}= is a setting of HiFT, and no argument of {optimizer_class.__name__}. Pass "
+                f"config=HiFTConfig({name}=...)"
+            )

@@ -16,6 +16,7 @@ from slivertune.core.saved_values import (
     is_same,
     is_step,
 )
+from slivertune.core.typed_command import setting_name
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
 from slivertune.hift.nested_state import flatten_state
 from slivertune.hift.piece import Weight
@@ -135,13 +136,18 @@ def check_identity(
         if not is_same(theirs.get(key), own)
     ]
     if differing:
-        order: Any = theirs.get("order")
-        is_in_order = isinstance(order, (list, tuple)) and list(order) == list(range(len(order)))
-        is_papers = theirs.get("steps_per_group") == 1 != ours.get("steps_per_group") and is_in_order
-        hint = " (HiFTConfig.paper() has its turns)" if is_papers else ""
         raise StateMismatchError(
-            f"{state} has {', '.join(differing)}. Build {built} with the settings of the saved run{hint}"
+            f"{state} has {', '.join(differing)}. Build {built} with the settings of the saved run{_hint(theirs, ours)}"
         )
+
+
+def _hint(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Name the preset of a saved schedule that was the default once, if this schedule is another."""
+    order: Any = theirs.get("order")
+    is_in_order = isinstance(order, (list, tuple)) and list(order) == list(range(len(order)))
+    if not is_in_order or theirs.get("steps_per_group") != 1 or ours.get("steps_per_group") == 1:
+        return ""
+    return f" (its turns are those of {setting_name('--preset paper', 'HiFTConfig.paper()')})"
 
 
 def check_accepted(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], base: BaseOptimizer) -> None:

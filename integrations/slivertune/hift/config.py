@@ -1,8 +1,7 @@
 """Settings of HiFT."""
 
-import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -204,27 +203,4 @@ class HiFTConfig:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm:g} needs the norm of all gradients before the first is stepped, "
                 'and gradients="stepped" keeps none. Use gradients="host", which needs about as little device memory'
-            )
-
-
-def refuse_settings(optimizer_class: type, arguments: Mapping[str, Any]) -> None:
-    """Refuse HiFT's settings among the arguments of its base optimizer.
-
-    Args:
-        optimizer_class: Class of the base optimizer.
-        arguments: Keyword arguments of its constructor.
-
-    Raises:
-        TypeError: If the constructor has no such argument and `HiFTConfig` has such a field.
-    """
-    try:
-        known = inspect.signature(optimizer_class).parameters
-    except (TypeError, ValueError):  # no class, or one without a signature
-        return
-    settings = {item.name for item in fields(HiFTConfig)}
-    for name in arguments:
-        if name in settings and name not in known:
-            raise TypeError(
-                f"{name}= is a setting of HiFT, and no argument of {optimizer_class.__name__}. Pass "
-                f"config=HiFTConfig({name}=...)"
             )

@@ -23,9 +23,9 @@ from slivertune.core.layers import find_layers
 from slivertune.core.layout import Layout
 from slivertune.core.parameters import check_free, num_elements, release, take
 from slivertune.core.sliver import CheckpointedSliver
-from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.base import BaseOptimizer, refuse_settings
 from slivertune.hift.checkpoint import check_accepted, check_header, check_weights, make_header
-from slivertune.hift.config import HiFTConfig, refuse_settings
+from slivertune.hift.config import HiFTConfig
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate

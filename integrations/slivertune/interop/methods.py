@@ -243,8 +243,12 @@ def method_of(setting: object) -> TrainerMethod | None:
     return next((method for config_class, method in _methods.items() if isinstance(setting, config_class)), None)
 
 
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
+"""Schedules that do not read `warmup_steps`."""
+
+
 class Notes(TrainerCallback):
-    """Warns at the start of a training, and not of a resumed one.
+    """Warns on the first rank at the start of a training, and not of a resumed one.
 
     Args:
         method: Method that has the notes.
@@ -260,10 +264,11 @@ class Notes(TrainerCallback):
     ) -> None:
         """Warn of each note."""
         optimizer = self._optimizer()
-        if state.global_step or optimizer is None:  # resumed, or the method could not be attached
+        is_resumed = state.global_step > 0
+        if is_resumed or optimizer is None or not state.is_world_process_zero:  # None: it could not be attached
             return
-        is_constant = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "constant"
-        num_warmup = 0 if is_constant else args.get_warmup_steps(state.max_steps)
+        schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        num_warmup = 0 if schedule in _WITHOUT_WARMUP else args.get_warmup_steps(state.max_steps)
         for note in self._method.notes(optimizer, state.max_steps, num_warmup):
             warnings.warn(note, UserWarning, stacklevel=2)
 
@@ -280,10 +285,10 @@ def short_run(num_updates: int, hift: HiFT) -> str | None:
     if num_trained >= num_groups:
         return None
     steps, layers = (setting_name(f"--{name}", name) for name in ("steps_per_group", "layers_per_group"))
-    way_out = f"Lower {steps} to {num_updates // num_groups}" if num_updates >= num_groups else f"Raise {layers}"
+    lower = f"lower {steps} to {num_updates // num_groups}, " if num_updates >= num_groups else ""
     return (
         f"{num_groups - num_trained} of {num_groups} groups of HiFT never train: the training ends after {num_updates} "
-        f"updates, and each turn takes {per_turn}. {way_out}, or train longer"
+        f"updates, and each turn takes {per_turn}. Raise {layers}, {lower}or train longer"
     )
 
 

@@ -2,9 +2,9 @@
 
 Roughly, settings that keep an update as it is come first, the ones that cost least time before others. Settings that
 change the arithmetic of an update follow, the slightest change first. Settings that make a step several times slower,
-or change the data, come last. A search never changes what is trained: method, group size, ranks, densities, token
-ratios. Only the group size may become one layer, if the user did not set it. It plans a candidate only if the parts of
-the last peak show that this can reduce what is too large.
+or change the data, come last. A search never changes what is trained: method, ranks, densities, token ratios, and a
+group size that the user set. It plans a candidate only if the parts of the last peak show that this can reduce what is
+too large.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cost="each update trains fewer weights, which learns less in the same time",
             fields=("layers_per_group",),
             options=_one_layer,
-            cannot_help=_gpu_is_large_enough,
+            cannot_help=_no_group_is_too_large,
         ),
         Candidate(
             title="8-bit optimizer state",
@@ -329,6 +329,13 @@ def _gpu_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str 
 
 def _host_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str | None:
     return None if requirement.missing_host_bytes(limits) else "it would save host memory, which is large enough"
+
+
+def _no_group_is_too_large(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    # With state on disk, two buffers as large as the largest group are all that the host holds of it.
+    if requirement.plan.request.state == "disk" and _host_is_large_enough(requirement, limits) is None:
+        return None
+    return _gpu_is_large_enough(requirement, limits)
 
 
 def _all_that_waits_has_room(requirement: MemoryRequirement, limits: Limits) -> str | None:

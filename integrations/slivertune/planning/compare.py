@@ -62,8 +62,8 @@ def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:
     dense = Way(title="dense", settings={"method": "dense"}, trains_all=True)
     num_layers = count_layers(dense.request(given), model.config)
     quarter = count_per_group(HiFTConfig().layers_per_group, num_layers)
-    # The default schedule, and the paper's.
-    schedules = {quarter: HiFTConfig().steps_per_group, 1: HiFTConfig.paper().steps_per_group}
+    # The paper's schedule and the default one, which alone is planned if both have one layer per group.
+    schedules = {1: HiFTConfig.paper().steps_per_group, quarter: HiFTConfig().steps_per_group}
     return [
         Way(title="HiFT, all layers", settings={**_hift(num_layers, 1), "gradients": "host"}, trains_all=True),
         *(

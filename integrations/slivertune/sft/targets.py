@@ -79,6 +79,8 @@ def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
         ValueError: If a target matches nothing, nothing is left to train, or a tensor can't be trained sparsely.
     """
     names = set(_default_names(model) if config.targets is None else _listed_names(model, config.targets))
+    if config.targets is None:
+        _say_untrained_head(model)
     if config.embeddings:
         names |= {f"{path}.weight" for path, each in model.named_modules() if isinstance(each, nn.Embedding)}
     chosen = {id(model.get_parameter(name)) for name in names}
@@ -147,14 +149,16 @@ def _default_names(model: nn.Module) -> list[str]:
         is_open = weight.requires_grad or is_4bit(weight) or not weight.is_floating_point() or others_are_frozen
         if name in in_blocks and is_open:
             names.append(name)
-    head = {name for layer in layers if layer.kind == "head" for name in layer.parameter_names}
-    _say_untrained_head(model, [name for name in _matrix_names(model) if name in head])
     return names
 
 
-def _say_untrained_head(model: nn.Module, names: Sequence[str]) -> None:
-    """Warn that the head of a classifier, which may be new, is not trained."""
-    if names and any(_WITH_HEAD.search(type(module).__name__) for module in model.modules()):
+def _say_untrained_head(model: nn.Module) -> None:
+    """Warn that the head of a classifier, which may be new, is not trained by default."""
+    if not any(_WITH_HEAD.search(type(module).__name__) for module in model.modules()):
+        return
+    head = {name for layer in find_layers(model) if layer.kind == "head" for name in layer.parameter_names}
+    names = [name for name in _matrix_names(model) if name in head and model.get_parameter(name).requires_grad]
+    if names:
         targets = setting_name("--sft_target_modules", "SFTConfig(targets=[...])")
         warnings.warn(
             f"SFT trains the linear layers of the blocks, and no weight of the head ({', '.join(names)}). A new head "

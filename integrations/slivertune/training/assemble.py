@@ -21,7 +21,7 @@ from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard, keep
 from slivertune.training.data.splits import check_datasets, load_datasets
 from slivertune.training.early_stopping import EarlyStopping
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
-from slivertune.training.embedded.built_in import built_in_of
+from slivertune.training.embedded.built_in import REFERENCE, built_in_of, counts_answers
 from slivertune.training.interruption import Interruption
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
@@ -273,11 +273,17 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "load_in_4bit": arguments.model.load_in_4bit or None,
         "token_ratio": arguments.tokens.token_ratio,
         "token_pattern": arguments.tokens.token_pattern,
-        # A built-in dataset may be the default, which changed once.
         "built_in_dataset": None if built_in_of(arguments.data.dataset) is None else arguments.data.dataset,
     }
     if saved is None:
         return facts
+    if "built_in_dataset" not in saved:
+        if "dataset" not in arguments.given:
+            raise ValueError(
+                f"{checkpoint} does not say on which data it was trained, and the default was another then. Name it: "
+                f"--dataset {REFERENCE}, or the run's own"
+            )
+        saved["built_in_dataset"] = facts["built_in_dataset"]
     for name, value in facts.items():
         if saved.get(name) != value:
             raise ValueError(
@@ -310,8 +316,7 @@ def _prepare_data(arguments: TrainArguments, source: ModelSource, day: str) -> T
         data = dataclasses.replace(data, chat_template_date=day)
     seed = arguments.training.seed
     task = prepare_datasets(data, source.tokenizer, source.config, load_datasets(data, seed=seed), seed=seed)
-    built_in = built_in_of(data.dataset)
-    if built_in is not None and built_in.has_answers and data.task == "causal_lm" and not data.packing:
+    if counts_answers(data.dataset, data.task, is_packed=data.packing):
         task = count_right_answers(task)
     if "chat_template_date" in arguments.given and task.chat_template_date is None:
         nowhere = "no chat template of this run writes today's date"

@@ -185,6 +185,7 @@ def _execute(run: Run, console: Console) -> Results:
     )
     if run.coordinator.is_first:
         write_results(results, output_folder)
+        run.interruption.close()  # all is saved: Ctrl-C ends the measurement alone
         results = replace(results, dense=measure_dense(run, console))
         results_path = write_results(results, output_folder)
         picture = draw_at_the_end(output_folder, run.display.say) if run.arguments.run.report else None

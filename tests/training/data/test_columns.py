@@ -1,4 +1,5 @@
 import tracemalloc
+from datetime import datetime
 from typing import Any
 
 import datasets
@@ -58,6 +59,12 @@ ONE_TWO = table("one", "two")
             r"give no plain choice\. Name what to read with --label_column",
         ),
         (sentence_columns, {"task": "classification"}, table(text=[1, 2]), r"column 'text' holds .*int64.*, not text"),
+        (
+            sentence_columns,
+            {"task": "classification"},
+            table(text=[datetime(2031, 3, 7), datetime(2031, 3, 8)]),
+            r"column 'text' holds .*timestamp.*: the JSON reader takes texts such as 2031-03-07 for times\. .* as csv",
+        ),
     ],
 )
 def test_a_column_that_is_not_plain_absent_or_no_text_is_an_error(

@@ -86,6 +86,11 @@ def test_no_two_arguments_share_a_name() -> None:
             id="each built-in dataset has defaults of its own",
         ),
         pytest.param(
+            "--num_train_epochs 2",
+            {"training.num_train_epochs": 2, "training.max_steps": -1},
+            id="epochs that are given count, and not the updates of a built-in dataset",
+        ),
+        pytest.param(
             "--dataset builtin:python-reference --method dense",
             {"training.max_steps": 480},
             id="other methods have a length of their own",

@@ -25,7 +25,7 @@ MEASURED = {
 class Measured:
     """A run that says lines, and a process that measures in its place."""
 
-    def __init__(self, words: Sequence[str], failure: str | None = None) -> None:
+    def __init__(self, words: Sequence[str], failure: BaseException | None = None) -> None:
         self.said: list[str] = []
         self.words: list[str] = []
         self._failure = failure
@@ -35,13 +35,14 @@ class Measured:
             method=arguments.method,
             layout="single",
             source=SimpleNamespace(name_or_path="base"),
+            trainer=SimpleNamespace(state=SimpleNamespace(global_step=800)),
             display=SimpleNamespace(say=self.said.append),
         )
 
     def process(self, words: Sequence[str], log: Path, title: str, console: Console) -> None:
         self.words = list(words)
         if self._failure is not None:
-            raise FailedError(self._failure)
+            raise self._failure
         Path(words[2]).write_text(json.dumps(MEASURED), encoding="utf-8")
 
 
@@ -67,6 +68,24 @@ def test_the_dense_run_has_the_batches_of_the_run(monkeypatch: pytest.MonkeyPatc
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "seed"):
         assert getattr(dense.training, name) == getattr(mine.training, name)
     assert dense.training.use_cpu
+
+
+def test_the_dense_run_differs_in_the_method_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--optim", "adamw_bnb_8bit", "--chunked_cross_entropy", "false", "--attn_implementation", "eager"]
+    made = Measured([*words, "--weights_dtype", "bf16", "--token_tile_size", "8", "--response_separator=---"])
+    assert measure(made, monkeypatch) is not None
+    mine, dense = made.run.arguments, parse_train_arguments([*made.words[4:], "--output_dir", "dense"])
+    assert (dense.run.chunked_cross_entropy, dense.run.token_tile_size) == (False, 8)
+    assert (dense.training.optim, dense.data) == (mine.training.optim, mine.data)
+    assert (dense.model.attn_implementation, dense.model.weights_dtype) == ("eager", "bf16")
+
+
+def test_a_shorter_run_is_compared_with_as_few_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Measured([])
+    made.run.trainer.state.global_step = 3
+    assert measure(made, monkeypatch) is not None
+    dense = parse_train_arguments([*made.words[4:], "--output_dir", "dense"]).training
+    assert (dense.max_steps, dense.logging_steps) == (9, 3)
 
 
 def test_the_dense_run_reads_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +121,16 @@ def test_several_ranks_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None
     assert measure(made, monkeypatch) is None and not made.words
 
 
-def test_a_dense_run_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Measured([], failure="out of\nmemory")
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [(FailedError("out of\nmemory"), "out of memory"), (KeyboardInterrupt(), "it was interrupted")],
+)
+def test_a_dense_run_that_fails_or_is_interrupted_is_a_line(
+    failure: BaseException, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Measured([], failure=failure)
     assert measure(made, monkeypatch) is None
-    assert made.said == ["note: dense fine-tuning was not measured: out of memory"]
+    assert made.said == [f"note: dense fine-tuning was not measured: {reason}"]
 
 
 @pytest.mark.slow

@@ -94,7 +94,13 @@ def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> s
             f"{', '.join(there)} (if these are data, the file has no header line: name its columns with --column_names)"
         )
     feature = rows.features[name]
-    if text and not (isinstance(feature, datasets.Value) and "string" in feature.dtype):
+    kind = feature.dtype if isinstance(feature, datasets.Value) else ""
+    if text and kind.startswith(("date", "time")):
+        raise ValueError(
+            f"column {name!r} holds {feature}, not text: the JSON reader takes texts such as 2031-03-07 for times. "
+            f"Write the rows as csv, whose cells stay text, or choose another column with {option}"
+        )
+    if text and "string" not in kind:
         raise ValueError(f"column {name!r} holds {feature}, not text. Choose another with {option}")
     return name
 

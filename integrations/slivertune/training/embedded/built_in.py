@@ -75,6 +75,18 @@ def built_in_of(names: list[str] | None) -> BuiltInDataset | None:
     return BUILT_IN.get(names[0]) if len(names) == 1 else None
 
 
+def counts_answers(names: list[str] | None, task: str, *, is_packed: bool) -> bool:
+    """Return whether a run counts the evaluation rows that are answered right.
+
+    Args:
+        names: Value of `--dataset`.
+        task: Value of `--task`.
+        is_packed: Whether rows are packed, so that a row has no single answer.
+    """
+    built_in = built_in_of(names)
+    return built_in is not None and built_in.has_answers and task == "causal_lm" and not is_packed
+
+
 def check_built_in(name: str) -> None:
     """Refuse a name that begins as those of built-in datasets and is none.
 

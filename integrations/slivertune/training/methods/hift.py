@@ -39,7 +39,7 @@ SCHEDULE = ("layers_per_group", "steps_per_group", "order")
 _DEFAULTS = HiFTConfig()
 # By layers_per_group, on the language reference: the best learning rate with one update per turn (from
 # benchmarks/results/dial.json) and with 20 (from quality.json; not measured for 8), and the number of updates, a
-# multiple of 8, that takes as much CPU time as 480 updates of one layer.
+# multiple of 8, that takes as much CPU time as 480 updates of one layer. Dates are trained at the same rates.
 _EMBEDDED_RATES = {1: 2e-3, 2: 1e-3, 4: 1e-3, 8: 2e-3}
 _EMBEDDED_RATES_OF_LONG_TURNS = {1: 8e-3, 2: 4e-3, 4: 2e-3, 8: 2e-3}
 _EMBEDDED_STEPS = {1: 480, 2: 432, 4: 352, 8: 264}
@@ -197,17 +197,16 @@ class HiFTMethod(SliverMethod):
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the layers per group and their best rate; on the language reference, a length of equal CPU time.
-
-        A warm-up would be shorter than a cycle, which holds one rate.
-        """
+        """Return the layers per group and their best rate; on the language reference, a length of equal CPU time."""
         layers_per_group = given.get("layers_per_group", str(EMBEDDED_LAYERS_PER_GROUP))
         # For a share and `auto`, take the rate of the default. Other words are refused elsewhere.
         number = int(layers_per_group) if layers_per_group.isdecimal() else EMBEDDED_LAYERS_PER_GROUP
         measured = max((each for each in _EMBEDDED_RATES if each <= number), default=1)
         is_long = int(given.get("steps_per_group", _DEFAULTS.steps_per_group)) >= _DEFAULTS.steps_per_group
         rates = _EMBEDDED_RATES_OF_LONG_TURNS if is_long else _EMBEDDED_RATES
-        defaults = {"layers_per_group": layers_per_group, "learning_rate": rates[measured], "warmup_steps": 0}
+        defaults: dict[str, Any] = {"layers_per_group": layers_per_group, "learning_rate": rates[measured]}
+        if is_long:
+            defaults["warmup_steps"] = 0  # a warm-up would be shorter than a cycle, which holds one rate
         return {**defaults, "max_steps": _EMBEDDED_STEPS[measured]} if given.get("dataset") == [REFERENCE] else defaults
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:

@@ -16,7 +16,7 @@ from slivertune.core.masking import MASK, Secret, is_secret, learn, masked
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.training.early_stopping import check_early_stopping
-from slivertune.training.embedded.built_in import DATES, built_in_of
+from slivertune.training.embedded.built_in import DATES, built_in_of, counts_answers
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
@@ -152,8 +152,8 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
     """Return the defaults that differ from those of the option classes.
 
     The embedded model has a learning rate for each method: the best on the language reference, in runs of 160 updates
-    (HiFT: of its default length there). The model was trained for only a minute or two, so all methods want
-    nearly the largest stable rate. A built-in dataset has defaults of its own, such as the length of the run.
+    (HiFT: see `methods/hift.py`). The model was trained for only a minute or two, so all methods want nearly the
+    largest stable rate. A built-in dataset has defaults of its own, such as the length of the run.
 
     Args:
         method: Method that trains the model.
@@ -170,6 +170,8 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
         defaults |= {"dataset": dataset, **built_in.defaults}
     if "model_name_or_path" not in given:
         defaults |= {"lr_scheduler_type": "cosine", "warmup_steps": 0.05, **method.embedded_defaults(given)}
+    if "num_train_epochs" in given:
+        defaults.pop("max_steps", None)  # which would replace them
     return defaults
 
 
@@ -238,8 +240,7 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
     for name in ("label_smoothing_factor", "batch_eval_metrics"):
         if data.task != "causal_lm" and getattr(training, name):
             raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}. Leave it out")
-    built_in = built_in_of(data.dataset)
-    if built_in is not None and built_in.has_answers:
+    if counts_answers(data.dataset, data.task, is_packed=data.packing):
         for name, needed in (("batch_eval_metrics", False), ("eval_do_concat_batches", True)):
             if getattr(training, name) != needed:
                 raise ValueError(

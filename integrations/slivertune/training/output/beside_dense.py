@@ -19,16 +19,25 @@ _ALIKE = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "gradient_checkpointing",
+    "optim",
+    "optim_args",
     "bf16",
     "fp16",
     "use_cpu",
     "seed",
+    "attn_implementation",
+    "weights_dtype",
+    "chunked_cross_entropy",
+    "keep_activations",
+    "offload_activations",
+    "token_tile_size",
     *(item.name for item in fields(DataArguments)),
 )
-"""Options that decide about the bytes and seconds of an update, whatever the method."""
+"""Options of the run that dense fine-tuning has as well, so that only the method differs."""
 _NUM_CYCLES = 3
 """Number of cycles of the dense run. The memory ledger counts the first two, and the last is timed."""
 _UPDATES_PER_CYCLE = 16
+"""Number of updates of each of them, unless the run itself had fewer."""
 
 
 def measure_dense(run: Run, console: Console) -> Trial | None:
@@ -57,19 +66,22 @@ def measure_dense(run: Run, console: Console) -> Trial | None:
                 console,
             )
             return Trial(**json.loads(measured.read_text(encoding="utf-8")))
-    # A comparison that fails must not fail the run, which is trained and saved.
-    except Exception as error:
-        run.display.say(f"note: dense fine-tuning was not measured: {' '.join(str(error).split())}")
+    # The run is trained and saved, and a comparison that fails or is interrupted must not fail it.
+    except (Exception, KeyboardInterrupt) as error:
+        reason = " ".join(str(error).split()) or "it was interrupted"
+        run.display.say(f"note: dense fine-tuning was not measured: {reason}")
         return None
 
 
 def _dense_words(run: Run) -> list[str]:
     """Return the options of a dense run with the same batches."""
+    num_updates = max(1, min(_UPDATES_PER_CYCLE, int(run.trainer.state.global_step)))
     words = ["--model_name_or_path", run.source.name_or_path, "--method", "dense"]
-    words += ["--max_steps", str(_NUM_CYCLES * _UPDATES_PER_CYCLE), "--logging_steps", str(_UPDATES_PER_CYCLE)]
-    for name in _ALIKE:
-        name = RENAMED.get(name, name)
+    words += ["--max_steps", str(_NUM_CYCLES * num_updates), "--logging_steps", str(num_updates)]
+    for name in (RENAMED.get(each, each) for each in _ALIKE):
         value = run.arguments.values.get(name)
-        if value is not None:
-            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            words.append(f"--{name}={value}")
     return words

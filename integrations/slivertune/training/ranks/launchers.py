@@ -5,7 +5,7 @@ import os
 _SET_BY_LAUNCHERS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """Environment variables that torchrun, deepspeed and accelerate launch set in the processes they start."""
 COMPARED = "SLIVERTUNE_COMPARED"
-"""Environment variable that `slivertune compare` sets in the processes it starts."""
+"""Environment variable in the processes that `slivertune compare` and a run beside dense fine-tuning start."""
 
 
 def is_started_by_launcher() -> bool:
