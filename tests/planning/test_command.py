@@ -135,7 +135,8 @@ def test_the_object_is_the_plan_that_the_library_makes(tiny: Path, capfd: pytest
 def test_people_get_a_table_and_the_next_command(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(tiny), *SMALL, "--precision", "mixed_hi"]) == 0
     captured = capfd.readouterr()
-    for part in ("hift on ", "weights", "GPU memory needed", "3 groups, one per update", "to run it: slivertune train"):
+    groups = "3 groups, 20 updates per turn"
+    for part in ("hift on ", "weights", "GPU memory needed", groups, "to run it: slivertune train"):
         assert part in captured.out
     assert captured.err == ""
 

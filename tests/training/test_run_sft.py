@@ -194,6 +194,7 @@ def test_a_classifiers_new_head_is_refused_with_what_to_do_instead(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")
 def test_a_classifier_that_has_its_head_is_trained(runs: Runs, tmp_path: Path) -> None:
     data, task = write_classes(tmp_path), ("--task", "classification")
     # As it begins: its head has been saved and has learned nothing.

@@ -77,6 +77,23 @@ def load_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tens
         return whole_weights(run.model)
 
 
+def go_on_with_nan_in_new_memory(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    """New memory holds NaN, as it may anywhere, so whatever nobody has written does."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with running(BARE, "zero3", rank) as run:
+            save(run.train(0, BEFORE), folder)
+            wanted = BARE.result(run)
+        with running(BARE, "zero3", rank) as run:
+            load(run, folder)
+            assert differing(BARE.result(run)["weights"], wanted["weights"]) == []
+            movers = run.model.hift_schedule.movers.values()
+            assert all(bool(master.isfinite().all()) for mover in movers for master in mover.masters)
+            return BARE.result(run.train(BEFORE, BEFORE + 1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def refusals(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[str, str]:
     """What is said to checkpoints that don't fit, or of which a file is damaged or gone."""
     folder = folder / layout
@@ -182,6 +199,12 @@ def test_what_does_not_belong_to_the_run_is_refused_on_every_rank(saved: Saved, 
     for messages in run_ranks(refusals, 2, saved[0], folder):
         assert [what for what, said in SAID.items() if not all(each in messages[what] for each in said)] == []
         assert messages["state"] == "0 updates, group 0"
+
+
+def test_the_padding_of_uneven_shares_holds_numbers(tmp_path: Path) -> None:
+    # By 3 ranks, the sizes of this model's weights are not to be divided evenly.
+    for result in run_ranks(go_on_with_nan_in_new_memory, 3, tmp_path):
+        assert all(bool(weight.isfinite().all()) for weight in result["weights"].values())
 
 
 @pytest.mark.slow

@@ -37,11 +37,17 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--method", "hift", "--layers_per_group", "4"),
-        ("--method", "hift"),
+        ("--method", "hift", "--layers_per_group", "4", "--steps_per_group", "1"),
+        ("--method", "hift", "--steps_per_group", "1"),
         ("--method", "dense"),
-        ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--stream_bytes", "262144"),
-        ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--keep_activations", "4"),
+        (
+            *("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--stream_bytes", "262144"),
+            *("--steps_per_group", "1"),
+        ),
+        (
+            *("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--keep_activations", "4"),
+            *("--steps_per_group", "1"),
+        ),
         ("--method", "dense", "--gradient_checkpointing", "true", "--keep_activations", "3"),
         ("--method", "dense", "--gradient_accumulation_steps", "2"),
         ("--method", "sft", "--density", "0.05"),

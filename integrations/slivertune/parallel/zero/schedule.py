@@ -28,6 +28,7 @@ from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import applied_settings, header_of
 from slivertune.parallel.zero.deepspeed_internals import new_zero_optimizer, note_step_without_update, set_owner
 from slivertune.parallel.zero.engine import is_last_backward
+from slivertune.parallel.zero.shares import clear_padding
 from slivertune.parallel.zero.state_mover import StateMover, check_flat_memory
 
 _numbers = itertools.count()
@@ -98,6 +99,8 @@ class GroupSchedule:
         self._has_run = self._is_reached = self._is_reached_now = False
         self._task = -1
         first = engine.optimizer
+        if self.stage == 3:
+            clear_padding(first)
         self.children: dict[int, Any] = {self.active: first}
         """ZeRO optimizer of each group."""
         self.movers = {self.active: StateMover(first, self.stage, self._streams)}
@@ -207,6 +210,7 @@ class GroupSchedule:
         self._hooks.activate(self.optimizer.weights_of(group), lambda _: None)
         child = new_zero_optimizer(self.engine, optimizer_of_group(self.optimizer, group))
         if self.stage == 3:
+            clear_padding(child)
             # Each optimizer brings its own hooks on every module, which would gather the weights once per group.
             child.parameter_offload.destroy()
             child.parameter_offload = first.parameter_offload

@@ -4,7 +4,7 @@ ZeRO-1 and 2 concatenate a param group's parameters and split the result; ZeRO-3
 tensors, so fragments of flattened parameters describe a share, and all saved shares together give any other split.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -58,18 +58,39 @@ def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[Sh
 
 
 def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
-    found = []
-    for parameters in optimizer.fp16_groups:
-        pieces, offset = [], 0
-        for parameter in parameters:
-            size = int(parameter.partition_numel())
-            first = size * dist.get_rank(parameter.ds_process_group)
-            count = min(size, int(parameter.ds_numel) - first)
-            if count > 0:
-                pieces.append(ShareFragment(names[id(parameter)], first, offset, count))
-            offset += size
-        found.append(pieces)
-    return found
+    return [
+        [
+            ShareFragment(names[id(parameter)], first, offset, count)
+            for parameter, first, offset, count, _ in _shards_of(parameters)
+            if count
+        ]
+        for parameters in optimizer.fp16_groups
+    ]
+
+
+def _shards_of(parameters: Iterable[Any]) -> Iterator[tuple[Any, int, int, int, int]]:
+    """Yield each parameter, its first element here, its offset in the share, and its size without and with padding."""
+    offset = 0
+    for parameter in parameters:
+        size = int(parameter.partition_numel())
+        first = size * dist.get_rank(parameter.ds_process_group)
+        yield parameter, first, offset, max(0, min(size, int(parameter.ds_numel) - first)), size
+        offset += size
+
+
+def clear_padding(optimizer: Any) -> None:
+    """Set the padding of stage 3's weights and masters to zero, which DeepSpeed leaves uninitialized.
+
+    It would be saved with the masters, and read by base optimizers that take a norm of their weights.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer of stage 3; changed in place.
+    """
+    flats = optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat
+    for parameters, *shares in zip(optimizer.fp16_groups, *flats, strict=True):
+        for _, _, offset, count, size in _shards_of(parameters):
+            for share in shares:
+                share.data[offset + count : offset + size].zero_()
 
 
 class SavedShares:

@@ -29,7 +29,7 @@ from slivertune.training.tasks.task import Task
 
 RATE_HINT = (
     "HiFT trains each parameter in one of {groups} updates here. --learning_rate was not given, so {rate:g} is used. "
-    "Start the search at the rate of dense fine-tuning, and try half and twice of it"
+    "Start the search at the rate of dense fine-tuning, and try {others} of it"
 )
 EMBEDDED_LAYERS_PER_GROUP = 4
 """Layers per group on the embedded model, which has eight layers."""
@@ -354,7 +354,8 @@ class HiFTMethod(SliverMethod):
         """Warn of a default learning rate that is meant for dense fine-tuning."""
         if learning_rate is None or self.optimizer.num_groups == 1:
             return []
-        return [RATE_HINT.format(groups=self.optimizer.num_groups, rate=learning_rate)]
+        others = "half and twice" if self.optimizer.config.steps_per_group == 1 else "twice and four times"
+        return [RATE_HINT.format(groups=self.optimizer.num_groups, rate=learning_rate, others=others)]
 
     def settings(self) -> dict[str, Any]:
         """Return HiFT's settings and the number of groups; `weights`, a dtype in results, becomes `weights_place`."""
