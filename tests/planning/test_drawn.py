@@ -19,6 +19,7 @@ from tests.planning.real import run_for_real
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks"),
     # PEFT 0.21 asks by the name that transformers 5.23 retires.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]

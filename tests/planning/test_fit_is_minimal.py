@@ -18,6 +18,8 @@ from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import DoesNotFitError, search, start_of_search
 from tests.planning.test_search import memory_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")
+
 Estimator = Callable[[PlanRequest], MemoryRequirement]
 A_LITTLE = 2**16
 WAITING_FORMS = ("int8", "nf4")

@@ -93,7 +93,7 @@ def test_models_whose_layers_wait_in_nf4_need_what_docs_hift_md_says(model: str,
     ("model", "limit", "host", "expected"),
     [
         ("llama-3.1-8b", 12 * GIB, None, {"weights": "host"}),
-        ("qwen3-32b", 24 * GIB, None, {"weights": "host"}),
+        ("qwen3-32b", 24 * GIB, None, {"gradients": "host", "weights": "host"}),
         ("llama-3.1-70b", 48 * GIB, None, {"weights": "host"}),
         # Where 13 GiB of weights wait, there is no room for the buffers of the disk.
         ("llama-3.1-8b", 12 * GIB, 14 * GIB, {"waiting": "int8", "state": "disk"}),

@@ -15,7 +15,10 @@ from slivertune.planning.request import PlanRequest
 from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA, ROBERTA, run_for_real
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks"),
+]
 
 TOLERANCE = 0.03
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_length": 64}
