@@ -127,7 +127,7 @@ def test_axolotls_own_plugins_config_and_trainer_train_what_attach_trains(
 
     with pytest.raises(ValueError, match="layer_per_group is no field"):
         read({"hift": {"layer_per_group": 1}})
-    assert read_section(read({"hift": None, "momentum": 0}).slivertune) == ([HiFTConfig.paper()], 0.0)
+    assert read_section(read({"hift": None, "momentum": 0}).slivertune) == ([HiFTConfig()], 0.0)
     cfg = read(SECTION)
     (own,) = base.PluginManager.get_instance().plugins.values()
     assert isinstance(own, base.BasePlugin)

@@ -24,7 +24,13 @@ from tests.training.tiny import word_tokenizer
 
 UPDATES = 8
 PAGE = re.MULTILINE | re.DOTALL
-HIFT: dict[str, Any] = {"name": "slivertune_hift", "lr": 1e-2, "layers_per_group": 2}
+HIFT: dict[str, Any] = {
+    "name": "slivertune_hift",
+    "lr": 1e-2,
+    "layers_per_group": 2,
+    "steps_per_group": 1,
+    "order": "bottom2up",
+}
 SFT: dict[str, Any] = {
     "name": "slivertune_sft",
     "lr": 1e-2,
@@ -37,7 +43,7 @@ SFT: dict[str, Any] = {
 
 def test_the_section_becomes_options_and_settings() -> None:
     hift = build_hift(tiny_llama(), HIFT | {"betas": [0.8, 0.9], "order": "top2down", "weight_decay": None})
-    assert hift.config == HiFTConfig(layers_per_group=2, order="top2down")
+    assert hift.config == HiFTConfig.paper(layers_per_group=2, order="top2down")
     # Without a value of its own, an option has torch's default, as in LLaMA-Factory's own AdamW.
     own = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2, betas=(0.8, 0.9)).param_groups[0]
     assert {name: hift.param_groups[0][name] for name in own if name != "params"} == {
@@ -206,6 +212,7 @@ def test_the_script_of_the_page_trains_from_a_yaml_like_the_pages(
     (tmp_path / "chats.json").write_text(json.dumps(chats), encoding="utf-8")
     written = {"model": "base", "template": "chatml", "train_dataset": "chats.json", "output_dir": "out"}
     more = {"max_steps": 4, "cutoff_len": 16, "batching_workers": 0, **yaml.safe_load(section)}
+    more["optim_config"] |= {"steps_per_group": 1}  # four updates are whole cycles then
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(written | more), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train.py", "run.yaml"])
