@@ -39,4 +39,4 @@ def write_picture(path: Path, figure: "Figure", shown: Any) -> None:
         shown: Its figures, plain JSON.
     """
     with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=150, metadata={"Description": json.dumps(shown)})
+        figure.savefig(temporary, dpi=192, metadata={"Description": json.dumps(shown)})

@@ -24,6 +24,7 @@ from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.planning import methods as planned
 from slivertune.planning.methods import register_planned
 from slivertune.training.methods.registry import TRAIN_METHODS, register_train_method
+from slivertune.training.options.methods import METHOD_OPTIONS
 from tests.helpers.models import Batch, differing, tiny_llama, token_batches, twin, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
@@ -45,7 +46,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     register_everywhere()
     yield
-    del TRAIN_METHODS["random_layers"]
+    del TRAIN_METHODS["random_layers"], METHOD_OPTIONS["random_layers"]
 
 
 def register_everywhere() -> None:

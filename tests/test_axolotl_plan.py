@@ -78,7 +78,7 @@ def given(config: dict[str, Any], *more: str) -> dict[str, Any]:
                         "targets": ["q_proj", "v_proj"],
                         "embeddings": True,
                         "selection": "momentum",
-                        "reselection_interval": None,
+                        "reselection_interval": 0,
                     },
                     "tokentune": {"ratio": 0.3},
                     "momentum": 0.9,

@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "5,000 digits": (("train", "--seed", DIGITS), f"--seed '{SHOWN_DIGITS}' must be a whole number, at least 0"),
     "5,000 digits for a number or a word": (
         ("train", "--layers_per_group", DIGITS),
-        f"--layers_per_group {SHOWN_DIGITS} must be a finite number",
+        f"--layers_per_group '{SHOWN_DIGITS}' must be an integer, a share",
     ),
     "5,000 digits in a run file": (("train", "given/digits.json"), f"given/digits.json: --seed '{SHOWN_DIGITS}' must"),
     "a share that is no number": (
@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "an unknown choice": (("train", "--optim", "magic"), "argument --optim: invalid choice: 'magic'"),
     "a switch that is neither": (
         ("train", "--packing", "maybe"),
-        "argument --packing: Truthy value expected: got maybe",
+        "--packing 'maybe' must be true or false",
     ),
     "a mapping that is none": (
         ("train", "--lr_scheduler_kwargs", "[1]"),
@@ -74,7 +74,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         "given/rows.jsonl is not UTF-8 text: line 2 has the byte 0xe9. Convert it",
     ),
     "a length that is no number": ((*PLAN, "--seq_length", "-1e3"), "--seq_length '-1e3' must be a whole number"),
-    "a size of 5,000 digits": ((*PLAN, "--fit", DIGITS), f"argument --fit: '{SHOWN_DIGITS}' is not a size"),
+    "a size of 5,000 digits": ((*PLAN, "--fit", DIGITS), f"--fit '{SHOWN_DIGITS}' must be a size"),
     "a picture nowhere": ((*PLAN, "--plot", "new/peak.png"), "--plot new/peak.png: there is no folder new"),
     "a negative seed of a comparison": (("compare", "--seeds", "-1"), "--seeds -1 must be at least 0"),
     "a comparison in a file": (

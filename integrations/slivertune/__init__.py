@@ -8,8 +8,9 @@ The public names are resolved on first use (PEP 562), so `import slivertune` imp
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from slivertune.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from slivertune.chunked_loss import (
@@ -93,25 +94,4 @@ _MODULE_OF_NAME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use.
-
-    Args:
-        name: An attribute that the package does not have yet.
-
-    Returns:
-        The public object. It is stored in the package's namespace, so this function runs once per name.
-
-    Raises:
-        AttributeError: If the package has no such public name.
-    """
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the namespace and the public names that are not resolved yet."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF_NAME)

@@ -134,9 +134,7 @@ def _own_options(setting: HiFTConfig | SFTConfig) -> Iterator[tuple[str, Any]]:
         if item.name not in known or value in (default, "auto"):
             continue
         if item.name == "layers":
-            value = ["+".join(parts) for parts in value]
-        if item.name == "reselection_interval" and value is None:
-            value = "0"
+            value = [parts if isinstance(parts, str) else "+".join(parts) for parts in value]
         yield _RENAMED.get(item.name, item.name), value
 
 

@@ -46,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = arguments[:1] == ["--debug"]
     if debug:
         del arguments[0]
+    if arguments in (["train", "-h"], ["train", "--help"]):
+        from slivertune.training.options.help import help_text
+
+        print(help_text(has_all=False), end="")
+        raise SystemExit(0)  # as argparse does
     # `train` has its own parser of two hundred arguments, which imports torch and transformers.
     if arguments[:1] == ["train"]:
         return _train(arguments[1:], debug=debug)
@@ -80,8 +85,10 @@ def _act(options: argparse.Namespace, arguments: list[str]) -> None:
         print(preset_path(options.preset))
     elif options.command == "plan":
         from slivertune.planning.command import run_plan
+        from slivertune.training.options.plan_words import plan_words
 
-        run_plan(arguments)
+        words, unread = plan_words(arguments)
+        run_plan(words, unread)
     elif options.command == "compare":
         from slivertune.training.comparison.command import run_compare
 

@@ -13,7 +13,7 @@ def built(method: str) -> tuple[Any, Any]:
     model = tiny_llama()
     if method == "hift":
         return model, HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
-    return model, SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
+    return model, SFT(model, config=SFTConfig(density=0.05, reselection_interval=0), lr=1e-2, total_steps=9)
 
 
 def trained(method: str, updates: int) -> Any:

@@ -38,7 +38,6 @@ HEAD = ["model.norm", "lm_head"]
         ({"order": "sideways"}, "sideways.*bottom2up.*top2down.*random"),
         ({"layers_per_group": 0}, "layers_per_group=0"),
         ({"layers_per_group": -2}, "layers_per_group=-2"),
-        ({"layers_per_group": "auto"}, "layers_per_group='auto' must be a number: only the command line chooses it"),
         *(
             ({"layers_per_group": value}, re.escape(f"layers_per_group={value!r} must be a number of layers"))
             for value in ("2", "0.25", 0.0, 1.0, -0.5, float("nan"), True, None)
@@ -47,6 +46,9 @@ HEAD = ["model.norm", "lm_head"]
         ({"state": "cloud"}, "cloud.*host.*device.*disk.*discard"),
         ({"master": "fp64"}, "fp64.*fp32.*none"),
         ({"stream_bytes": -1}, "stream_bytes=-1"),
+        ({"stream_bytes": "auto"}, "stream_bytes='auto' must be a size, such as 24GiB"),
+        ({"prefetch_bytes": "64 boxes"}, "prefetch_bytes='64 boxes' must be a size, .*, or auto"),
+        ({"prefetch_bytes": 1.5}, "prefetch_bytes=1.5 must be an integer"),
         ({"state": "disk"}, "state_dir"),
         ({"state": "host", "state_dir": "somewhere"}, "somewhere.*disk"),
         ({"state_ram_bytes": 5}, 'state_ram_bytes=5.*state="host".*state="disk"'),
@@ -57,6 +59,13 @@ HEAD = ["model.norm", "lm_head"]
 def test_a_wrong_choice_is_named_with_the_right_ones(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         HiFTConfig.paper(**options)
+
+
+def test_sizes_may_be_texts_as_in_a_run_file() -> None:
+    places: dict[str, Any] = {"state": "disk", "state_dir": "d", "weights": "host"}
+    texts = {"stream_bytes": "64MiB", "state_ram_bytes": "2 GB", "prefetch_bytes": "auto", "resident_bytes": "512"}
+    numbers: dict[str, Any] = {"stream_bytes": 2**26, "state_ram_bytes": 2 * 10**9, "resident_bytes": 512}
+    assert HiFTConfig(**places, **texts) == HiFTConfig(**places, **numbers)
 
 
 def _adapter_for_inference(folder: Path) -> nn.Module:
@@ -84,12 +93,20 @@ def test_a_model_of_which_nothing_trains_is_told_so(make: Callable[[Path], Any],
     ("dtype", "config", "message"),
     [
         (torch.float32, {"layers_per_group": 6}, r"layers_per_group=6.*5"),
+        (torch.float32, {"layers_per_group": "auto"}, "'auto' must be a number: only the command line chooses it"),
         (torch.float32, {"layers": [*BLOCKS, [], HEAD]}, "empty"),
         (torch.float32, {"layers": [*BLOCKS, ["lm_head"]]}, r"model\.norm\.weight"),
         (torch.float32, {"layers": [*BLOCKS, ["model.layers.17"], HEAD]}, r"model\.layers\.17"),
         (torch.float16, {}, "bf16|bfloat16"),
     ],
-    ids=["too many layers a group", "an empty layer", "an orphan", "nothing of that name", "fp16"],
+    ids=[
+        "too many layers a group",
+        "no number of layers",
+        "an empty layer",
+        "an orphan",
+        "nothing of that name",
+        "fp16",
+    ],
 )
 def test_what_it_can_not_be_built_over_is_named_and_the_model_does_not_stay_frozen(
     dtype: torch.dtype, config: dict[str, Any], message: str

@@ -19,6 +19,7 @@ from tests.helpers.compilation import IGNORED
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
 from tests.hift.cases import hift_over, reloaded, with_reference
+from tests.hift.test_nested_state import torchao
 from tests.training.test_callbacks import make_trainer
 
 pytestmark = IGNORED
@@ -156,14 +157,46 @@ def test_a_step_that_was_compiled_on_an_instance_is_told() -> None:
     assert_same_bits(model, dense)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_with_inductor_it_is_the_bare_optimizer() -> None:
-    from torchao.optim import AdamW8bit
+INDUCTOR = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+]
 
-    batches = token_batches(3, vocab=384)
-    dense = tiny_llama(vocab=384, blocks=1)
-    model, hift = hift_over(twin(dense), AdamW8bit, layers_per_group=3, lr=1e-2)
-    train(dense, AdamW8bit(dense.parameters(), lr=1e-2), batches, 2)
-    train(model, hift, batches, 2)
-    assert_same_bits(model, dense)
+
+@pytest.mark.parametrize(
+    ("name", "layers_per_group"),
+    [
+        pytest.param(name, layers_per_group, marks=INDUCTOR)
+        for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+        for layers_per_group in (1, 3)
+    ],
+)
+def test_with_inductor_it_is_the_bare_optimizer_rotated_by_hand_also_after_a_resume(
+    name: str, layers_per_group: int
+) -> None:
+    kind, batches = torchao(name), token_batches(3, vocab=384)
+    settings = {"layers_per_group": layers_per_group, "lr": 1e-2}
+    model, hift, dense, naive = with_reference(tiny_llama(vocab=384, blocks=1), kind, **settings)
+    with disable_cache_limit():
+        train(dense, naive, batches, 4)
+    train(model, hift, batches, 3)
+    weights, state = reloaded([model.state_dict(), hift.state_dict()])
+    other, second = hift_over(tiny_llama(vocab=384, blocks=1, seed=5), kind, **settings)
+    other.load_state_dict(weights)
+    second.load_state_dict(state)
+    train(other, second, batches, 1, start=3)
+    assert_same_bits(other, dense)
+
+
+@pytest.mark.parametrize("name", [pytest.param("AdamW8bit", marks=INDUCTOR), pytest.param("AdamWFp8", marks=INDUCTOR)])
+def test_with_inductor_a_trainer_trains_what_the_bare_optimizer_trains(name: str, tmp_path: Path) -> None:
+    models = []
+    for config in (None, HiFTConfig.paper(layers_per_group=5)):
+        model = tiny_llama()
+        trainer = make_trainer(tmp_path, model=model, max_steps=2, max_grad_norm=0.0)
+        trainer.optimizer_cls_and_kwargs = (torchao(name), {"lr": 1e-2})
+        if config is not None:
+            slivertune.attach(trainer, config)
+        trainer.train()
+        models.append(model)
+    assert_same_bits(*models)

@@ -21,7 +21,7 @@ pytest.importorskip("sentence_transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # they ask others for what is deprecated
 
 TUNE = TokenTune(ratio=0.5)
-SPARSE = SFTConfig(density=0.1, reselection_interval=None)
+SPARSE = SFTConfig(density=0.1, reselection_interval=0)
 DOORS: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
     "SFTTrainer": (
         lambda folder: sft_trainer(folder, "lora", max_steps=2),

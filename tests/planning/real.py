@@ -182,7 +182,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
                 density=request.density,
                 selection=request.selection,
                 estimation_steps=request.estimation_steps,
-                reselection_interval=request.reselection_interval or None,
+                reselection_interval=request.reselection_interval,
                 replacement_rate=request.replacement_rate,
             ),
             lr=1e-3,

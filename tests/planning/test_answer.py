@@ -144,7 +144,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
         "batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "gradient_checkpointing": training.gradient_checkpointing,
-        "keep_activations": arguments.run.num_kept or 0,
+        "keep_activations": arguments.run.keep_activations or 0,
         "offload_activations": arguments.run.offload_activations,
         "token_tile_size": arguments.run.token_tile_size,
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.planning.byte_text import format_bytes
+from slivertune.core.byte_text import format_bytes
 from slivertune.planning.command import run_plan
 from slivertune.planning.largest import find_largest
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance

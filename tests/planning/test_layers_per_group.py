@@ -212,7 +212,7 @@ def test_a_search_finds_settings_for_one_layer_and_then_the_most_layers_under_th
         (("--layers_per_group", "auto", "--sweep", "seq_length=8,9"), "for one run, without --sweep"),
         (
             ("--layers_per_group", "many"),
-            "layers_per_group='many' must be an integer, a share of the layers",
+            "--layers_per_group 'many' must be an integer, a share of the layers",
         ),
         (("--layers_per_group", "auto", "--gpu", "4090", "--method", "dense"), "only --method hift reads this"),
     ],

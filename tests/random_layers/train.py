@@ -7,6 +7,7 @@ from transformers import Trainer
 
 from slivertune.interop.methods import TrainerMethod
 from slivertune.training.methods.method import SliverMethod
+from slivertune.training.options.methods import MethodOptions
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
 
 
@@ -34,8 +35,10 @@ class RandomLayersOptions:
 
 
 class RandomLayersMethod(SliverMethod):
-    name = "random_layers"
-    help = "blocks drawn for each update, beside embedding and head"
-    options_class = RandomLayersOptions
+    about = MethodOptions(
+        name="random_layers",
+        help="blocks drawn for each update, beside embedding and head",
+        options_class=RandomLayersOptions,
+    )
     trainer_method = (RandomLayersConfig, UnderTrainer())
     is_optimizer = True

@@ -63,9 +63,9 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
     return sorted(cuts, key=sum)[0] if cuts else (math.prod(shape), 1)
 
 
-def reselection_times(selection: str, total: int, interval: int | None, gamma: int) -> list[int]:
+def reselection_times(selection: str, total: int, interval: int, gamma: int) -> list[int]:
     """The updates after which weights are reselected, one by one from the rule."""
-    if interval is None:
+    if not interval:
         return []
     if selection == "momentum":
         return [t for t in range(1, total + 1) if t % interval == 0]

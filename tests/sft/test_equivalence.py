@@ -47,7 +47,7 @@ def test_density_1_without_reselection_is_torch_adamw(form: str) -> None:
     before, start = weights(model), twin(model)
     classes = [nn.Linear, nn.Embedding] if form == "optimizer" else [nn.Linear]
     optimizer = sft_over(
-        model, density=1.0, reselection_interval=None, targets=classes, form=form, total_steps=STEPS, **ADAMW
+        model, density=1.0, reselection_interval=0, targets=classes, form=form, total_steps=STEPS, **ADAMW
     )
     names = list(optimizer.deltas())
     assert optimizer.num_weights == sum(before[name].numel() for name in names)
@@ -70,7 +70,7 @@ def test_density_1_without_reselection_is_torch_adamw(form: str) -> None:
 def test_weight_decay_is_adamws_on_the_deltas() -> None:
     model = Prescribed(SHAPES)
     optimizer = sft_over(
-        model, density=1.0, reselection_interval=None, targets=NAMES, total_steps=STEPS, weight_decay=5.0, **ADAMW
+        model, density=1.0, reselection_interval=0, targets=NAMES, total_steps=STEPS, weight_decay=5.0, **ADAMW
     )
     expected, exact = (adamw_on_deltas(model, dtype) for dtype in (torch.float32, torch.float64))
     train(model, optimizer, prescribed_gradients(STEPS))
@@ -92,7 +92,7 @@ def adamw_on_deltas(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Ten
 def test_fixed_indices_are_adamw_with_a_masked_gradient(build: Any) -> None:
     model = build()
     before, start = weights(model), twin(model)
-    optimizer = sft_over(model, reselection_interval=None, total_steps=STEPS, **ADAMW)
+    optimizer = sft_over(model, reselection_interval=0, total_steps=STEPS, **ADAMW)
     deltas = optimizer.deltas()
     masks = FixedAdamW(start, deltas, **ADAMW).masks
     batches = token_batches(STEPS)
@@ -132,7 +132,7 @@ def test_with_some_rows_detached_it_is_masked_adamw_over_the_same_rows(form: str
     model = tiny_llama()
     start, untouched = twin(model), twin(model)
     selected = torch.tensor([True, False, False, True] * 3)
-    config = SFTConfig(density=0.1, reselection_interval=None, form=form)
+    config = SFTConfig(density=0.1, reselection_interval=0, form=form)
     optimizer = SFT(model, config=config, total_steps=STEPS, **ADAMW)
     deltas = optimizer.deltas()
     whole = SFT(untouched, config=config, total_steps=STEPS, **ADAMW)

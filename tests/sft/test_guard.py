@@ -84,7 +84,7 @@ def test_training_goes_on_from_weights_that_are_put_in_between_steps(put: Callab
     """As a plain optimizer does: AdamW with a masked gradient, given the same weights, and the moments it had."""
     model = tiny_llama()
     before, new = twin(model), weights(tiny_llama(seed=5))
-    optimizer = make(model, reselection_interval=None)
+    optimizer = make(model, reselection_interval=0)
     batches = token_batches(12)
 
     def by_adamw(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -180,7 +180,7 @@ def test_deltas_after_a_step_belong_to_the_weights_that_were_loaded(tmp_path: Pa
 
 
 def test_a_state_is_refused_once_the_weights_belong_to_another_base() -> None:
-    model, optimizer = made(tiny_llama(), reselection_interval=None)
+    model, optimizer = made(tiny_llama(), reselection_interval=0)
     train(model, optimizer, token_batches(4))
     state = copy.deepcopy(optimizer.state_dict())
     load(model, weights(tiny_llama(seed=5)))

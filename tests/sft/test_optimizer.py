@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def build(
-    model: Prescribed, case: dict[str, Any], *, interval: int | None = 8, gamma: int = 3, alpha: float = 0.5
+    model: Prescribed, case: dict[str, Any], *, interval: int = 8, gamma: int = 3, alpha: float = 0.5
 ) -> tuple[SFT, NaiveSFT]:
     """The optimizer over a model, and the reference that begins with the same positions."""
     before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
@@ -150,7 +150,7 @@ def test_where_little_is_frozen_no_more_is_replaced_than_there_is(case: str, den
 @pytest.mark.parametrize("case", ["AG", "MA"])
 def test_without_reselection_the_first_positions_stay(case: str) -> None:
     model = Prescribed(SHAPES)
-    optimizer, naive = build(model, CASES[case], interval=None)
+    optimizer, naive = build(model, CASES[case], interval=0)
     first = optimizer.deltas()
     for gradients in prescribed_gradients(20):
         train(model, optimizer, [gradients])

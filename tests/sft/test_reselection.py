@@ -138,7 +138,7 @@ def test_the_first_replaces_all_and_the_others_ever_fewer() -> None:
 
 
 def test_nothing_is_reselected_without_an_interval_or_after_the_end() -> None:
-    never = Schedule.of(SFTConfig(reselection_interval=None), TOTAL)
+    never = Schedule.of(SFTConfig(reselection_interval=0), TOTAL)
     assert never.next_reselection(0) is None and not never.open_phases(4)
     schedule = Schedule.of(SFTConfig(), TOTAL)
     assert schedule.next_reselection(100) is None

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from torch import nn
 
 from slivertune.core.activation_room import ActivationRoom
 from slivertune.core.checkpointed_blocks import CheckpointedBlocksHandle
 from slivertune.core.module_hook import ModuleHook
-from slivertune.core.setting_checks import check_integer
-
-NumKept: TypeAlias = int | Literal["auto"]
-"""Number of blocks that keep their activations. "auto" is as many as the device has room for."""
+from slivertune.core.setting_checks import NumKept, check_num_kept
 
 
 def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHandle:
@@ -106,27 +103,6 @@ class KeptActivationsHandle(CheckpointedBlocksHandle):
         if place >= len(self.blocks) - num_kept:
             return forward(*args)
         return own(forward if room is None or not is_block else room.watch(forward, place), *args)
-
-
-def check_num_kept(num_blocks: Any, num_present: int | None = None, model_name: str = "the model") -> None:
-    """Refuse an impossible number of blocks.
-
-    Args:
-        num_blocks: The number.
-        num_present: Number of blocks in the model. None if it is not known yet.
-        model_name: Name of the model in the error.
-
-    Raises:
-        ValueError: If it is not an integer from 0 to `num_present`. The message names the number and the rule.
-    """
-    if isinstance(num_blocks, str):
-        raise ValueError(f"keep_activations={num_blocks!r} must be an integer or 'auto'")
-    check_integer("keep_activations", num_blocks, 0)
-    if num_present is not None and num_blocks > num_present:
-        raise ValueError(
-            f"keep_activations={num_blocks} must be at most {num_present}, the number of blocks of {model_name}. To "
-            "keep the activations of all, leave checkpointing out"
-        )
 
 
 def without_checkpointing(num_blocks: object) -> str:

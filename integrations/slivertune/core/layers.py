@@ -38,7 +38,7 @@ class Layer:
     """Names and order as in `model.named_parameters()`, where a tied parameter has one name. Never empty."""
 
 
-def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None) -> tuple[Layer, ...]:
+def find_layers(model: nn.Module, layers: Sequence[str | Sequence[str]] | None = None) -> tuple[Layer, ...]:
     """Sort every parameter of a model, frozen or not, into exactly one layer.
 
     A parameter with several names, such as a tied head, belongs to the lowest of its layers. Parameters that only
@@ -49,8 +49,9 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
     Args:
         model: A transformers model, a PEFT model, or any module with a list of blocks.
         layers: Layers from the bottom to the top, in place of the search. Each lists the module paths and parameter
-            names that it consists of. Together they name every parameter, none in two layers. A `*` stands for one part
-            of a path. Such a layer is repeated for each match: `blocks.*` is one layer per block.
+            names that it consists of, also in one text, joined by plus signs. Together they name every parameter, none
+            in two layers. A `*` stands for one part of a path. Such a layer is repeated for each match: `blocks.*` is
+            one layer per block.
 
     Returns:
         Layers from the bottom to the top: embedding, blocks (an encoder's, then its decoder's), head. A layer without
@@ -65,10 +66,13 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
         ['embedding', 'model.layers.0', 'model.layers.1', 'head']
     """
     if layers is not None:
-        return _listed_layers(model, _written_out(model, layers))
+        if isinstance(layers, str):
+            raise ValueError(f"layers is the string {layers!r}. Write a list, [{layers!r}]")
+        parts = [each.split("+") if isinstance(each, str) else each for each in layers]
+        return _listed_layers(model, _written_out(model, parts))
     block_lists = _find_block_lists(model)
     if not block_lists:
-        way_out = setting_name("--layers MODULE_PATH ...", "layers=[[module path, ...], ...]")
+        way_out = setting_name("--layers MODULE_PATH ...", "layers=[module path, ...]")
         raise ValueError(f"{no_blocks(model)}. Name its layers with {way_out}")
     blocks = _blocks_in(block_lists)
     place_of_block = {id(block): place for place, (_, block) in enumerate(blocks, start=1)}
@@ -90,15 +94,6 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
         Layer(kind="head", name="head", parameter_names=tuple(names[head])),
     )
     return tuple(layer for layer in found if layer.parameter_names)
-
-
-def layers_in(words: Sequence[str] | None) -> list[list[str]] | None:
-    """Read layers as a command line has them.
-
-    Args:
-        words: One word per layer. A plus separates its parts. None means that the layers are searched.
-    """
-    return None if words is None else [word.split("+") for word in words]
 
 
 def find_blocks(model: nn.Module, *, are_needed: bool = True) -> list[tuple[str, nn.Module]]:
@@ -144,7 +139,7 @@ def _written_out(model: nn.Module, layers: Sequence[Sequence[str]]) -> list[Sequ
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path in owners] + parameters
     written: list[Sequence[str]] = []
     for entries in layers:
-        patterns = [] if isinstance(entries, str) else [entry for entry in entries if "*" in entry]
+        patterns = [entry for entry in entries if "*" in entry]
         by_part: dict[tuple[str, ...], list[str]] = {}
         for pattern in patterns:
             expression = re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))
@@ -165,8 +160,6 @@ def _listed_layers(model: nn.Module, layers: Sequence[Sequence[str]]) -> tuple[L
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     layer_of: dict[str, int] = {}
     for index, entries in enumerate(layers):
-        if isinstance(entries, str):
-            raise ValueError(f"layers[{index}] is the string {entries!r}. Write a list of names, [{entries!r}]")
         size_before = len(layer_of)
         for entry in entries:
             for parameter in _named_by(entry, model, index):

@@ -14,6 +14,7 @@ from slivertune.core.suggestions import did_you_mean
 
 _NEGATIVE = re.compile(r"-(?:\.?\d|(?:inf|infinity|nan)$)", re.IGNORECASE)
 _NO_NUMBER = re.compile(r"argument (--[\w-]+)\S*: invalid (int|float) value: (.+)", re.DOTALL)
+_NOT_READ = re.compile(r"argument (--[\w-]+)\S*: ('.*' must be .+)", re.DOTALL)
 _NO_VALUE = re.compile(r"argument (\S+): expected (?:at least )?one argument")
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 
@@ -121,6 +122,8 @@ class OptionParser(argparse.ArgumentParser):
         if wrong := _NO_NUMBER.fullmatch(message):
             rule = self.describe_number(wrong[1].strip("-").replace("-", "_"), _NUMBERS[wrong[2]])
             message = f"{wrong[1]} {wrong[3]} must be {rule}"
+        elif unread := _NOT_READ.fullmatch(message):
+            message = f"{unread[1]} {unread[2]}"
         return f"{message}{self._suggestion(message)}{self._value_behind(message)}; see {self.prog} --help"
 
     def describe_number(self, option: str, kind: str) -> str:

@@ -1,10 +1,14 @@
 """Check settings, for `__post_init__` of a configuration."""
 
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
+from slivertune.core.byte_text import parse_bytes
 from slivertune.core.removed_settings import say_removed_value
 from slivertune.core.suggestions import did_you_mean
+
+NumKept: TypeAlias = int | Literal["auto"]
+"""Number of blocks that keep their activations. "auto" is as many as the device has room for."""
 
 
 def check_integer(name: str, value: object, minimum: int | None = None) -> None:
@@ -54,32 +58,43 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}{ending}")
 
 
-def check_bytes_or_auto(name: str, value: object) -> None:
-    """Refuse a setting that is neither a number of bytes nor "auto".
+def read_bytes(name: str, value: object, *, may_be_auto: bool = False) -> int | Literal["auto"]:
+    """Read a setting that is a size.
 
     Args:
         name: Name of the setting in the error.
-        value: Value of the setting.
+        value: Number of bytes, or a text such as "64MiB".
+        may_be_auto: Whether "auto" is allowed.
+
+    Returns:
+        Bytes, or "auto".
+
+    Raises:
+        ValueError: If it is refused. The message names the setting, its value and the rule.
+    """
+    if may_be_auto and value == "auto":
+        return "auto"
+    if isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={error}{', or auto' if may_be_auto else ''}") from None
+    check_integer(name, value, 0)
+    assert isinstance(value, int)
+    return value
+
+
+def check_layers_per_group(value: object) -> None:
+    """Refuse a `layers_per_group` that is neither a number of layers nor a share of them, nor "auto".
+
+    Args:
+        value: An integer from 1, a share of the layers (a float between 0 and 1), or "auto".
 
     Raises:
         ValueError: If it is refused. The message names the setting, its value and the rule.
     """
     if value == "auto":
         return
-    if isinstance(value, str):
-        raise ValueError(f'{name}={value!r} must be a number of bytes, 0 or more, or "auto"')
-    check_integer(name, value, 0)
-
-
-def check_layers_per_group(value: object) -> None:
-    """Refuse a `layers_per_group` that is neither a number of layers nor a share of them.
-
-    Args:
-        value: An integer from 1, or a share of the layers, a float between 0 and 1.
-
-    Raises:
-        ValueError: If it is refused. The message names the setting, its value and the rule.
-    """
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not is_number and not (isinstance(value, float) and 0 < value < 1):
         raise ValueError(
@@ -95,31 +110,47 @@ def layers_or_auto(text: str) -> float | Literal["auto"]:
         text: The text as typed.
 
     Raises:
-        ValueError: If it is none of them. The message names the setting and its value.
+        ValueError: If it is no number and not "auto". The message begins with the text.
     """
     if text == "auto":
         return "auto"
     try:
-        number = float(text) if set(".eE").intersection(text) else int(text)
+        return float(text) if set(".eE").intersection(text) else int(text)
     except ValueError:
-        raise ValueError(
-            f"layers_per_group={text!r} must be an integer, a share of the layers as 0.25, or 'auto'"
-        ) from None
-    check_layers_per_group(number)
-    return number
+        raise ValueError(f"{text!r} must be an integer, a share of the layers as 0.25, or 'auto'") from None
 
 
-def integer_or_auto(name: str, text: str) -> int | Literal["auto"]:
+def integer_or_auto(text: str) -> int | Literal["auto"]:
     """Read an integer or "auto".
 
     Args:
-        name: Name of the setting in the error.
         text: The text as typed.
 
     Raises:
-        ValueError: If it is neither. The message names the setting and its value.
+        ValueError: If it is neither. The message begins with the text.
     """
     try:
         return "auto" if text == "auto" else int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be an integer or 'auto'") from None
+        raise ValueError(f"{text!r} must be an integer or 'auto'") from None
+
+
+def check_num_kept(num_blocks: Any, num_present: int | None = None, model_name: str = "the model") -> None:
+    """Refuse an impossible number of blocks.
+
+    Args:
+        num_blocks: The number.
+        num_present: Number of blocks in the model. None if it is not known yet.
+        model_name: Name of the model in the error.
+
+    Raises:
+        ValueError: If it is not an integer from 0 to `num_present`. The message names the number and the rule.
+    """
+    if isinstance(num_blocks, str):
+        raise ValueError(f"keep_activations={num_blocks!r} must be an integer or 'auto'")
+    check_integer("keep_activations", num_blocks, 0)
+    if num_present is not None and num_blocks > num_present:
+        raise ValueError(
+            f"keep_activations={num_blocks} must be at most {num_present}, the number of blocks of {model_name}. To "
+            "keep the activations of all, leave checkpointing out"
+        )

@@ -76,7 +76,7 @@ class TokenTilesHandle(ModelHandle):
         self, model: nn.Module, tile_size: int, recompute_context: Callable[[], Any] = noop_context_fn
     ) -> None:
         super().__init__()
-        check_tile_size(tile_size)
+        check_integer("token_tile_size", tile_size, 1)
         paths = {module: path for path, module in model.named_modules()}
         blocks = [block for _, block in find_blocks(model)]
         beside = [child for block in blocks for child in children_beside_attention(block) if _can_be_tiled(child)]
@@ -106,18 +106,6 @@ class TokenTilesHandle(ModelHandle):
             tiles = _Tiles(module, paths[module], tile_size, recompute_context)
             self._undo.append(put_stand_in(module, "forward", tiles))
             self._undo.append(tiles.end)
-
-
-def check_tile_size(tile_size: Any) -> None:
-    """Refuse an impossible tile size.
-
-    Args:
-        tile_size: Tokens per tile.
-
-    Raises:
-        ValueError: If it is not a positive integer. The message names the number and the rule.
-    """
-    check_integer("token_tile_size", tile_size, 1)
 
 
 def tiles_under_zero3() -> str:

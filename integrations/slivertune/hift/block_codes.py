@@ -9,15 +9,14 @@ Temporaries are bounded: quantisation reads `_CHUNK` elements of a weight at a t
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from slivertune.core.missing_library import missing_library
 from slivertune.core.torch_internals import is_without_data
-
-WaitingForm = Literal["int8", "nf4"]
+from slivertune.hift.config import WaitingForm
 
 _BLOCK = 64
 """Elements per scale."""

@@ -3,23 +3,29 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
+from slivertune.core.options import Bytes, BytesOrAuto, Spelling
 from slivertune.core.removed_settings import refuse_removed
 from slivertune.core.setting_checks import (
-    check_bytes_or_auto,
     check_choice,
     check_integer,
     check_layers_per_group,
     check_number,
+    layers_or_auto,
+    read_bytes,
 )
-from slivertune.hift.block_codes import WaitingForm
 
 Order = Literal["bottom2up", "top2down", "random"]
 StatePlace = Literal["host", "device", "disk", "discard"]
 MasterKind = Literal["fp32", "none"]
 GradientPlace = Literal["device", "host", "stepped"]
 WeightPlace = Literal["device", "host"]
+WaitingForm = Literal["int8", "nf4"]
+LayersPerGroup = Annotated[float | Literal["auto"], Spelling(value_name="N|SHARE|auto", read=layers_or_auto)]
+
+_SIZES = {"stream_bytes": False, "state_ram_bytes": False, "prefetch_bytes": True, "resident_bytes": True}
+"""Fields that are sizes, and whether each may be "auto"."""
 
 
 @refuse_removed
@@ -37,37 +43,53 @@ class HiFTConfig:
         >>> optimizer = HiFT(model, torch.optim.AdamW, config=config, lr=2e-5)
     """
 
-    layers_per_group: float = 0.25
-    """Layers per group (m): an integer, or a share of the layers (above 0, below 1, rounded up), by default a quarter.
-    The last group may hold fewer. One group of all layers, with `steps_per_group=1`, is dense training."""
+    layers_per_group: LayersPerGroup = 0.25
+    """Layers per group, trained in one update (m in the paper): a number, or a share of the layers, rounded up. `auto`
+    (one GPU): the largest number that fits and whose transfers fully overlap with compute, found by planning the run.
+
+    The default is a quarter. The last group may hold fewer. One group of all layers, with `steps_per_group=1`, is dense
+    training. `auto` is chosen by `slivertune train`; in scripts take the number that `slivertune plan` prints."""
     steps_per_group: int = 20
-    """Updates per turn of a group, 20 by default (block-coordinate descent). The paper has 1."""
+    """Updates per turn of a group (block-coordinate descent). The paper has 1."""
     order: Order = "random"
-    """Order in which groups take turns (S). `random` (default) is shuffled once, by `seed`."""
+    """Order in which groups take turns (S). random is shuffled once, by the seed."""
     seed: int = 0
-    """Seed of the `random` order, 0 by default. It must be equal on all ranks."""
-    layers: Sequence[Sequence[str]] | None = None
-    """Layers from bottom to top, each a list of module paths or parameter names. None (default) finds them in the
-    model. A `*` stands for one part of a path and repeats its layer: `["blocks.*"]` makes each block a layer."""
+    """Seed of the `random` order. It must be equal on all ranks."""
+    layers: Sequence[str | Sequence[str]] | None = None
+    """Layers from bottom to top, for models in which they are not found: for each a module path or a parameter name, or
+    several joined by plus signs. `blocks.*` is one layer per block. Together they must name every parameter.
+
+    None (default) finds them in the model. A layer of several parts may be a list, `["norm", "head"]`. A `*` stands for
+    one part of a path and repeats its layer."""
     state: StatePlace = "host"
-    """Storage of a group's optimizer state and master weights between its turns. `host` (default) offloads them to
-    host memory, `disk` to files. `device` keeps them resident, `discard` deletes them after the turn (as BAdam)."""
-    state_dir: str | Path | None = None
-    """Folder for the files of `state="disk"`, on a fast local disk. Ranks may use different folders, and runs may share
-    one. None (default) for any other `state`."""
-    state_ram_bytes: int = 0
-    """Bytes of host memory for groups of `state="disk"` that stay in it, as many as fit. All other groups pass through
-    two host buffers in addition, each as large as the largest of them. The default, 0, stores every group on disk."""
+    """Storage of a group's optimizer state and fp32 masters between turns; discard deletes them after a turn.
+
+    `host` (default) offloads them to host memory, `disk` to files. `device` keeps them resident, `discard` is BAdam's
+    way."""
+    state_dir: Annotated[str | Path | None, Spelling(value_name="FOLDER")] = None
+    """Folder for the files of `state=disk`, on a fast local disk.
+
+    Ranks may use different folders, and runs may share one. None (default) for any other `state`."""
+    state_ram_bytes: Bytes = 0
+    """With `state=disk`, bytes of host memory for resident groups, as many as fit.
+
+    All other groups pass through two host buffers in addition, each as large as the largest of them. The default, 0,
+    stores every group on disk."""
     master: MasterKind = "fp32"
-    """Master weights of 16-bit parameters. With `fp32` (default, the paper's Mixed^Hi) the base optimizer steps an
-    fp32 copy, with `none` the 16-bit weights themselves. fp32 parameters need no copy."""
-    stream_bytes: int = 128 * 2**20
-    """Bytes per chunk of a group on the device (master weights, optimizer state, temporaries), 128 MiB by default. Two
-    chunks are on the device during a step. With `gradients="stepped"`, activations are there, too, and both chunks
-    together take this many bytes. 0 takes the whole group at once (with stepped gradients, a whole tensor).
-    `state="device"` does not stream."""
-    prefetch_bytes: int | Literal["auto"] = "auto"
-    """Bytes of device memory for chunks that are prefetched, so that their copies overlap with forward and backward.
+    """Master weights of 16-bit weights: an fp32 copy (the paper's Mixed^Hi), or none.
+
+    With `fp32` (default) the base optimizer steps the copy, with `none` the 16-bit weights themselves. fp32 parameters
+    need no copy."""
+    stream_bytes: Bytes = 128 * 2**20
+    """Size of the chunks in which a group's masters and state pass through the device during a step; 0: the whole group
+    at once. By default 128MiB.
+
+    Two chunks are on the device during a step. With `gradients="stepped"`, activations are there, too, and both chunks
+    together take this many bytes; 0 then takes a whole tensor. `state="device"` does not stream."""
+    prefetch_bytes: BytesOrAuto = "auto"
+    """Device memory that may hold prefetched chunks, so that their copies overlap with forward and backward; auto: the
+    memory that the first cycle left unused.
+
     0 loads two chunks when the first gradient arrives. `auto` (default) is 0 in the first cycle and without CUDA. On a
     CUDA device it is then the memory that was free at the peak of all cycles so far, less 1/16 of the device. Chunks
     are evicted before a forward without gradients, or with a larger batch than the group has had before. Between the
@@ -76,31 +98,38 @@ class HiFTConfig:
     """Whether the base optimizer treats every element alone, so that tensors may be cut into chunks. None (default)
     decides by its class. An unknown class gets whole groups of whole tensors."""
     gradients: GradientPlace = "device"
-    """Storage of the active group's gradients until their step. All three settings give the same bits.
+    """Storage of the active group's gradients until their step. host: offload each at once, so that device memory does
+    not grow with `layers_per_group`. stepped: none, step each tensor inside the backward, without clipping. All give
+    the same bits.
 
     * `device` (default): in `.grad`, as usual.
     * `host`: each gradient is offloaded to host memory as soon as it is complete. The device holds the gradients in
-      flight (the largest, and at most `stream_bytes` of others), whatever `layers_per_group` is. `.grad` is then a
-      tensor on the host that computes on the device. Add to it, clip it and zero it as usual. No GradScaler.
-    * `stepped`: nowhere. Each tensor is stepped inside the backward as soon as its gradient is complete. The gradient
-      is then freed, so that about one exists at a time. Clipping, GradScaler, closures and base optimizers that need
-      the whole group at once are not possible. With accumulation, gradients of earlier backward passes are offloaded
-      to the host."""
+      flight (the largest, and at most `stream_bytes` of others). `.grad` is then a tensor on the host that computes on
+      the device. Add to it, clip it and zero it as usual. No GradScaler.
+    * `stepped`: each tensor is stepped as soon as its gradient is complete, which is then freed, so that about one
+      exists at a time. Clipping, GradScaler, closures and base optimizers that need the whole group at once are not
+      possible. With accumulation, gradients of earlier backward passes are offloaded to the host."""
     waiting: WaitingForm | None = None
-    """Format in which the device holds the linear weights of idle blocks. `int8` takes 8.25 bits per bf16 weight, `nf4`
-    4.13 bits (by bitsandbytes). None (default) keeps them exact. The active group, embeddings, norms, heads and
-    checkpoints are always exact. Exact weights of idle blocks are offloaded to the host, as fp32 masters if these
-    exist. Forwards, evaluation and gradients of inputs use the quantised weights. With `weights="host"` these are
-    offloaded as well."""
+    """Format in which the device holds the linear weights of idle blocks, int8 or nf4; by default exact. Exact weights
+    are offloaded to host memory, and saved. Evaluation runs on the weights on the device.
+
+    `int8` takes 8.25 bits per bf16 weight, `nf4` 4.13 bits (by bitsandbytes). The active group, embeddings, norms,
+    heads and checkpoints are always exact. Exact weights of idle blocks are offloaded as fp32 masters if these exist.
+    Forwards and gradients of inputs use the quantised weights. With `weights="host"` these are offloaded as well."""
     weights: WeightPlace = "device"
-    """Storage of idle blocks, which neither run nor train. `device` (default) keeps all resident. `host` offloads them
-    to (pinned) host memory, exact or as the codes of `waiting`. Each is prefetched before its forward and, from the
-    active group upward, before its backward. Blocks of the active group stay resident through its turn, embedding and
-    head always. Needs one device or DDP, another `state` than `device`, and no compiled model."""
-    resident_bytes: int | Literal["auto"] = "auto"
-    """Bytes of blocks that stay resident with `weights="host"`, beside the slots of the others (two blocks, and those
-    of the largest group). `auto` (default) is 0 in the first cycle. On a CUDA device it is then the memory that the
-    first cycle left free, less the largest group's state and 1/16 of the device."""
+    """Storage of blocks that neither run nor train. host: offload them to host memory and prefetch each before its use,
+    in fewer bits with `waiting`; on one device or by DDP.
+
+    `device` (default) keeps all resident. With `host`, each block is prefetched before its forward and, from the active
+    group upward, before its backward. Blocks of the active group stay resident through its turn, embedding and head
+    always. Needs another `state` than `device`, and no compiled model."""
+    resident_bytes: BytesOrAuto = "auto"
+    """With `weights=host`, bytes of blocks that stay resident on the device; auto: the memory that the first cycle left
+    unused.
+
+    They are beside the slots of the others (two blocks, and those of the largest group). `auto` (default) is 0 in the
+    first cycle. On a CUDA device it is then the memory that the first cycle left free, less the largest group's state
+    and 1/16 of the device."""
     max_grad_norm: float | None = None
     """2-norm to which `step` scales down the active group's gradients, as `clip_grad_norm_` does. None (default) does
     not clip. A script may call `clip_grad_norm_`, too. `HiFT.grad_norm` is the norm before."""
@@ -127,16 +156,12 @@ class HiFTConfig:
         return -(-self.stream_bytes // 2) if self.steps_in_backward else self.stream_bytes
 
     def __post_init__(self) -> None:
-        layers_per_group: object = self.layers_per_group
-        if layers_per_group == "auto":
-            raise ValueError(
-                "layers_per_group='auto' must be a number: only the command line chooses it. Take the number that "
-                "`slivertune plan --layers_per_group auto` prints"
-            )
-        check_layers_per_group(layers_per_group)
-        for name, least in (("steps_per_group", 1), ("stream_bytes", 0), ("seed", None)):
-            check_integer(name, getattr(self, name), least)
-        check_bytes_or_auto("prefetch_bytes", self.prefetch_bytes)
+        check_layers_per_group(self.layers_per_group)
+        check_integer("steps_per_group", self.steps_per_group, 1)
+        check_integer("seed", self.seed)
+        for name, may_be_auto in _SIZES.items():
+            # A run file of another program may have a text there.
+            object.__setattr__(self, name, read_bytes(name, getattr(self, name), may_be_auto=may_be_auto))
         if self.state == "device" and self.prefetch_bytes not in ("auto", 0):
             raise ValueError(
                 f'prefetch_bytes={self.prefetch_bytes} is for offloaded state, and state="device" offloads none. '
@@ -154,7 +179,6 @@ class HiFTConfig:
             raise ValueError('state="disk" needs state_dir, the folder for its files. Name one on a fast local disk')
         if self.state != "disk" and self.state_dir is not None:
             raise ValueError(f'state_dir={str(self.state_dir)!r} needs state="disk", not {self.state!r}. Leave it out')
-        check_integer("state_ram_bytes", self.state_ram_bytes, 0)
         if self.state != "disk" and self.state_ram_bytes:
             raise ValueError(
                 f'state_ram_bytes={self.state_ram_bytes} keeps some groups of state="disk" in memory, and state='
@@ -166,7 +190,6 @@ class HiFTConfig:
         self._check_weights()
 
     def _check_weights(self) -> None:
-        check_bytes_or_auto("resident_bytes", self.resident_bytes)
         if self.weights == "device":
             if self.resident_bytes not in ("auto", 0):
                 raise ValueError(

@@ -18,7 +18,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from slivertune.core.empty_model import make_empty
 from slivertune.core.layers import find_blocks
 from slivertune.core.setting_checks import check_choice
-from slivertune.hift.block_codes import WaitingForm, check_available
+from slivertune.hift.block_codes import check_available
+from slivertune.hift.config import WaitingForm
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.waiting_layers import hold, linear_modules
 from slivertune.hift.waiting_weight import waiting_weight_on

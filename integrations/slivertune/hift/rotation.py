@@ -5,7 +5,7 @@ import random
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,19 +31,29 @@ class Group:
     """Names of the trained parameters, as in `model.named_parameters()`."""
 
 
-def count_per_group(layers_per_group: float, num_layers: int) -> int:
+def count_per_group(layers_per_group: float | Literal["auto"], num_layers: int) -> int:
     """Return the number of layers per group.
 
     Args:
         layers_per_group: That number, or a share of the layers, which is rounded up.
         num_layers: Layers that train (n).
+
+    Raises:
+        ValueError: If it is "auto", which nothing has chosen yet.
     """
+    if isinstance(layers_per_group, str):
+        raise ValueError(
+            "layers_per_group='auto' must be a number: only the command line chooses it. Take the number that "
+            "`slivertune plan --layers_per_group auto` prints"
+        )
     if not isinstance(layers_per_group, float):
         return layers_per_group
     return max(1, math.ceil(layers_per_group * num_layers - 1e-9))  # 0.1 * 30 is more than 3
 
 
-def cut_groups(layers: Sequence[Layer], layers_per_group: float, trainable: frozenset[str]) -> tuple[Group, ...]:
+def cut_groups(
+    layers: Sequence[Layer], layers_per_group: float | Literal["auto"], trainable: frozenset[str]
+) -> tuple[Group, ...]:
     """Cut n layers into k = ceil(n / m) groups, from the bottom. The last may be smaller.
 
     Args:
@@ -55,7 +65,7 @@ def cut_groups(layers: Sequence[Layer], layers_per_group: float, trainable: froz
         Groups, bottom first. Their membership never changes.
 
     Raises:
-        ValueError: If no parameter trains, or m is larger than the number of layers that train.
+        ValueError: If no parameter trains, m is larger than the number of layers that train, or m is "auto".
     """
     training = [layer for layer in layers if not trainable.isdisjoint(layer.parameter_names)]
     if not training:

@@ -2,8 +2,7 @@
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, WeightPlace
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, WaitingForm, WeightPlace
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 

@@ -19,7 +19,8 @@ from slivertune.core.layers import find_blocks
 from slivertune.core.refused_pairs import attach_feature
 from slivertune.core.setting_checks import check_choice
 from slivertune.core.torch_internals import FakeTensor
-from slivertune.hift.block_codes import WaitingForm, check_available
+from slivertune.hift.block_codes import check_available
+from slivertune.hift.config import WaitingForm
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher

@@ -22,7 +22,8 @@ from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
 from slivertune.core.refused_pairs import Feature
 from slivertune.core.torch_internals import apply_of, is_without_data, storage_key
-from slivertune.hift.block_codes import BlockCodes, WaitingForm, quantize
+from slivertune.hift.block_codes import BlockCodes, quantize
+from slivertune.hift.config import WaitingForm
 from slivertune.hift.exact_tensor import ExactTensor
 
 

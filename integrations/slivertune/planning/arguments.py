@@ -5,9 +5,9 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+from slivertune.core.byte_text import parse_memory_size
 from slivertune.core.output_place import check_file_place
 from slivertune.core.suggestions import did_you_mean
-from slivertune.planning.byte_text import parse_memory_size
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, known_cards
 from slivertune.planning.largest import LargestField
 from slivertune.planning.methods import check_options_are_read, planned_methods, planned_options

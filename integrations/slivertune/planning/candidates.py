@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from slivertune.hift.block_codes import WaitingForm, check_available
+from slivertune.hift.block_codes import check_available
+from slivertune.hift.config import WaitingForm
 from slivertune.planning.methods import clash_with_method, planned
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.console import Console
 
+from slivertune.core.byte_text import format_bytes
 from slivertune.core.masking import masked
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.arguments import PlanArguments, Sweep, parse_plan_arguments
-from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, Card, card_here, card_named, find_card
 from slivertune.planning.compare import Comparison, Question, compare, in_order
@@ -32,11 +32,12 @@ from slivertune.planning.search import Found, Tell, search, start_of_search
 _WIDTH_WITHOUT_TERMINAL = 120
 
 
-def run_plan(argv: Sequence[str]) -> None:
+def run_plan(argv: Sequence[str], unread: Sequence[str] = ()) -> None:
     """Run `slivertune plan`.
 
     Args:
         argv: Words of the command line after `slivertune plan`.
+        unread: Names of options that were given and that a plan does not depend on, which a line at the end tells.
 
     Raises:
         ValueError: If the arguments contradict each other, the run can't be planned, or nothing fits.
@@ -46,6 +47,12 @@ def run_plan(argv: Sequence[str]) -> None:
     if arguments.plot is not None:
         require_matplotlib()
     answer = _answer(arguments)
+    _print(answer, arguments)
+    if unread:
+        _console(stderr=True).print(f"not read: {', '.join(unread)}", markup=False, soft_wrap=True)
+
+
+def _print(answer: Answer | SweepAnswer | Comparison, arguments: PlanArguments) -> None:
     if arguments.plot is not None:
         if isinstance(answer, Comparison):
             save(comparison_figure(answer), arguments.plot)

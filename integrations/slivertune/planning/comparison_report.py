@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from slivertune.planning.byte_text import format_bytes
+from slivertune.core.byte_text import format_bytes
 from slivertune.planning.compare import Comparison, Row, advice
 from slivertune.planning.limits import describe_limits, unlimited_needs
 from slivertune.planning.report import line_printer

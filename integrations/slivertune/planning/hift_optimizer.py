@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.layers import layers_in
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.optimizers import optimizer_of
@@ -32,7 +31,7 @@ def hift_over(
     optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
     config = HiFTConfig(
         layers_per_group=request.layers_per_group,
-        layers=layers_in(request.layers),
+        layers=request.layers,
         steps_per_group=updates_a_turn,
         order="bottom2up",  # a turn is begun by its group's number
         state="host" if request.state == "disk" else request.state,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from slivertune.core.byte_text import format_bytes
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.layers import find_blocks
 from slivertune.core.layout import Layout
@@ -18,7 +19,6 @@ from slivertune.core.torch_internals import storage_key
 from slivertune.hift.disk import split_bytes
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
-from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.counter import beside_computation
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights

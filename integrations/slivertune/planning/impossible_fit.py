@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
-from slivertune.planning.byte_text import format_bytes
+from slivertune.core.byte_text import format_bytes
 from slivertune.planning.candidates import Candidate
 from slivertune.planning.limits import describe_limits
 from slivertune.planning.plan import Limits, MemoryRequirement

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from slivertune.core.layers import find_layers, layers_in
-from slivertune.planning.byte_text import format_bytes
+from slivertune.core.byte_text import format_bytes
+from slivertune.core.layers import find_layers
 from slivertune.planning.cards import Card
 from slivertune.planning.make import build_model, make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
@@ -159,7 +159,7 @@ def count_layers(request: PlanRequest, config: PreTrainedConfig) -> int:
         request: Run that names the model's head, and the layers if they are given.
         config: The model's configuration.
     """
-    return len(find_layers(build_model(request, config), layers_in(request.layers)))
+    return len(find_layers(build_model(request, config), request.layers))
 
 
 def _halved(num_layers: int) -> Iterator[int]:

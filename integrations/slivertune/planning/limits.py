@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from slivertune.core.byte_text import format_bytes
 from slivertune.core.host_memory import available_host_bytes
-from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.cards import card_named
 from slivertune.planning.plan import LimitName, Limits, MemoryRequirement
 

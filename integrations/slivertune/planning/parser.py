@@ -11,7 +11,8 @@ from slivertune.planning.methods import planned_methods
 
 _DESCRIPTION = (
     "Report what a run will need before it runs: its real step is made on tensors without data, and every byte that "
-    "it stores is counted. Needs neither weights nor a GPU."
+    "it stores is counted. Needs neither weights nor a GPU. Takes a run file and all options of slivertune train. A "
+    "line at the end names those on which a plan does not depend."
 )
 _CHECKPOINTED = "slivertune plan --model llama-3-8b --precision mixed_hi --gradient_checkpointing"
 _EXAMPLES = (
@@ -37,7 +38,7 @@ class _PlanParser(OptionParser):
     def format_help(self) -> str:
         """Return the text of `slivertune plan --help`."""
         return render_help(
-            usage="slivertune plan --model MODEL [--option value ...]",
+            usage="slivertune plan [RUN.yaml] --model MODEL [--option value ...]",
             description=_DESCRIPTION,
             examples=_EXAMPLES,
             groups=[*self.groups, HelpGroup("help", [HelpEntry("-h, --help", "show this text")])],
@@ -103,4 +104,4 @@ def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
 def _true_or_false(text: str) -> bool:
     if text.lower() in ("true", "false", "yes", "no", "1", "0"):
         return text.lower() in ("true", "yes", "1")
-    raise ValueError(f"{text!r} is neither true nor false")
+    raise ValueError(f"{text!r} must be true or false")

@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from slivertune.core.byte_text import common_unit, format_bytes
 from slivertune.core.masking import masked
 from slivertune.core.typed_command import typed_command
 from slivertune.planning.answer import Answer, SweepAnswer
-from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.configs import ModelFigures
 from slivertune.planning.limits import unlimited_needs
 from slivertune.planning.methods import planned, planned_methods

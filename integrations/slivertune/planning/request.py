@@ -5,16 +5,15 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from slivertune.core.byte_text import parse_bytes
 from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
 from slivertune.core.setting_checks import check_choice, check_integer, check_layers_per_group, layers_or_auto
 from slivertune.core.token_tiles import tiles_under_zero3
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, StatePlace, WeightPlace
+from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, StatePlace, WaitingForm, WeightPlace
 from slivertune.hift.unsupported import clash_with_layout
-from slivertune.planning.byte_text import parse_bytes
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, clash_with_zero3, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
@@ -156,7 +155,7 @@ class PlanRequest:
         ),
     )
     layers_per_group: float = field(
-        default=_HIFT.layers_per_group,
+        default=float(_HIFT.layers_per_group),
         metadata=option(
             _METHODS,
             "hift: layers per group, trained in one update (m): a number, or a share of the layers; auto: the largest "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from slivertune.planning.byte_text import format_bytes
+from slivertune.core.byte_text import format_bytes
 from slivertune.planning.candidates import Candidate
 from slivertune.planning.impossible_fit import changed_fields, describe_impossible, shortages
 from slivertune.planning.methods import planned, planned_methods

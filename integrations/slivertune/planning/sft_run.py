@@ -312,14 +312,14 @@ def _nothing_kept() -> Iterator[None]:
         adam._corrections.cache_clear()
 
 
-def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int | None) -> SizedSFT:
+def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int) -> SizedSFT:
     """Make an SFT optimizer with its own schedule.
 
     Args:
         request: Run with all other settings.
         model: Model of fake tensors.
         steps: Updates per estimation phase (gamma).
-        interval: Updates between two reselections (S); None for no reselection.
+        interval: Updates between two reselections (S); 0 for no reselection.
     """
     config = SFTConfig(
         density=request.density,
@@ -339,7 +339,7 @@ def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int | N
         return SizedSFT(model, config=config, lr=1e-4, total_steps=1000, momentum=request.sft_momentum)
 
 
-def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:
+def _shortened(request: PlanRequest) -> tuple[int, int, int]:
     """Return a schedule whose phases overlap as in the run, followed by updates outside of phases.
 
     The first phase ends at gamma. The second begins at S - gamma and ends at S. Later phases overlap with no other.
@@ -352,7 +352,7 @@ def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:
     """
     if not request.has_phases:
         # SM3 reselects in every update, which shows all memory that it takes.
-        return 1, None if request.reselection_interval == 0 else 1, 0
+        return 1, min(request.reselection_interval, 1), 0
     num_overlapping = min(2 * request.estimation_steps - request.reselection_interval, _PHASE_UPDATES)
     if num_overlapping <= 0:
         if request.estimation_steps == 1:

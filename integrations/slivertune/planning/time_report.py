@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from slivertune.planning.byte_text import format_bytes
+from slivertune.core.byte_text import format_bytes
 from slivertune.planning.cards import Card, Rates
 from slivertune.planning.planned_time import EFFICIENCIES, PlannedTime
 

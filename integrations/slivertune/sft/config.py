@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-from torch import nn
-
 from slivertune.core.setting_checks import check_choice, check_integer, check_number
 
 SelectionCriterion = Literal["accumulated_gradient", "momentum"]
@@ -38,27 +35,34 @@ class SFTConfig:
     """
 
     density: float | None = None
-    """Share of each target tensor that is trained, in (0, 1], and at least one weight per tensor."""
+    """Trained share of each target tensor, in (0, 1]; at least one weight per tensor."""
     num_weights: int | None = None
-    """Number of trained weights in all targets together (d_phi)."""
+    """Weights trained in all targets together (d_phi in the paper), in place of `density`."""
     equivalent_lora_rank: int | None = None
-    """LoRA rank whose number of trained parameters SFT matches: rank x (in + out) per matrix, and per expert's matrix.
-    64 if none of the three settings is given."""
+    """Train as many weights as LoRA of this rank on the same matrices, in place of `density`; 64 if none of the three
+    is given.
+
+    These are rank x (in + out) per matrix, and per expert's matrix."""
     selection: SelectionCriterion = "accumulated_gradient"
-    """Criterion for growing weights. `accumulated_gradient` (AG): the gradient accumulated over `estimation_steps`
-    updates, with AdamW. `momentum` (MA): the row and column accumulators of SM3, which then trains the weights in less
-    memory."""
-    reselection_interval: int | None = 20
-    """Updates between two reselections (S). None keeps the first, random choice for the whole run."""
+    """Criterion for growing weights. accumulated_gradient (AG): the gradient accumulated over `estimation_steps`
+    updates, with AdamW. momentum (MA): the row and column accumulators of SM3, with SM3, which needs less memory."""
+    reselection_interval: int = 20
+    """Updates between two reselections (S); 0 keeps the first, random choice for the whole run."""
     estimation_steps: int = 5
-    """Updates in AG's estimation phase before each reselection (gamma). The first reselection ends the first phase."""
+    """Updates of AG's estimation phase before each reselection (gamma).
+
+    The first reselection ends the first phase."""
     replacement_rate: float = 0.2
-    """Peak share of weights replaced by a reselection after the first (alpha), in [0, 1], falling to 0 over the run."""
-    targets: Sequence[str | type[nn.Module]] | None = None
-    """Trained tensors: ends of module paths ("q_proj"), ends of parameter names ("q_proj.bias"), or module classes.
-    None takes the weights of all linear layers and experts of the blocks that require gradients."""
+    """Peak share of the weights that a reselection after the first replaces (alpha), in [0, 1]; falls to 0 over the
+    run."""
+    targets: Sequence[str | type] | None = None
+    """Ends of the paths of trained modules, e.g. q_proj v_proj, or of parameter names; by default all linear layers of
+    the blocks.
+
+    Module classes may be targets, too. None takes the weights of all linear layers and experts of the blocks that
+    require gradients."""
     embeddings: bool = False
-    """Whether the weights of all `nn.Embedding` modules are targets, too."""
+    """Train the weights of all embeddings sparsely, too."""
     form: Form = "auto"
     """Storage of the deltas. `optimizer` adds them to the dense weights. `layer` stores them beside frozen weights, and
     the layer adds them. `auto` takes `layer` only for 4-bit weights."""
@@ -67,12 +71,12 @@ class SFTConfig:
     the optimizer form. `sampled`: `torch.sparse.sampled_addmm`, for fp32 on a CPU. It is faster at low density, with
     sums in another order (relative differences of 1e-6)."""
     redistribute: bool = False
-    """Whether a reselection may move weights between tensors, each of which keeps between a quarter and four times its
-    first share. Not in the paper."""
+    """Let a reselection move weights between tensors, within 1/4 to 4 times a tensor's share; not in the paper."""
     packed: bool = False
-    """Whether the bytes per trained weight are halved: 16-bit positions, bf16 deltas and moments with stochastic
-    rounding, 1-byte ages. For bf16 weights AG takes 11 bytes (23 in an estimation phase) and MA 6, instead of 20 (36)
-    and 10."""
+    """Deltas and moments in bf16, rounded stochastically: about half the bytes of state.
+
+    Positions take 16 bits, ages 1 byte. For bf16 weights AG takes 11 bytes (23 in an estimation phase) and MA 6,
+    instead of 20 (36) and 10."""
     max_grad_norm: float | None = None
     """Largest norm of the gradient of all trained weights together. `step` scales larger gradients down. None leaves
     clipping to the training loop."""
@@ -85,7 +89,8 @@ class SFTConfig:
         check_choice("phi_gradient", self.phi_gradient, get_args(PhiGradient))
         check_integer("estimation_steps", self.estimation_steps, 1)
         check_integer("seed", self.seed)
-        for name in ("num_weights", "equivalent_lora_rank", "reselection_interval"):
+        check_integer("reselection_interval", self.reselection_interval, 0)
+        for name in ("num_weights", "equivalent_lora_rank"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_number("replacement_rate", self.replacement_rate)
@@ -97,13 +102,13 @@ class SFTConfig:
                 raise ValueError(text)
         targets: Sequence[object] = self.targets or ()
         for target in targets:
-            if not (isinstance(target, str) or (isinstance(target, type) and issubclass(target, nn.Module))):
+            if not isinstance(target, str) and not _is_module_class(target):
                 raise ValueError(f"targets has {target!r}. Give names and classes of modules")
 
     def _rules(self) -> tuple[tuple[bool, str], ...]:
         """Return the rules for settings, each as whether it is broken and the error's text."""
         given = [name for name in ("density", "num_weights", "equivalent_lora_rank") if getattr(self, name) is not None]
-        ends_before = self.reselection_interval is not None and self.reselection_interval <= self.estimation_steps
+        ends_before = 0 < self.reselection_interval <= self.estimation_steps
         return (
             (len(given) > 1, f"{' and '.join(given)} set the same thing, the number of trained weights. Give one"),
             (
@@ -137,6 +142,14 @@ class SFTConfig:
         )
 
 
+def _is_module_class(target: object) -> bool:
+    if not isinstance(target, type):
+        return False
+    from torch import nn
+
+    return issubclass(target, nn.Module)
+
+
 def checked_options(
     config: SFTConfig,
     lr: float,
@@ -164,7 +177,7 @@ def checked_options(
     by_sm3 = config.selection == "momentum"
     numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
     for name, value in (numbers if eps is None else numbers | {"eps": eps}).items():
-        if not isinstance(value, torch.Tensor):
+        if not (name == "lr" and hasattr(value, "item")):  # the rate may be a tensor
             check_number(name, value)
     rules = (
         (0 <= float(lr) < math.inf, f"lr={lr} must be a finite number of at least 0"),

@@ -55,7 +55,7 @@ class Schedule:
         estimation_steps = config.estimation_steps if config.selection == "accumulated_gradient" else 0
         interval = config.reselection_interval
         return cls(
-            first=None if interval is None else estimation_steps or interval,
+            first=(estimation_steps or interval) if interval else None,
             interval=interval or 1,
             estimation_steps=estimation_steps,
             replacement_rate=config.replacement_rate,

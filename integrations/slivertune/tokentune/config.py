@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torch import nn
-
 from slivertune.core.setting_checks import check_integer, check_number
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from slivertune.tokentune.hook import TokenTuneHandle
 
 Pattern = Literal["random", "chunks", "block"]

@@ -205,7 +205,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     compilation = BlockCompilation(trainer, fullgraph=method.name == "hift" or tokens is not None)
     compilation.begin()
     loss = attach_loss(trainer, task, display.say, wanted=arguments.run.chunked_cross_entropy)
-    num_kept, trained_model = arguments.run.num_kept, trainer.model
+    num_kept, trained_model = arguments.run.keep_activations, trainer.model
     # The handle comes before checkpointing, which the Trainer enables when training begins.
     kept = None if num_kept is None or trained_model is None else KeptActivationsHandle(trained_model, num_kept)
     offloaded = None

@@ -56,7 +56,7 @@ def plan_request(
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "seq_length": _longest_row(task),
         "gradient_checkpointing": training.gradient_checkpointing,
-        "keep_activations": arguments.run.num_kept or 0,
+        "keep_activations": arguments.run.keep_activations or 0,
         "offload_activations": arguments.run.offload_activations,
         "token_tile_size": arguments.run.token_tile_size,
         "chunked_cross_entropy": is_chunked,
@@ -94,7 +94,7 @@ def _check(arguments: TrainArguments, layout: str) -> None:
             arguments.data.task not in get_args(TaskName),
             f"plans support --task causal_lm and classification, not {arguments.data.task}",
         ),
-        (arguments.run.num_kept == "auto", "--keep_activations auto fills the memory that the device has left"),
+        (arguments.run.keep_activations == "auto", "--keep_activations auto fills the memory that the device has left"),
         (training.torch_compile, "plans can't see into graphs of torch.compile"),
         (others, f"plans do not support {', '.join(others)}"),
         (

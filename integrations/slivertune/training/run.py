@@ -233,7 +233,7 @@ def _settings(run: Run) -> dict[str, Any]:
         "max_length": run.task.max_length,
         "chat_template_date": run.task.chat_template_date,
         "load_in_4bit": run.arguments.model.load_in_4bit,
-        "keep_activations": run.arguments.run.num_kept,
+        "keep_activations": run.arguments.run.keep_activations,
         "offload_activations": run.arguments.run.offload_activations,
         "token_tile_size": run.arguments.run.token_tile_size,
         "chunked_cross_entropy": run.loss is not None,

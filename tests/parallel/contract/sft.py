@@ -45,7 +45,7 @@ class SFTCase(Case):
     model: str = "prescribed"
     updates: int = 17
     total: int = 40
-    interval: int | None = 5
+    interval: int = 5
     gamma: int = 3
     alpha: float = 0.5
     density: float = 0.15

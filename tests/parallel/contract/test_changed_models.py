@@ -33,7 +33,7 @@ CASES: dict[str, Case] = {
 IN_SHARDS: tuple[Layout, ...] = ("fsdp2", "zero3")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 AT_ANY_RATE = {kind: HiFTCase(dtype=dtype, is_scheduled=False) for kind, dtype in DTYPES.items()}
-SPARSE = SFTCase(model="llama", density=0.1, interval=None)
+SPARSE = SFTCase(model="llama", density=0.1, interval=0)
 Change = Callable[[Any], object]
 """Of the user's own model, which the prepared one wraps or is."""
 

@@ -7,20 +7,21 @@ from transformers import Trainer
 
 from slivertune import HiFTConfig
 from slivertune.core.setting_checks import layers_or_auto
-from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
+from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.method import SliverMethod
-from slivertune.training.methods.sft import SFTArguments, SFTMethod
+from slivertune.training.methods.sft import SFTMethod
+from slivertune.training.options.methods import HiFTOptions, SFTOptions
 from slivertune.training.options.parse import parse_train_arguments
 from tests.conftest import CHECKOUT
 from tests.helpers.models import LAYERS, differing, tiny_llama
 from tests.training.test_callbacks import make_trainer
 from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits, saved_weights
 
-PAPER: dict[str, Any] = {"layers_per_group": "1", "steps_per_group": 1, "order": "bottom2up"}
+PAPER: dict[str, Any] = {"layers_per_group": 1, "steps_per_group": 1, "order": "bottom2up"}
 
 
 def attached(folder: Path, **settings: Any) -> HiFTMethod:
-    method = HiFTMethod(HiFTArguments(**{**PAPER, **settings}))
+    method = HiFTMethod(HiFTOptions(**{**PAPER, **settings}))
     method.attach(make_trainer(folder))
     return method
 
@@ -31,7 +32,7 @@ def test_a_rate_that_nobody_chose_for_hift_is_pointed_at(tmp_path: Path) -> None
     assert note.startswith(f"HiFT trains each parameter in one of {LAYERS} updates here")
     assert "--learning_rate was not given, so 5e-05 is used" in note
     assert method.notes(tiny_llama(), learning_rate=None) == []
-    assert attached(tmp_path, layers_per_group=str(LAYERS)).notes(tiny_llama(), learning_rate=5e-5) == []
+    assert attached(tmp_path, layers_per_group=LAYERS).notes(tiny_llama(), learning_rate=5e-5) == []
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 8])
@@ -93,22 +94,22 @@ def test_layers_per_group_is_a_number_a_share_or_auto(text: str, number: object)
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.0", "0.0", "25%", "nan", "many", "", "1e5"])
 def test_other_words_for_layers_per_group_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^layers_per_group=.* must be "):
-        layers_or_auto(text)
+    with pytest.raises(ValueError, match=f"^(layers_per_group=|'{text}').*must be "):
+        HiFTConfig(layers_per_group=layers_or_auto(text))
 
 
 @pytest.mark.parametrize(
     ("typed", "followed"),
     [
-        ({}, ("1", 1, "bottom2up")),
-        ({"layers_per_group": "auto"}, ("1", 1, "bottom2up")),
-        ({"layers_per_group": "2", "order": "random"}, ("2", 1, "random")),
+        ({}, (1, 1, "bottom2up")),
+        ({"layers_per_group": "auto"}, (1, 1, "bottom2up")),
+        ({"layers_per_group": 2, "order": "random"}, (2, 1, "random")),
     ],
 )
 def test_a_run_from_before_goes_on_with_the_schedule_that_it_began_with(
-    typed: dict[str, Any], followed: tuple[str, int, str]
+    typed: dict[str, Any], followed: tuple[int, int, str]
 ) -> None:
-    method = HiFTMethod(HiFTArguments(**typed))
+    method = HiFTMethod(HiFTOptions(**typed))
     method.follow({"hift": {"layers_per_group": 1, "steps_per_group": 1, "order": "bottom2up"}}, frozenset(typed))
     options = method.options
     assert (options.layers_per_group, options.steps_per_group, options.order) == followed
@@ -120,7 +121,7 @@ def test_a_number_of_layers_that_was_not_searched_has_the_rate_of_the_next_small
     monkeypatch.chdir(tmp_path)
     for m, like in (("3", "2"), ("7", "4"), ("20", "8")):
         mine, other = (parse_train_arguments(["--layers_per_group", each]) for each in (m, like))
-        assert mine.method.options.num_layers == int(m)
+        assert mine.method.options.layers_per_group == int(m)
         assert mine.training.learning_rate == other.training.learning_rate
         assert mine.training.max_steps == other.training.max_steps
     with pytest.raises(ValueError, match="layers_per_group=0 must be"):
@@ -132,8 +133,8 @@ def test_a_number_of_layers_that_was_not_searched_has_the_rate_of_the_next_small
     [
         ({}, 2 * LAYERS + 1),
         ({"steps_per_group": 2}, 2 * LAYERS + 2),
-        ({"layers_per_group": "2"}, 10),
-        ({"layers_per_group": str(LAYERS)}, 8),
+        ({"layers_per_group": 2}, 10),
+        ({"layers_per_group": LAYERS}, 8),
         ({"steps_per_group": 20}, 20),
     ],
 )
@@ -147,7 +148,7 @@ def test_lines_are_eight_updates_or_more_apart_and_show_one_group_after_the_othe
     assert shown == [*range(num_groups)] * 2
 
 
-@pytest.mark.parametrize("method", [HiFTMethod(HiFTArguments()), SFTMethod(SFTArguments())])
+@pytest.mark.parametrize("method", [HiFTMethod(HiFTOptions()), SFTMethod(SFTOptions())])
 def test_it_says_so_when_it_is_asked_before_it_is_attached(method: SliverMethod) -> None:
     with pytest.raises(RuntimeError, match=rf"{method.name} is not attached to a Trainer\. Call attach first"):
         method.lines()

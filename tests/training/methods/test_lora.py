@@ -12,14 +12,15 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from slivertune.training.methods.lora import LoraArguments, LoraMethod
+from slivertune.training.methods.lora import LoraMethod
 from slivertune.training.models import LoadedModel
+from slivertune.training.options.methods import LoraOptions
 from tests.training.test_models import make_task
 from tests.training.tiny import bert_config, llama_config
 
 
 def adapt(model: Any, kind: str, new_modules: tuple[str, ...] = (), **settings: Any) -> tuple[Any, LoraMethod]:
-    method = LoraMethod(LoraArguments(**settings))
+    method = LoraMethod(LoraOptions(**settings))
     loaded = LoadedModel(model=model, new_modules=new_modules, revision="some-branch")
     return method.adapt(loaded, make_task(kind)), method
 

@@ -1,7 +1,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from slivertune.core.layers import find_layers
 from slivertune.training.methods import TrainingMethod, register_train_method
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
+from slivertune.training.options.methods import METHOD_OPTIONS, MethodOptions
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.output.folders import read_facts
 from tests.helpers.models import differing, tiny_llama
@@ -27,9 +28,7 @@ class FirstLayersOptions:
 class FirstLayersMethod(TrainingMethod):
     """All that the command asks of it, in one class."""
 
-    name = "first_layers"
-    help = "the first layers alone"
-    options_class = FirstLayersOptions
+    about = MethodOptions(name="first_layers", help="the first layers alone", options_class=FirstLayersOptions)
     options: FirstLayersOptions
 
     @classmethod
@@ -61,7 +60,7 @@ def another_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     monkeypatch.chdir(tmp_path)
     register_train_method(FirstLayersMethod)
     yield
-    del TRAIN_METHODS["first_layers"]
+    del TRAIN_METHODS["first_layers"], METHOD_OPTIONS["first_layers"]
 
 
 def test_a_method_of_another_package_trains_and_reports_as_any(runs: Runs) -> None:
@@ -111,10 +110,10 @@ def test_a_name_or_an_option_that_is_taken_is_refused() -> None:
     register_train_method(FirstLayersMethod)
 
     class OtherDense(TrainingMethod):
-        name = "dense"
+        about = MethodOptions(name="dense", help="another")
 
     class OtherOrder(FirstLayersMethod):
-        name = "other_order"
+        about = replace(FirstLayersMethod.about, name="other_order")
 
     with pytest.raises(ValueError, match=r"another method is registered as 'dense'\. Choose another name"):
         register_train_method(OtherDense)

@@ -8,9 +8,10 @@ import torch
 
 from slivertune.core.ledger import Ledger
 from slivertune.sft.config import SFTConfig
-from slivertune.training.methods.sft import EMBEDDED_DENSITY, SFTArguments, SFTMethod
+from slivertune.training.methods.sft import EMBEDDED_DENSITY, SFTMethod
 from slivertune.training.models import LoadedModel, Precision, load_model, open_model
 from slivertune.training.options.arguments import ModelArguments
+from slivertune.training.options.methods import SFT, SFTOptions
 from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.models import tiny_llama
 from tests.training.test_callbacks import make_trainer
@@ -18,14 +19,14 @@ from tests.training.test_models import make_task
 
 
 def attached(folder: Path, *, seed: int = 42, **settings: Any) -> SFTMethod:
-    method = SFTMethod(SFTArguments(**{"density": 0.1, **settings}))
+    method = SFTMethod(SFTOptions(**{"density": 0.1, **settings}))
     method.attach(make_trainer(folder, seed=seed))
     return method
 
 
 @pytest.mark.parametrize(("interval", "updates"), [(20, 20), (8, 8), (6, 12), (3, 9), (0, 8)])
 def test_a_line_takes_as_many_intervals_as_make_eight_updates(interval: int, updates: int) -> None:
-    arguments = SFTArguments(density=0.1, reselection_interval=interval, estimation_steps=2)
+    arguments = SFTOptions(density=0.1, reselection_interval=interval, estimation_steps=2)
     assert SFTMethod(arguments).logging_steps() == updates
 
 
@@ -57,7 +58,7 @@ def test_the_runs_seed_decides_the_first_choice(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_is_entered_later_counts_all_state_once_it_is_claimed(tmp_path: Path) -> None:
-    method = SFTMethod(SFTArguments(density=0.1, reselection_interval=0))
+    method = SFTMethod(SFTOptions(density=0.1, reselection_interval=0))
     trainer = make_trainer(tmp_path)
     method.attach(trainer)
     model: Any = trainer.model
@@ -68,7 +69,7 @@ def test_a_ledger_that_is_entered_later_counts_all_state_once_it_is_claimed(tmp_
 
 
 def test_new_weights_are_refused_and_pretrained_ones_taken_as_they_are() -> None:
-    method, model = SFTMethod(SFTArguments()), tiny_llama()
+    method, model = SFTMethod(SFTOptions()), tiny_llama()
     assert method.adapt(LoadedModel(model=model, new_modules=()), make_task()) is model  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^model.norm, score of LlamaForCausalLM is new, and --method sft trains"):
         method.adapt(LoadedModel(model=model, new_modules=("model.norm", "score")), make_task())  # type: ignore[arg-type]
@@ -81,14 +82,14 @@ def test_a_trainer_takes_4_bit_weights_without_adapters_and_they_are_marked_agai
     loaded = load_model(source, make_task(), precision=precision, four_bit_device=torch.device("cpu"))
     with pytest.raises(ValueError, match="purely quantized models"):
         make_trainer(tmp_path, model=loaded.model)
-    method = SFTMethod(SFTArguments(density=0.1))
+    method = SFTMethod(SFTOptions(density=0.1))
     method.attach(make_trainer(tmp_path, model=method.adapt(loaded, make_task())))
     assert loaded.model.is_quantized is True
     method.close()
 
 
 def test_closing_takes_sft_off_and_keeps_what_was_learned(tmp_path: Path) -> None:
-    method = SFTMethod(SFTArguments(density=0.1))
+    method = SFTMethod(SFTOptions(density=0.1))
     method.close()
     trainer = make_trainer(tmp_path)
     model: Any = trainer.model
@@ -111,21 +112,17 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_choice_of_sft_has_an_argument_or_a_reason_to_have_none() -> None:
-    config, arguments = ({item.name for item in dataclasses.fields(kind)} for kind in (SFTConfig, SFTArguments))
+def test_every_choice_of_sft_has_an_option_or_a_reason_to_have_none() -> None:
+    config = {item.name for item in dataclasses.fields(SFTConfig)}
     # The seed is the run's and clipping the Trainer's; the form follows the weights, and the layer form's way to a
     # gradient is a choice among dense fp32 weights, which have the optimizer form here.
-    assert {RENAMED.get(name, name) for name in config} - arguments == {
-        "seed",
-        "max_grad_norm",
-        "form",
-        "phi_gradient",
-    }
-    assert arguments - {RENAMED.get(name, name) for name in config} == {"sft_momentum"}
+    left_out = {"seed", "max_grad_norm", "form", "phi_gradient"}
+    named = {RENAMED.get(name, name) for name in config - left_out}
+    assert {option.name for option in SFT.options()} == {*named, "sft_momentum"}
 
 
 def test_sfts_settings_and_defaults_reach_its_config() -> None:
-    assert SFTArguments().config(seed=0) == SFTConfig()
+    assert SFTOptions().config(seed=0) == SFTConfig()
     given = ["--density", "0.2", "--reselection_interval", "9", "--estimation_steps", "4", "--replacement_rate", "0.5"]
     names = ["--sft_target_modules", "q_proj", "v_proj", "--train_embeddings", "--redistribute", "--packed"]
     arguments = parse_train_arguments(["--method", "sft", *given, *names, "--seed", "7"])
@@ -142,9 +139,9 @@ def test_sfts_settings_and_defaults_reach_its_config() -> None:
     )
     momentum = parse_train_arguments(["--method", "sft", *MOMENTUM, "--sft_momentum", "0.9", "--num_weights", "50"])
     assert momentum.method.options.config(seed=0) == SFTConfig(selection="momentum", num_weights=50)
-    assert momentum.method.options.sft_momentum == 0.9
+    assert momentum.method.options.momentum == 0.9
     fixed = parse_train_arguments(["--method", "sft", "--reselection_interval", "0", "--equivalent_lora_rank", "3"])
-    assert fixed.method.options.config(seed=0) == SFTConfig(reselection_interval=None, equivalent_lora_rank=3)
+    assert fixed.method.options.config(seed=0) == SFTConfig(reselection_interval=0, equivalent_lora_rank=3)
 
 
 def test_the_embedded_model_has_a_share_and_a_rate_for_each_update_rule_of_its_own() -> None:
@@ -154,7 +151,7 @@ def test_the_embedded_model_has_a_share_and_a_rate_for_each_update_rule_of_its_o
     momentum = parse_train_arguments(["--method", "sft", *MOMENTUM, "--equivalent_lora_rank", "2"])
     assert (momentum.method.options.density, momentum.training.learning_rate) == (None, 1e-1)
     other = parse_train_arguments(["--method", "sft", "--model_name_or_path", "gpt2", "--dataset", "d.csv"])
-    assert other.method.options == SFTArguments()
+    assert other.method.options == SFTOptions()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +163,7 @@ def test_the_embedded_model_has_a_share_and_a_rate_for_each_update_rule_of_its_o
         (["--equivalent_lora_rank", "0"], "equivalent_lora_rank=0 must be at least 1"),
         (["--selection", "magic"], "invalid choice: 'magic'"),
         (["--reselection_interval", "5"], "reselection_interval=5 must be greater than estimation_steps=5"),
-        (["--reselection_interval", "-1"], "reselection_interval=-1 must be at least 1, or 0 to keep the first choice"),
+        (["--reselection_interval", "-1"], "reselection_interval=-1 must be at least 0"),
         (["--estimation_steps", "0"], "estimation_steps=0 must be at least 1"),
         (["--replacement_rate", "1.5"], "replacement_rate=1.5 must be in [0, 1]"),
         ([*MOMENTUM, "--sft_momentum", "1"], "sft_momentum=1.0 must lie in [0, 1)"),

@@ -2,17 +2,15 @@ import re
 from typing import Any
 
 import pytest
-from transformers import HfArgumentParser
 
 from slivertune.training.options.arguments import DataArguments
+from slivertune.training.options.parser import given_values
 
 
 def test_the_command_line_parser_reads_every_kind_of_field() -> None:
     words = "--dataset d.tsv --column_names a b --task prompt_classification --label_words 0=no,1=yes --truncate"
-    (arguments,) = HfArgumentParser(DataArguments).parse_args_into_dataclasses(
-        [*words.split(), "--template", "{a}? {mask}", "--eval_fraction", "0.25", "--max_length", "32"]
-    )
-    assert arguments == DataArguments(
+    given = given_values([*words.split(), "--template", "{a}? {mask}", "--eval_fraction", "0.25", "--max_length", "32"])
+    assert DataArguments(**given) == DataArguments(
         dataset=["d.tsv"],
         column_names=["a", "b"],
         task="prompt_classification",
@@ -26,8 +24,7 @@ def test_the_command_line_parser_reads_every_kind_of_field() -> None:
 
 def test_several_datasets_and_their_weights_are_read() -> None:
     words = "--dataset a.jsonl b.jsonl --dataset_weights 0.7 3 --dataset_format alpaca --chat_template chat.jinja"
-    (arguments,) = HfArgumentParser(DataArguments).parse_args_into_dataclasses(words.split())
-    assert arguments == DataArguments(
+    assert DataArguments(**given_values(words.split())) == DataArguments(
         dataset=["a.jsonl", "b.jsonl"], dataset_weights=[0.7, 3.0], dataset_format="alpaca", chat_template="chat.jinja"
     )
 

@@ -1,13 +1,16 @@
 import re
-from typing import Any
+import subprocess
+import sys
 
 import pytest
 
-from slivertune.training.methods.registry import TRAIN_METHODS
+from slivertune.core.options import options_of
 from slivertune.training.options.arguments import RunArguments
 from slivertune.training.options.help import common_options, help_text
+from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.parser import make_parser
 from slivertune.training.options.table import train_options
+from slivertune.training.options.trainer import CommonOptions
 
 SET_BY_PEOPLE = (
     *("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"),
@@ -42,7 +45,7 @@ def test_the_short_help_has_ours_and_the_trainers_that_people_set_each_once() ->
     aliases = [alias for option in train_options().values() for alias in option.aliases]
     assert len(shown) == len(set(shown)) and {*ours, *aliases, *SET_BY_PEOPLE, "method", "unset", "help"} <= set(shown)
     assert len(shown) < 110 and "fsdp_config" not in shown
-    assert {each.name for each in common_options()} == set(shown) - {*aliases, "unset", "help"}
+    assert set(common_options()) == set(shown) - {*aliases, "unset", "help"}
 
 
 @pytest.mark.parametrize("has_all", [False, True])
@@ -74,12 +77,34 @@ def test_a_default_is_shown_unless_it_is_nothing() -> None:
         "0 writes none (default: 160)",
         "label smoothing factor to prevent overconfidence. Zero means no smoothing (default: 0.0)",
         "updates in a row with a loss or gradient that is not finite (default: 10)",
-        "--order {bottom2up,top2down,random} order of the groups",
+        "--order {bottom2up,top2down,random} order in which groups take turns",
         "~10% slower performance",
         "text between a prompt and its response (default: \\n)",
     ):
         assert part in text, part
     assert "default: None" not in text and "object at 0x" not in text and "%%" not in text
+
+
+def test_the_trainers_common_options_are_told_as_they_are() -> None:
+    known = train_options()
+    for option in options_of(CommonOptions):
+        real = known[option.name]
+        default = getattr(real.default, "value", real.default)
+        assert (option.name, option.default) == (option.name, default)
+        assert not option.choices or (option.name, option.choices) == (option.name, real.choices)
+        assert option.is_switch == real.is_switch and option.text
+        if not option.is_switch and option.name != "report_to":
+            assert (int in option.kinds, float in option.kinds) == (int in real.kinds, float in real.kinds), option.name
+
+
+def test_help_comes_at_once_without_torch() -> None:
+    code = (
+        "import atexit, sys\nfrom slivertune.cli import main\n"
+        "atexit.register(lambda: print('imported', {'torch', 'transformers', 'datasets'} & sys.modules.keys()))\n"
+        "main(['train', '--help'])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert told.stdout.startswith("usage: slivertune train") and told.stdout.endswith("imported set()\n")
 
 
 def test_the_command_prints_the_help_and_ends(
@@ -97,9 +122,7 @@ def test_the_command_prints_the_help_and_ends(
 def test_a_method_of_another_package_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.random_layers.train import RandomLayersMethod
 
-    methods: dict[str, Any] = {**TRAIN_METHODS, "random_layers": RandomLayersMethod}
-    monkeypatch.setattr("slivertune.training.options.help.TRAIN_METHODS", methods)
-    monkeypatch.setattr("slivertune.training.options.table.TRAIN_METHODS", methods)
+    monkeypatch.setitem(METHOD_OPTIONS, "random_layers", RandomLayersMethod.about)
     text = help_text(has_all=False, width=100)
     assert "\n--method random_layers, blocks drawn for each update, beside embedding and head:\n" in text
     assert "\n  --num_random_blocks N\n" in text

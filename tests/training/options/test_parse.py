@@ -11,9 +11,8 @@ import torch
 from transformers import TrainingArguments
 
 from slivertune.hift.config import HiFTConfig
-from slivertune.training.methods.hift import HiFTArguments
-from slivertune.training.methods.lora import LoraArguments
 from slivertune.training.options.arguments import TokenArguments
+from slivertune.training.options.methods import HIFT, LoraOptions
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.options.parser import make_parser
 from slivertune.training.options.table import RENAMED
@@ -50,7 +49,7 @@ def test_no_two_arguments_share_a_name() -> None:
                 "model.model_name_or_path": None,
                 "data.dataset": ["builtin:dates"],
                 "data.packing": False,
-                "method.options.num_layers": 4,
+                "method.options.layers_per_group": 4,
                 "training.learning_rate": 2e-3,
                 "training.warmup_steps": 0,
                 "training.max_steps": 800,
@@ -97,15 +96,15 @@ def test_no_two_arguments_share_a_name() -> None:
         ),
         pytest.param(
             "--dataset rows.csv",
-            {"method.options.num_layers": 4, "training.learning_rate": 2e-3, "training.max_steps": -1},
+            {"method.options.layers_per_group": 4, "training.learning_rate": 2e-3, "training.max_steps": -1},
             id="the embedded model learns other data as long as the library says",
         ),
         pytest.param(
             "--model_name_or_path gpt2",
-            {"method.options.num_layers": 0.25, "data.dataset": ["builtin:dates"], "training.max_steps": 800},
+            {"method.options.layers_per_group": 0.25, "data.dataset": ["builtin:dates"], "training.max_steps": 800},
             id="another model on the built-in data has a quarter of the layers in a group",
         ),
-        pytest.param("--layers-per-group 3", {"method.options.num_layers": 3}, id="both spellings are taken"),
+        pytest.param("--layers-per-group 3", {"method.options.layers_per_group": 3}, id="both spellings are taken"),
         pytest.param(
             "--method dense --optim galore_adamw",
             {"training.optim": "galore_adamw"},
@@ -129,7 +128,7 @@ def test_no_two_arguments_share_a_name() -> None:
         pytest.param(
             "--method lora",
             {
-                "method.options": LoraArguments(
+                "method.options": LoraOptions(
                     lora_rank=16, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None
                 ),
                 "method.options.alpha": 32,
@@ -167,9 +166,9 @@ def test_what_is_typed_and_what_is_not_become_settings(typed: str, expected: dic
 
 
 def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None:
-    config, arguments = ({item.name for item in dataclasses.fields(kind)} for kind in (HiFTConfig, HiFTArguments))
+    config, options = {item.name for item in dataclasses.fields(HiFTConfig)}, HIFT.options()
     # The seed and the largest norm are the run's; element-wise is for code, where it can be looked up.
-    assert config - arguments == {"seed", "max_grad_norm", "elementwise"}
+    assert config - {option.name for option in options} == {"seed", "max_grad_norm", "elementwise"}
 
 
 def test_hifts_settings_reach_its_config() -> None:
@@ -208,7 +207,7 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         (["--layers_per_group", "0"], "layers_per_group=0 must be a number of layers"),
         (
             ["--layers_per_group", "many"],
-            "layers_per_group='many' must be an integer, a share of the layers as 0.25, or 'auto'",
+            "--layers_per_group 'many' must be an integer, a share of the layers as 0.25, or 'auto'",
         ),
         (["--order", "sideways"], "invalid choice: 'sideways'"),
         (["--keep_activations", "2"], "keep_activations 2 spares blocks that --gradient_checkpointing would recompute"),
@@ -226,7 +225,10 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
             "--keep_activations auto does not go with --offload_activations: 'auto' measures a block's activations",
         ),
         (["--gradient_checkpointing", "--keep_activations", "-1"], "keep_activations=-1 must be at least 0"),
-        (["--gradient_checkpointing", "--keep_activations", "all"], "='all' must be an integer or 'auto'"),
+        (
+            ["--gradient_checkpointing", "--keep_activations", "all"],
+            "--keep_activations 'all' must be an integer or 'auto'",
+        ),
         (
             ["--gradient_checkpointing", "--keep_activations", "auto", "--use_cpu"],
             "and the model is on 'cpu'. Give a number of blocks, from 0 to all",
@@ -255,8 +257,8 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         ),
         (["--gradients", "stepped", "--max_grad_norm", "0", "--fp16"], "--gradients stepped does not go with --fp16"),
         (["--gradients", "host", "--fp16"], "--gradients host does not go with --fp16"),
-        (["--prefetch_bytes", "much"], "prefetch_bytes='much' must be a number of bytes, 0 or more, or \"auto\""),
-        (["--resident_bytes", "much"], "resident_bytes='much' must be a number of bytes, 0 or more, or \"auto\""),
+        (["--prefetch_bytes", "much"], "--prefetch_bytes 'much' must be a size, such as 24GiB"),
+        (["--resident_bytes", "much"], "--resident_bytes 'much' must be a size, such as 24GiB"),
         (["--weights", "host", "--state", "device"], 'Use state="host" or "disk"'),
         (["--method", "dense", "--gradients", "host"], "--gradients: only --method hift reads this"),
         (

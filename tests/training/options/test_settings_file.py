@@ -81,7 +81,7 @@ def test_precision_that_a_launcher_asked_for_is_kept(monkeypatch: pytest.MonkeyP
 def test_what_was_chosen_for_a_run_stands_in_place_of_auto() -> None:
     arguments = parse_train_arguments(["--layers_per_group", "auto", "--gpu", "4090"])
     assert "layers_per_group: auto\n" in settings_text(arguments) and "gpu: 4090" in settings_text(arguments)
-    arguments.method.options = replace(arguments.method.options, layers_per_group="3", gpu=None)
+    arguments.method.options = replace(arguments.method.options, layers_per_group=3, gpu=None)
     kept = yaml.safe_load(settings_text(arguments))
     assert kept["layers_per_group"] == 3 and "gpu" not in kept
 
@@ -91,7 +91,7 @@ def test_what_was_not_set_stands_there_as_a_comment_with_its_default() -> None:
     assert "\n# learning_rate: 5.0e-05\n" in text and '\n# response_separator: "\\n"\n' in text
     assert "\n# lr_scheduler_type: linear\n" in text
     # The schedule stands there in any case, so that no later default changes it.
-    assert "\nlayers_per_group: '0.25'\nsteps_per_group: 20\norder: random\n" in text
+    assert "\nlayers_per_group: 0.25\nsteps_per_group: 20\norder: random\n" in text
     # Neither another method's options, nor where the run lies.
     assert "lora_rank" not in text and not re.search(r"^# (output_dir|density):", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) < 120

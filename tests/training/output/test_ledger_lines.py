@@ -11,7 +11,8 @@ from slivertune.core.ledger import Census, claim
 from slivertune.hift.rotation import Rotation
 from slivertune.training.methods import hift as hift_method
 from slivertune.training.methods.dense import DenseMethod
-from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
+from slivertune.training.methods.hift import HiFTMethod
+from slivertune.training.options.methods import HiFTOptions
 from slivertune.training.output.ledger_lines import LedgerLines
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import make_trainer
@@ -31,7 +32,7 @@ def counted(
 
 def test_cycles_are_counted_by_steps_or_by_log_lines() -> None:
     rotation = Rotation(order=(0, 1, 2, 3, 4), steps_per_group=1, updates=23, skipped={4: 2})
-    method = HiFTMethod(HiFTArguments())
+    method = HiFTMethod(HiFTOptions())
     method._attached = SimpleNamespace(rotation=rotation, cycle_length=5)
     state: Any = SimpleNamespace(global_step=25, logging_steps=10)
     assert method.cycle(state) == (2, "cycle    4")
@@ -82,7 +83,7 @@ def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(
     said: list[tuple[int, str]] = []
     model = tiny_llama()
     trainer = make_trainer(tmp_path, Skip(), model=model, max_steps=2 * LAYERS + 1)
-    method = HiFTMethod(HiFTArguments(layers_per_group="1", steps_per_group=1))
+    method = HiFTMethod(HiFTOptions(layers_per_group=1, steps_per_group=1))
     method.attach(trainer)
     trainer.add_callback(LedgerLines(model, method.cycle, lambda line: said.append((trainer.state.global_step, line))))
     trainer.train()

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from slivertune.core.byte_text import format_bytes, parse_memory_size
 from slivertune.core.suggestions import did_you_mean
-from slivertune.planning.byte_text import format_bytes, parse_memory_size
 
 Length = Literal["steps", "tokens", "seconds"]
 LENGTHS: tuple[Length, ...] = get_args(Length)

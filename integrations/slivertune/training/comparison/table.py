@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from slivertune.planning.byte_text import format_bytes
+from slivertune.core.byte_text import format_bytes
 from slivertune.training.comparison.comparison import RowResult
 from slivertune.training.comparison.outcome import Outcome, mean
 

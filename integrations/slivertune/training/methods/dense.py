@@ -8,13 +8,13 @@ from transformers import Trainer
 
 from slivertune.parallel.layout import layout_of
 from slivertune.training.methods.method import TrainingMethod
+from slivertune.training.options.methods import DENSE
 
 
 class DenseMethod(TrainingMethod):
     """Dense fine-tuning: all weights in every update."""
 
-    name = "dense"
-    help = "all weights in every update"
+    about = DENSE
     _engine_keeps_masters = False
 
     @classmethod

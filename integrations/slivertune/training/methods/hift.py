@@ -2,22 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
-from slivertune.core.layers import layers_in
 from slivertune.core.refused_pairs import refuse_together
-from slivertune.core.setting_checks import layers_or_auto
 from slivertune.hift import keep_blocks_on_host, quantize_layers
-from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, WeightPlace
+from slivertune.hift.config import HiFTConfig
 from slivertune.interop.methods import check_base_optimizer
-from slivertune.planning.cards import Card, find_card, known_cards
+from slivertune.planning.cards import Card, find_card
 from slivertune.planning.hift_run import NAMED_ALIKE
 from slivertune.planning.layers_per_group import choose_layers_per_group
 from slivertune.planning.plan import Limits
@@ -25,6 +22,7 @@ from slivertune.planning.request import PlanRequest
 from slivertune.training.embedded.built_in import REFERENCE
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
 from slivertune.training.models import LoadedModel
+from slivertune.training.options.methods import HIFT, HiFTOptions
 from slivertune.training.tasks.task import Task
 
 RATE_HINT = (
@@ -45,147 +43,14 @@ _EMBEDDED_RATES_OF_LONG_TURNS = {1: 8e-3, 2: 4e-3, 4: 2e-3, 8: 2e-3}
 _EMBEDDED_STEPS = {1: 480, 2: 432, 4: 352, 8: 264}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HiFTArguments:
-    """Settings of HiFT, named as in `HiFTConfig`; a dataclass for `transformers.HfArgumentParser`.
-
-    Raises:
-        ValueError: If the settings are out of range or contradict each other.
-    """
-
-    preset: Literal["paper"] | None = field(
-        default=None,
-        metadata={
-            "help": "hift: paper sets the paper's schedule (--layers_per_group 1 --steps_per_group 1 --order "
-            "bottom2up), except for what is given as well."
-        },
-    )
-    layers_per_group: str = field(
-        default=str(_DEFAULTS.layers_per_group),
-        metadata={
-            "metavar": "N|SHARE|auto",
-            "help": "hift: layers per group, trained in one update (m in the paper): a number, or a share of the "
-            "layers; auto (one GPU): the largest number that fits and whose transfers fully overlap with compute, "
-            "found by planning the run.",
-        },
-    )
-    gpu: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "NAME",
-            "help": f"hift: GPU for which --layers_per_group auto chooses, one of {', '.join(known_cards())}; by "
-            "default this machine's.",
-        },
-    )
-    layers: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "hift: layers from bottom to top, for models in which they are not found: for each a module "
-            "path or a parameter name, or several joined by plus signs; blocks.* is one layer per block. Together "
-            "they must name every parameter.",
-        },
-    )
-    steps_per_group: int = field(
-        default=_DEFAULTS.steps_per_group, metadata={"help": "hift: updates per turn of a group."}
-    )
-    order: Order = field(
-        default=_DEFAULTS.order, metadata={"help": "hift: order of the groups; random is shuffled once, by --seed."}
-    )
-    state: StatePlace = field(
-        default=_DEFAULTS.state,
-        metadata={"help": "hift: storage of state and fp32 masters between turns; discard deletes them after a turn."},
-    )
-    state_dir: str | None = field(
-        default=None, metadata={"metavar": "FOLDER", "help": "hift: folder of the files of --state disk."}
-    )
-    state_ram_bytes: int = field(
-        default=_DEFAULTS.state_ram_bytes,
-        metadata={"help": "hift: with --state disk, bytes of host memory for resident groups, as many as fit."},
-    )
-    master: MasterKind = field(
-        default=_DEFAULTS.master,
-        metadata={"help": "hift: master weights of 16-bit weights, an fp32 copy or none."},
-    )
-    stream_bytes: int = field(
-        default=_DEFAULTS.stream_bytes,
-        metadata={"help": "hift: chunk size in bytes for a step of a group on the device; 0: the whole group."},
-    )
-
-    gradients: GradientPlace = field(
-        default=_DEFAULTS.gradients,
-        metadata={
-            "help": "hift: storage of gradients until their step. device; host: offload each at once, so that GPU "
-            "memory does not grow with --layers_per_group; stepped: none, step each tensor inside the backward, "
-            "with --max_grad_norm 0. host and stepped exclude --fp16."
-        },
-    )
-    waiting: WaitingForm | None = field(
-        default=None,
-        metadata={
-            "help": "hift: on the GPU, store the blocks' idle linear weights in fewer bits, int8 or nf4. Exact "
-            "weights are offloaded to host memory, and saved. Evaluation runs on the weights on the GPU."
-        },
-    )
-    prefetch_bytes: str = field(
-        default="auto",
-        metadata={
-            "metavar": "N|auto",
-            "help": "hift: GPU memory in bytes that may hold prefetched optimizer state, so that copies overlap "
-            "with compute; auto: the memory that the first cycle left unused.",
-        },
-    )
-    weights: WeightPlace = field(
-        default=_DEFAULTS.weights,
-        metadata={
-            "help": "hift: storage of blocks that neither run nor train. device; host: offload them to host memory "
-            "and prefetch each before its use, in fewer bits with --waiting; on one device or by DDP."
-        },
-    )
-    resident_bytes: str = field(
-        default="auto",
-        metadata={
-            "metavar": "N|auto",
-            "help": "hift: with --weights host, bytes of blocks that stay resident on the GPU; auto: the memory "
-            "that the first cycle left unused.",
-        },
-    )
-
-    def __post_init__(self) -> None:
-        # Contradictions must raise before a model is loaded.
-        self.config(seed=0)
-
-    @property
-    def num_layers(self) -> float | None:
-        """`layers_per_group` as a number or a share; None if it is `auto` and not chosen yet."""
-        number = layers_or_auto(self.layers_per_group)
-        return None if number == "auto" else number
-
-    def config(self, seed: int) -> HiFTConfig:
-        """Return the settings as a `HiFTConfig`, with one layer per group until the number is chosen.
-
-        Args:
-            seed: Seed of the run.
-        """
-        given: dict[str, Any] = {
-            item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("gpu", "preset")
-        }
-        given["layers_per_group"] = 1 if self.num_layers is None else self.num_layers
-        for name in ("prefetch_bytes", "resident_bytes"):
-            if given[name].isdecimal():
-                given[name] = int(given[name])
-        return HiFTConfig(**{**given, "layers": layers_in(self.layers)}, seed=seed)
-
-
 class HiFTMethod(SliverMethod):
     """HiFT around the Trainer's optimizer."""
 
-    name = "hift"
-    help = "one group of layers per update, the rest frozen"
-    options_class = HiFTArguments
+    about = HIFT
     kept_settings = SCHEDULE
     bf16_use = "weights"
     is_planned_on_ranks = True
-    options: HiFTArguments
+    options: HiFTOptions
 
     @classmethod
     def preset_values(cls, typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,14 +58,14 @@ class HiFTMethod(SliverMethod):
         if typed.get("preset") is None:
             return {}
         paper = HiFTConfig.paper()
-        return {name: getattr(paper, name) for name in SCHEDULE} | {"layers_per_group": str(paper.layers_per_group)}
+        return {name: getattr(paper, name) for name in SCHEDULE}
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the layers per group and their best rate; on the language reference, a length of equal CPU time."""
-        layers_per_group = given.get("layers_per_group", str(EMBEDDED_LAYERS_PER_GROUP))
-        # For a share and `auto`, take the rate of the default. Other words are refused elsewhere.
-        number = int(layers_per_group) if layers_per_group.isdecimal() else EMBEDDED_LAYERS_PER_GROUP
+        layers_per_group = given.get("layers_per_group", EMBEDDED_LAYERS_PER_GROUP)
+        # For a share and `auto`, take the rate of the default.
+        number = layers_per_group if isinstance(layers_per_group, int) else EMBEDDED_LAYERS_PER_GROUP
         measured = max((each for each in _EMBEDDED_RATES if each <= number), default=1)
         is_long = int(given.get("steps_per_group", _DEFAULTS.steps_per_group)) >= _DEFAULTS.steps_per_group
         rates = _EMBEDDED_RATES_OF_LONG_TURNS if is_long else _EMBEDDED_RATES
@@ -239,7 +104,7 @@ class HiFTMethod(SliverMethod):
 
     def _check_choice(self, training: TrainingArguments) -> None:
         options = self.options
-        if options.num_layers is not None:
+        if options.layers_per_group != "auto":
             if options.gpu is not None:
                 raise ValueError(f"--gpu {options.gpu} takes effect only with --layers_per_group auto. Leave it out")
             return
@@ -264,17 +129,17 @@ class HiFTMethod(SliverMethod):
     def follow(self, facts: Mapping[str, Any], given: frozenset[str]) -> None:
         """Copy the schedule of the first run, except for what was typed now: its defaults may have been others."""
         saved = facts.get("hift", {})
-        is_auto = self.options.num_layers is None
+        is_auto = self.options.layers_per_group == "auto"
         asked = given - {"layers_per_group"} if is_auto else given
         followed = {name: saved[name] for name in SCHEDULE if saved.get(name) is not None and name not in asked}
         if "layers_per_group" in followed:
-            followed |= {"layers_per_group": str(followed["layers_per_group"]), "gpu": None}
+            followed["gpu"] = None
         self.options = replace(self.options, **followed)
 
     def settle(self, request: Callable[[], PlanRequest], config: PreTrainedConfig, say: Callable[[str], None]) -> None:
         """Choose the number of layers per group, if it is `auto`."""
         options = self.options
-        if options.num_layers is not None:
+        if options.layers_per_group != "auto":
             return
         card = find_card(options.gpu)
         say(f"choosing layers_per_group for a {card.name}: planning the run with fewer and fewer layers")
@@ -286,12 +151,12 @@ class HiFTMethod(SliverMethod):
                     config,
                     card,
                     Limits(device_bytes=_usable_bytes(card, options.gpu), host_bytes=available_host_bytes()),
-                    prefetch_bytes=None if options.prefetch_bytes == "auto" else int(options.prefetch_bytes),
+                    prefetch_bytes=None if options.prefetch_bytes == "auto" else options.prefetch_bytes,
                     tell=say,
                 )
         except ValueError as error:
             raise ValueError(f"--layers_per_group auto: {error}") from error
-        self.options = replace(options, layers_per_group=str(choice.chosen.layers_per_group), gpu=None)
+        self.options = replace(options, layers_per_group=choice.chosen.layers_per_group, gpu=None)
         say(choice.lines()[0])
 
     @property
@@ -304,7 +169,7 @@ class HiFTMethod(SliverMethod):
         options = self.options
         return {
             "hift": {
-                "layers_per_group": options.num_layers,
+                "layers_per_group": None if options.layers_per_group == "auto" else options.layers_per_group,
                 "steps_per_group": options.steps_per_group,
                 "order": options.order,
             },
@@ -314,10 +179,10 @@ class HiFTMethod(SliverMethod):
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """Return the settings that decide memory; bf16 weights have fp32 master weights unless `--master none`."""
         settings = {name: getattr(self.options, name) for name in NAMED_ALIKE}
-        settings["layers_per_group"] = self.options.num_layers or 1
+        settings["layers_per_group"] = 1 if self.options.layers_per_group == "auto" else self.options.layers_per_group
         settings["layers"] = None if self.options.layers is None else tuple(self.options.layers)
         for name in ("prefetch_bytes", "resident_bytes"):
-            settings[name] = 0 if settings[name] == "auto" else int(settings[name])
+            settings[name] = 0 if settings[name] == "auto" else settings[name]
         if precision == "bf16" and self.options.master != "none":
             settings |= {"precision": "mixed_hi", "master": self.options.master}
         return settings
@@ -359,9 +224,9 @@ class HiFTMethod(SliverMethod):
 
     def settings(self) -> dict[str, Any]:
         """Return HiFT's settings and the number of groups; `weights`, a dtype in results, becomes `weights_place`."""
-        given = asdict(self.options)
+        given = self.values()
         given["weights_place"] = given.pop("weights")
-        return {**given, "layers_per_group": self.options.num_layers, "num_groups": self.optimizer.num_groups}
+        return {**given, "num_groups": self.optimizer.num_groups}
 
 
 def _usable_bytes(card: Card, asked: str | None) -> int:

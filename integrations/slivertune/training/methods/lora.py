@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from slivertune.core.atomic import atomic_file
 from slivertune.deltas.adapter_folder import TRAINED_CONFIG
 from slivertune.training.methods.method import Saved, TrainingMethod
 from slivertune.training.models import LoadedModel
+from slivertune.training.options.methods import LORA, LoraOptions
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import Task
 
@@ -21,50 +22,6 @@ from slivertune.training.tasks.task import Task
 _TASK_OF_KIND: dict[Any, str] = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}
 _HEADS = frozenset(("classifier", "score"))
 """Module names by which PEFT itself finds a classifier's head and trains it."""
-
-_ALL_LINEAR = "all-linear"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoraArguments:
-    """Settings of LoRA for PEFT; a dataclass for `transformers.HfArgumentParser`.
-
-    Raises:
-        ValueError: If a number is out of its range.
-    """
-
-    lora_rank: int = field(default=16, metadata={"help": "lora: rank r of an adapter's two matrices."})
-    lora_alpha: int | None = field(
-        default=None,
-        metadata={"help": "lora: numerator of the adapters' scale alpha / rank; twice the rank by default."},
-    )
-    lora_dropout: float = field(default=0.0, metadata={"help": "lora: dropout on an adapter's input, in [0, 1)."})
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "lora: names of the modules that get an adapter, e.g. q_proj v_proj; by default PEFT's all-linear, "
-            "every linear layer but the head."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.lora_rank < 1:
-            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1")
-        if self.lora_alpha is not None and self.lora_alpha < 1:
-            raise ValueError(f"lora_alpha={self.lora_alpha} must be at least 1. Leave it out for twice the rank")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout={self.lora_dropout} must lie in [0, 1). Use 0 for no dropout")
-
-    @property
-    def alpha(self) -> int:
-        """`lora_alpha`, or twice the rank."""
-        return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
-
-    @property
-    def target_modules(self) -> list[str] | str:
-        """Module names as PEFT takes them: a list, or its shorthand `all-linear`, which must be a string."""
-        names = self.lora_target_modules
-        return _ALL_LINEAR if names is None or names == [_ALL_LINEAR] else names
 
 
 class LoraMethod(TrainingMethod):
@@ -74,13 +31,11 @@ class LoraMethod(TrainingMethod):
     Under autocast, their inputs are not cast to fp32 first: that would change nothing and keep a copy per adapter.
     """
 
-    name = "lora"
-    help = "small adapters beside frozen weights (PEFT), saved alone in --output_dir/model"
-    options_class = LoraArguments
+    about = LORA
     requires = "peft"
     bf16_use = "both"
     takes_4bit = True
-    options: LoraArguments
+    options: LoraOptions
     _num_adapted = 0
     _casts: AdapterCastsHandle | None = None
 

@@ -15,6 +15,7 @@ from slivertune.interop.methods import TrainerMethod
 from slivertune.planning.request import PlanRequest
 from slivertune.training.models import Bf16Use, LoadedModel
 from slivertune.training.options.arguments import enum_value
+from slivertune.training.options.methods import MethodOptions
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import save_whole_model
 from slivertune.training.tasks.task import Task
@@ -35,11 +36,6 @@ class Saved:
     """Command that makes a model from the deltas; None if the model is saved."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoOptions:
-    """The options of a method that has none of its own."""
-
-
 class TrainingMethod:
     """A training method; a subclass overrides the parts that differ from the stock Trainer.
 
@@ -48,15 +44,11 @@ class TrainingMethod:
     `adapt` with the model, `settle`, `attach` with the Trainer that was made for the model, then the rest.
 
     Args:
-        options: Instance of `options_class`, with the given options.
+        options: Instance of `about.options_class`, with the given options.
     """
 
-    name: ClassVar[str]
-    """Name after `--method`; also the default folder of its runs."""
-    help: ClassVar[str]
-    """Description in one clause, for `--help`."""
-    options_class: ClassVar[type] = NoOptions
-    """Dataclass for `transformers.HfArgumentParser`, with the options that this method alone reads."""
+    about: ClassVar[MethodOptions]
+    """Name of the method, and the options that it alone reads."""
     requires: ClassVar[str | None] = None
     """Library that the method needs, by its name for import and pip; None if it needs no further one."""
     bf16_use: ClassVar[Bf16Use] = "autocast"
@@ -74,6 +66,15 @@ class TrainingMethod:
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
+
+    @property
+    def name(self) -> str:
+        """Name after `--method`."""
+        return self.about.name
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of the method's options by name; plain JSON."""
+        return self.about.values(self.options)
 
     @classmethod
     def preset_values(cls, typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Registry of the methods that `slivertune train --method` takes, including those of other packages."""
 
-import dataclasses
 import importlib.util
 
 from slivertune.core.missing_library import missing_library
@@ -11,10 +10,10 @@ from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
 from slivertune.training.methods.method import SliverMethod, TrainingMethod
 from slivertune.training.methods.sft import SFTMethod
+from slivertune.training.options.methods import METHOD_OPTIONS
 
-DEFAULT_METHOD = HiFTMethod
 TRAIN_METHODS: dict[str, type[TrainingMethod]] = {
-    each.name: each for each in (DenseMethod, HiFTMethod, SFTMethod, LoraMethod)
+    each.about.name: each for each in (DenseMethod, HiFTMethod, SFTMethod, LoraMethod)
 }
 """Methods by the name that is typed."""
 
@@ -37,16 +36,16 @@ def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
     Example:
         >>> @register_train_method
         ... class RandomLayerMethod(TrainingMethod):
-        ...     name = "random_layer"
-        ...     help = "a random layer per update"
+        ...     about = MethodOptions(name="random_layer", help="a random layer per update")
     """
-    if TRAIN_METHODS.get(method.name, method) is not method:
-        raise ValueError(f"another method is registered as {method.name!r}. Choose another name for {method!r}")
-    taken = {option: other.name for other in TRAIN_METHODS.values() for option in _options_of(other)}
-    for option in _options_of(method):
-        if taken.get(option, method.name) != method.name:
-            raise ValueError(f"--{option} is an option of --method {taken[option]}. Rename {method.name}'s option")
-    TRAIN_METHODS[method.name] = method
+    name = method.about.name
+    if TRAIN_METHODS.get(name, method) is not method:
+        raise ValueError(f"another method is registered as {name!r}. Choose another name for {method!r}")
+    taken = {option.name: other.name for other in METHOD_OPTIONS.values() for option in other.options()}
+    for option in method.about.options():
+        if taken.get(option.name, name) != name:
+            raise ValueError(f"--{option.name} is an option of --method {taken[option.name]}. Rename {name}'s option")
+    TRAIN_METHODS[name], METHOD_OPTIONS[name] = method, method.about
     if issubclass(method, SliverMethod) and method.trainer_method is not None:
         register_method(*method.trainer_method)
     return method
@@ -63,10 +62,10 @@ def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
         ValueError: If a setting would be ignored.
         ImportError: If the method needs a library that is not installed.
     """
-    own = {name: _options_of(other) for name, other in TRAIN_METHODS.items()}
-    check_options_are_read({method.name}, given, own)
+    own = {name: [option.name for option in other.options()] for name, other in METHOD_OPTIONS.items()}
+    check_options_are_read({method.about.name}, given, own)
     if method.requires is not None:
-        _require(method.requires, f"--method {method.name}")
+        _require(method.requires, f"--method {method.about.name}")
 
 
 def check_method_takes_4bit(method: type[TrainingMethod]) -> None:
@@ -82,15 +81,11 @@ def check_method_takes_4bit(method: type[TrainingMethod]) -> None:
     if not method.takes_4bit:
         others = " or ".join(name for name, each in TRAIN_METHODS.items() if each.takes_4bit)
         raise ValueError(
-            clash_with_method(method.name)
-            or f"--load_in_4bit does not go with --method {method.name}, which would change 4-bit weights. Use "
+            clash_with_method(method.about.name)
+            or f"--load_in_4bit does not go with --method {method.about.name}, which would change 4-bit weights. Use "
             f"--method {others}, which train beside them, or leave out --load_in_4bit"
         )
     _require("bitsandbytes", "--load_in_4bit")
-
-
-def _options_of(method: type[TrainingMethod]) -> list[str]:
-    return [item.name for item in dataclasses.fields(method.options_class)]
 
 
 def _require(module: str, setting: str) -> None:

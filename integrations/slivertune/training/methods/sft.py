@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from transformers import Trainer, TrainingArguments
 from slivertune.interop.checkpoints import holds_state
 from slivertune.interop.methods import check_best_model
 from slivertune.parallel.layout import layout_of
-from slivertune.sft.config import DEFAULT_LORA_RANK, SelectionCriterion, SFTConfig
 from slivertune.sft.targets import is_4bit
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, SliverMethod
 from slivertune.training.models import LoadedModel, is_not_about_codes
+from slivertune.training.options.methods import SFT, SFTOptions
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import Task
 
@@ -28,115 +27,6 @@ RATE_HINT = (
 )
 _TRAINER_LOG = logging.getLogger(Trainer.__module__)
 
-_DEFAULTS = SFTConfig()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SFTArguments:
-    """Settings of SFT, named as in `SFTConfig` if that name is clear by itself; for `transformers.HfArgumentParser`.
-
-    Raises:
-        ValueError: If a number is out of its range or settings contradict each other.
-    """
-
-    density: float | None = field(
-        default=_DEFAULTS.density,
-        metadata={"help": "sft: trained share of each target tensor, in (0, 1]; at least one weight per tensor."},
-    )
-    num_weights: int | None = field(
-        default=_DEFAULTS.num_weights,
-        metadata={"help": "sft: weights trained in all targets together (d_phi in the paper), in place of --density."},
-    )
-    equivalent_lora_rank: int | None = field(
-        default=_DEFAULTS.equivalent_lora_rank,
-        metadata={
-            "help": "sft: train as many weights as LoRA of this rank on the same matrices, in place of --density; "
-            f"{DEFAULT_LORA_RANK} if none of the three is given (the embedded model: --density {EMBEDDED_DENSITY})."
-        },
-    )
-    selection: SelectionCriterion = field(
-        default=_DEFAULTS.selection,
-        metadata={
-            "help": "sft: criterion for growing weights: the gradient accumulated over --estimation_steps updates, "
-            "with AdamW; or the row and column accumulators of SM3, with SM3, which needs less memory."
-        },
-    )
-    reselection_interval: int = field(
-        default=20,
-        metadata={"help": "sft: updates between two reselections (S); 0 keeps the first, random choice."},
-    )
-    estimation_steps: int = field(
-        default=_DEFAULTS.estimation_steps,
-        metadata={
-            "help": "sft: updates of the estimation phase before each reselection (gamma); accumulated_gradient only."
-        },
-    )
-    replacement_rate: float = field(
-        default=_DEFAULTS.replacement_rate,
-        metadata={
-            "help": "sft: peak share of the weights that a reselection replaces (alpha), in [0, 1]; falls to 0 at the "
-            "end of training."
-        },
-    )
-    sft_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "sft: ends of the paths of trained modules, e.g. q_proj v_proj, or of parameter names; by "
-            "default all linear layers of the blocks."
-        },
-    )
-    train_embeddings: bool = field(
-        default=_DEFAULTS.embeddings, metadata={"help": "sft: train the weights of all embeddings sparsely, too."}
-    )
-    redistribute: bool = field(
-        default=_DEFAULTS.redistribute,
-        metadata={
-            "help": "sft: let a reselection move weights between tensors, within 1/4 to 4 times a tensor's share; "
-            "not in the paper."
-        },
-    )
-    packed: bool = field(
-        default=_DEFAULTS.packed,
-        metadata={"help": "sft: deltas and moments in bf16, rounded stochastically: about half the bytes of state."},
-    )
-    sft_momentum: float = field(
-        default=0.0, metadata={"help": "sft: momentum of SM3, in [0, 1); only with --selection momentum."}
-    )
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sft_momentum < 1:
-            raise ValueError(f"sft_momentum={self.sft_momentum} must lie in [0, 1). Use 0 for none")
-        if self.reselection_interval < 0:
-            raise ValueError(
-                f"reselection_interval={self.reselection_interval} must be at least 1, or 0 to keep the first choice"
-            )
-        # Contradictions must raise before a model is loaded.
-        self.config(seed=0)
-
-    def config(self, seed: int) -> SFTConfig:
-        """Return the settings as an `SFTConfig`.
-
-        Args:
-            seed: Seed of the run.
-
-        Raises:
-            ValueError: If the settings are out of range or contradict each other.
-        """
-        return SFTConfig(
-            density=self.density,
-            num_weights=self.num_weights,
-            equivalent_lora_rank=self.equivalent_lora_rank,
-            selection=self.selection,
-            reselection_interval=self.reselection_interval or None,
-            estimation_steps=self.estimation_steps,
-            replacement_rate=self.replacement_rate,
-            targets=self.sft_target_modules,
-            embeddings=self.train_embeddings,
-            redistribute=self.redistribute,
-            packed=self.packed,
-            seed=seed,
-        )
-
 
 class SFTMethod(SliverMethod):
     """SFT as the Trainer's optimizer. Whole weights hold the sums; 4-bit and sharded weights have separate deltas.
@@ -145,21 +35,19 @@ class SFTMethod(SliverMethod):
     values and an open estimation phase.
     """
 
-    name = "sft"
-    help = "a sparse choice of weights, reselected during training, with deltas in --output_dir/delta"
-    options_class = SFTArguments
+    about = SFT
     bf16_use = "weights"
     takes_4bit = True
     is_optimizer = True
     is_planned_on_ranks = True
-    options: SFTArguments
+    options: SFTOptions
 
     _has_4bit = False
     _is_sharded = False
 
-    def __init__(self, options: SFTArguments) -> None:
+    def __init__(self, options: SFTOptions) -> None:
         super().__init__(options)
-        self.momentum = options.sft_momentum
+        self.momentum = options.momentum
 
     @property
     def _is_merged(self) -> bool:
@@ -213,12 +101,12 @@ class SFTMethod(SliverMethod):
 
     def facts(self) -> dict[str, Any]:
         """Return all settings, since all decide which weights are trained, and how."""
-        return {"sft": asdict(self.options)}
+        return {"sft": self.values()}
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """Return all settings; a plan has each under the same name."""
-        values = asdict(self.options)
-        names = self.options.sft_target_modules
+        values = self.values()
+        names = values["sft_target_modules"]
         return {**values, "sft_target_modules": None if names is None else tuple(names)}
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
@@ -250,7 +138,7 @@ class SFTMethod(SliverMethod):
                 "a checkpoint that was saved without --save_only_model, or start again"
             )
         self._is_sharded = layout_of(trainer.accelerator) in ("fsdp2", "zero3")
-        names = self.options.sft_target_modules
+        names = self.options.targets
         if self._has_4bit:
             model: Any = trainer.model
             model.is_quantized = True
@@ -260,7 +148,7 @@ class SFTMethod(SliverMethod):
         except ValueError as error:
             if names is None or "targets has" not in str(error):
                 raise
-            raise ValueError(f"--sft_target_modules {' '.join(names)}: {error}") from error
+            raise ValueError(f"--sft_target_modules {' '.join(map(str, names))}: {error}") from error
 
     def num_trained(self, num_trainable: int) -> int:
         """Return the number of weights that are trained at any time."""
@@ -295,7 +183,7 @@ class SFTMethod(SliverMethod):
 
     def settings(self) -> dict[str, Any]:
         """Return SFT's settings and the number of tensors with trained weights."""
-        return {**asdict(self.options), "num_tensors": len(self.optimizer.num_elements)}
+        return {**self.values(), "num_tensors": len(self.optimizer.num_elements)}
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
         """Save the deltas, and also the merged model if the weights hold the sums."""

@@ -1,14 +1,13 @@
 """Options of `slivertune train` other than the method's: the run, the model, the tokens, the data."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import date
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from slivertune.core.kept_activations import NumKept, check_num_kept
 from slivertune.core.option_parser import PartedPaths, PartedTexts
-from slivertune.core.setting_checks import integer_or_auto
-from slivertune.core.token_tiles import check_tile_size
+from slivertune.core.options import Spelling
+from slivertune.core.setting_checks import NumKept, check_integer, check_num_kept, integer_or_auto
 from slivertune.tokentune.config import Pattern
 from slivertune.training.tasks.registry import TASK_OPTIONS, tasks_reading
 
@@ -34,74 +33,39 @@ def is_date(text: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunArguments:
-    """Options for a run's loss, activations, limits and reports; a dataclass for `transformers.HfArgumentParser`.
+    """Options for a run's loss, activations, limits and reports.
 
     Raises:
         ValueError: If a number is out of its range.
     """
 
-    memory_ledger: LedgerUse = field(
-        default="every_cycle",
-        metadata={
-            "help": "Count allocated bytes by kind, and print a line per cycle in which they changed: in every "
-            "cycle, in the first two, or never."
-        },
-    )
-    chunked_cross_entropy: bool = field(
-        default=True,
-        metadata={
-            "help": "Causal language models: compute the loss from hidden states in chunks, so that logits and "
-            "their gradient are never stored whole. If a model's head does not allow it, a line says why. false: "
-            "compute whole logits, as transformers does."
-        },
-    )
-    keep_activations: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "N|auto",
-            "help": "With --gradient_checkpointing: number of blocks, from the top, that keep their activations and "
-            "are not recomputed; auto (one CUDA device): as many as fit in memory. Results are the same to the bit.",
-        },
-    )
-    offload_activations: bool = field(
-        default=False,
-        metadata={
-            "help": "With --gradient_checkpointing: offload the inputs of blocks to host memory from the forward to "
-            "the backward, for long sequences. Results are the same to the bit."
-        },
-    )
-    token_tile_size: int | None = field(
-        default=None,
-        metadata={
-            "metavar": "N",
-            "help": "Tokens per tile in which MLPs and norms process long batches, such as 8192; the backward "
-            "recomputes each tile. By default batches are not tiled.",
-        },
-    )
-    non_finite_limit: int = field(
-        default=10,
-        metadata={"help": "Stop after this many updates in a row with a loss or gradient that is not finite."},
-    )
-    early_stopping_patience: int | None = field(
-        default=None,
-        metadata={
-            "help": "Stop after this many evaluations in a row that are no better than the best. Needs "
-            "--eval_strategy, and --load_best_model_at_end or --metric_for_best_model."
-        },
-    )
-    report: bool = field(
-        default=True,
-        metadata={
-            "help": "At the end, draw the run's log into report.png in --output_dir, as slivertune report does; needs "
-            "matplotlib."
-        },
-    )
-    sample_tokens: int = field(
-        default=160, metadata={"help": "Tokens per sample written before and after training; 0 writes none."}
-    )
-    sample_prompt: str | None = field(
-        default=None, metadata={"help": "Prompt of the samples; by default the beginning of an evaluation row."}
-    )
+    memory_ledger: LedgerUse = "every_cycle"
+    """Count allocated bytes by kind, and print a line per cycle in which they changed: in every cycle, in the first
+    two, or never."""
+    chunked_cross_entropy: bool = True
+    """Causal language models: compute the loss from hidden states in chunks, so that logits and their gradient are
+    never stored whole. If a model's head does not allow it, a line says why. false: compute whole logits, as
+    transformers does."""
+    keep_activations: Annotated[NumKept | None, Spelling(value_name="N|auto", read=integer_or_auto)] = None
+    """With --gradient_checkpointing: number of blocks, from the top, that keep their activations and are not
+    recomputed; auto (one CUDA device): as many as fit in memory. Results are the same to the bit."""
+    offload_activations: bool = False
+    """With --gradient_checkpointing: offload the inputs of blocks to host memory from the forward to the backward, for
+    long sequences. Results are the same to the bit."""
+    token_tile_size: Annotated[int | None, Spelling(value_name="N")] = None
+    """Tokens per tile in which MLPs and norms process long batches, such as 8192; the backward recomputes each tile. By
+    default batches are not tiled."""
+    non_finite_limit: int = 10
+    """Stop after this many updates in a row with a loss or gradient that is not finite."""
+    early_stopping_patience: int | None = None
+    """Stop after this many evaluations in a row that are no better than the best. Needs --eval_strategy, and
+    --load_best_model_at_end or --metric_for_best_model."""
+    report: bool = True
+    """At the end, draw the run's log into report.png in --output_dir, as slivertune report does; needs matplotlib."""
+    sample_tokens: int = 160
+    """Tokens per sample written before and after training; 0 writes none."""
+    sample_prompt: str | None = None
+    """Prompt of the samples; by default the beginning of an evaluation row."""
 
     def __post_init__(self) -> None:
         if self.non_finite_limit < 1:
@@ -113,76 +77,47 @@ class RunArguments:
             )
         if self.sample_tokens < 0:
             raise ValueError(f"sample_tokens={self.sample_tokens} must be at least 0. Pass 0 to write no samples")
-        if self.num_kept is not None and self.num_kept != "auto":
-            check_num_kept(self.num_kept)
+        if self.keep_activations is not None and self.keep_activations != "auto":
+            check_num_kept(self.keep_activations)
         if self.token_tile_size is not None:
-            check_tile_size(self.token_tile_size)
-
-    @property
-    def num_kept(self) -> NumKept | None:
-        """`keep_activations` as `slivertune.keep_activations` takes it; None if it was not given."""
-        return None if self.keep_activations is None else integer_or_auto("keep_activations", self.keep_activations)
+            check_integer("token_tile_size", self.token_tile_size, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelArguments:
-    """Options for the model that is fine-tuned; a dataclass for `transformers.HfArgumentParser`."""
+    """Options for the model that is fine-tuned."""
 
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "aliases": ["--model"],
-            "metavar": "NAME",
-            "help": "Hub id or local folder of the model; by default a small byte-level Llama made on this machine.",
-        },
-    )
-    model_revision: str | None = field(
-        default=None, metadata={"help": "Branch, tag or commit of a hub model; its main branch by default."}
-    )
-    weights_dtype: WeightsDtype = field(
-        default="auto",
-        metadata={
-            "help": "Dtype in which weights are stored. auto with hift and sft: bf16 under --bf16 (hift: with fp32 "
-            "master weights, see --master; sft: with fp32 deltas), else the checkpoint's dtype, with fp16 read as "
-            "bf16. auto with dense: fp32, and --bf16 means autocast. auto with lora, and sft over 4 bits: frozen "
-            "weights in bf16 under --bf16, else fp32; adapters and deltas always in fp32."
-        },
-    )
-    load_in_4bit: bool = field(
-        default=False,
-        metadata={
-            "help": "lora, sft: store the frozen linear layers of the blocks in 4 bits (bitsandbytes NF4 with "
-            "double quantisation). With --method lora, this is QLoRA. With --method sft, deltas are stored apart "
-            "from the codes, and --output_dir holds only the deltas."
-        },
-    )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "Attention of the transformers library: sdpa, eager, flash_attention_2, ..."}
-    )
+    model_name_or_path: Annotated[str | None, Spelling(aliases=("model",), value_name="NAME")] = None
+    """Hub id or local folder of the model; by default a small byte-level Llama made on this machine."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a hub model; its main branch by default."""
+    weights_dtype: WeightsDtype = "auto"
+    """Dtype in which weights are stored. auto with hift and sft: bf16 under --bf16 (hift: with fp32 master weights, see
+    --master; sft: with fp32 deltas), else the checkpoint's dtype, with fp16 read as bf16. auto with dense: fp32, and
+    --bf16 means autocast. auto with lora, and sft over 4 bits: frozen weights in bf16 under --bf16, else fp32; adapters
+    and deltas always in fp32."""
+    load_in_4bit: bool = False
+    """Lora, sft: store the frozen linear layers of the blocks in 4 bits (bitsandbytes NF4 with double quantisation).
+    With --method lora, this is QLoRA. With --method sft, deltas are stored apart from the codes, and --output_dir holds
+    only the deltas."""
+    attn_implementation: str | None = None
+    """Attention of the transformers library: sdpa, eager, flash_attention_2, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenArguments:
-    """Options for the tokens that carry gradient (TokenTune); a dataclass for `transformers.HfArgumentParser`.
+    """Options for the tokens that carry gradient (TokenTune).
 
     Raises:
         ValueError: If the share of tokens is out of its range, or a pattern is given without a share.
     """
 
-    token_ratio: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of each sequence's positions that carry gradient, in (0, 1]; the others are only read "
-            "(TokenTune, with any method). Off by default."
-        },
-    )
-    token_pattern: Pattern | None = field(
-        default=None,
-        metadata={
-            "help": "Pattern of these positions: drawn one by one, in chunks, or as one block; by default chunks "
-            "for causal language models and random for others."
-        },
-    )
+    token_ratio: float | None = None
+    """Share of each sequence's positions that carry gradient, in (0, 1]; the others are only read (TokenTune, with any
+    method). Off by default."""
+    token_pattern: Pattern | None = None
+    """Pattern of these positions: drawn one by one, in chunks, or as one block; by default chunks for causal language
+    models and random for others."""
 
     def __post_init__(self) -> None:
         if self.token_ratio is None and self.token_pattern is not None:
@@ -193,135 +128,76 @@ class TokenArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataArguments:
-    """Options for the dataset, its columns and its preparation; a dataclass for `transformers.HfArgumentParser`.
+    """Options for the dataset, its columns and its preparation.
 
     Raises:
         ValueError: If a field is out of range, contradicts another, or is not read by the chosen task.
     """
 
-    dataset: list[str] | None = field(
-        default=None,
-        metadata={
-            "action": PartedPaths,
-            "help": "Hub dataset id, local csv, tsv, json, jsonl, txt or parquet file, or folder of such files; "
-            "with --task causal_lm also several, each in its own format. builtin:dates (default) and "
-            "builtin:python-reference need no network.",
-        },
-    )
-    dataset_weights: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "Share of the training rows from each of several datasets, such as 0.7 0.3. Rows are drawn with "
-            "the seed until every dataset was seen whole, so rows of small datasets repeat. By default the datasets "
-            "are concatenated."
-        },
-    )
-    dataset_format: FormatName | None = field(
-        default=None,
-        metadata={
-            "help": "Format of chat or instruction data: messages (role, content), sharegpt (conversations of from, "
-            "value), alpaca (instruction, input, output), prompt_completion, question_answer. By default detected "
-            "from the columns."
-        },
-    )
-    chat_template: str | None = field(
-        default=None,
-        metadata={
-            "help": "Chat template for chat and instruction data, in place of the tokenizer's: a Jinja file, or the "
-            "template itself. It is saved with the model. The loss covers its generation blocks or, without any, "
-            "the text after its generation prompt."
-        },
-    )
-    chat_template_date: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "YYYY-MM-DD",
-            "help": "Date that a chat template writes as today's. By default the day on which the run started, also "
-            "after a resume.",
-        },
-    )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "Configuration of a hub dataset, e.g. sst2 of nyu-mll/glue."}
-    )
-    dataset_cache_dir: str | None = field(
-        default=None, metadata={"help": "Cache folder of prepared data; that of the datasets library by default."}
-    )
-    column_names: list[str] | None = field(
-        default=None,
-        metadata={
-            "action": PartedTexts,
-            "help": "Column names of a csv or tsv file without a header line, in order.",
-        },
-    )
-    sample_by: SampleBy = field(
-        default="line",
-        metadata={"help": "Text in a row of a txt file: a line, a paragraph (up to a blank line), or the file."},
-    )
-    train_split: str = field(default="train", metadata={"help": "Split to train on; slices such as train[:1000] work."})
-    eval_split: str | None = field(
-        default=None,
-        metadata={"help": "Split to evaluate on; without it and --eval_file, --eval_fraction is held out."},
-    )
-    eval_file: str | None = field(
-        default=None, metadata={"metavar": "FILE", "help": "A local file to evaluate on, in any of the formats."}
-    )
-    eval_fraction: float = field(
-        default=0.1, metadata={"help": "Fraction of the training rows held out for evaluation, drawn with the seed."}
-    )
-    task: str = field(
-        default="causal_lm",
-        metadata={
-            "choices": TASK_OPTIONS,
-            "help": "causal_lm: language modelling; classification: a classifier head; prompt_classification: a "
-            "language model scores label words inside a template.",
-        },
-    )
-    text_column: str | None = field(default=None, metadata={"help": "Column of texts; guessed when unambiguous."})
-    text_pair_column: str | None = field(default=None, metadata={"help": "Column of second texts, for sentence pairs."})
-    prompt_column: str | None = field(
-        default=None, metadata={"help": "Column of prompts; carries no loss, and needs --response_column."}
-    )
-    response_column: str | None = field(
-        default=None, metadata={"help": "Column of responses, which alone carry the loss; needs --prompt_column."}
-    )
-    response_separator: str = field(default="\n", metadata={"help": "Text between a prompt and its response."})
-    label_column: str | None = field(
-        default=None, metadata={"help": "Column of class labels, integers or words; by default `label` if it exists."}
-    )
-    template: str | None = field(
-        default=None,
-        metadata={
-            "help": "Prompt with {column} placeholders and {mask} for the label word: '{sentence} It was {mask} .'"
-        },
-    )
-    label_words: str | None = field(
-        default=None,
-        metadata={
-            "help": "Words for the labels, in the labels' sorted order (terrible,great) or named (0=terrible,1=great)."
-        },
-    )
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Maximum tokens per row; by default 1024, or less if the model or tokenizer takes less."},
-    )
-    packing: bool = field(
-        default=False, metadata={"help": "Concatenate rows and cut blocks of --max_length; otherwise rows are padded."}
-    )
-    truncate: bool = field(
-        default=False, metadata={"help": "Cut rows longer than --max_length, and say how many, in place of an error."}
-    )
-    skip_empty_rows: bool = field(
-        default=False, metadata={"help": "Leave out rows with an empty field, and say how many, in place of an error."}
-    )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Use at most this many training rows of each dataset."}
-    )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Use at most this many evaluation rows of each dataset."}
-    )
-    preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "Number of processes that tokenise; by default only the main process."}
-    )
+    dataset: Annotated[list[str] | None, Spelling(words=PartedPaths)] = None
+    """Hub dataset id, local csv, tsv, json, jsonl, txt or parquet file, or folder of such files; with --task causal_lm
+    also several, each in its own format. builtin:dates (default) and builtin:python-reference need no network."""
+    dataset_weights: list[float] | None = None
+    """Share of the training rows from each of several datasets, such as 0.7 0.3. Rows are drawn with the seed until
+    every dataset was seen whole, so rows of small datasets repeat. By default the datasets are concatenated."""
+    dataset_format: FormatName | None = None
+    """Format of chat or instruction data: messages (role, content), sharegpt (conversations of from, value), alpaca
+    (instruction, input, output), prompt_completion, question_answer. By default detected from the columns."""
+    chat_template: str | None = None
+    """Chat template for chat and instruction data, in place of the tokenizer's: a Jinja file, or the template itself.
+    It is saved with the model. The loss covers its generation blocks or, without any, the text after its generation
+    prompt."""
+    chat_template_date: Annotated[str | None, Spelling(value_name="YYYY-MM-DD")] = None
+    """Date that a chat template writes as today's. By default the day on which the run started, also after a resume."""
+    dataset_config: str | None = None
+    """Configuration of a hub dataset, e.g. sst2 of nyu-mll/glue."""
+    dataset_cache_dir: str | None = None
+    """Cache folder of prepared data; that of the datasets library by default."""
+    column_names: Annotated[list[str] | None, Spelling(words=PartedTexts)] = None
+    """Column names of a csv or tsv file without a header line, in order."""
+    sample_by: SampleBy = "line"
+    """Text in a row of a txt file: a line, a paragraph (up to a blank line), or the file."""
+    train_split: str = "train"
+    """Split to train on; slices such as train[:1000] work."""
+    eval_split: str | None = None
+    """Split to evaluate on; without it and --eval_file, --eval_fraction is held out."""
+    eval_file: Annotated[str | None, Spelling(value_name="FILE")] = None
+    """A local file to evaluate on, in any of the formats."""
+    eval_fraction: float = 0.1
+    """Fraction of the training rows held out for evaluation, drawn with the seed."""
+    task: Annotated[str, Spelling(choices=TASK_OPTIONS)] = "causal_lm"
+    """Causal_lm: language modelling; classification: a classifier head; prompt_classification: a language model scores
+    label words inside a template."""
+    text_column: str | None = None
+    """Column of texts; guessed when unambiguous."""
+    text_pair_column: str | None = None
+    """Column of second texts, for sentence pairs."""
+    prompt_column: str | None = None
+    """Column of prompts; carries no loss, and needs --response_column."""
+    response_column: str | None = None
+    """Column of responses, which alone carry the loss; needs --prompt_column."""
+    response_separator: str = "\n"
+    """Text between a prompt and its response."""
+    label_column: str | None = None
+    """Column of class labels, integers or words; by default `label` if it exists."""
+    template: str | None = None
+    """Prompt with {column} placeholders and {mask} for the label word: '{sentence} It was {mask} .'"""
+    label_words: str | None = None
+    """Words for the labels, in the labels' sorted order (terrible,great) or named (0=terrible,1=great)."""
+    max_length: int | None = None
+    """Maximum tokens per row; by default 1024, or less if the model or tokenizer takes less."""
+    packing: bool = False
+    """Concatenate rows and cut blocks of --max_length; otherwise rows are padded."""
+    truncate: bool = False
+    """Cut rows longer than --max_length, and say how many, in place of an error."""
+    skip_empty_rows: bool = False
+    """Leave out rows with an empty field, and say how many, in place of an error."""
+    max_train_samples: int | None = None
+    """Use at most this many training rows of each dataset."""
+    max_eval_samples: int | None = None
+    """Use at most this many evaluation rows of each dataset."""
+    preprocessing_num_workers: int | None = None
+    """Number of processes that tokenise; by default only the main process."""
 
     def __post_init__(self) -> None:
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from slivertune.training.options.table import Option
+from slivertune.core.options import Option
 
 _LARGEST = 2**63 - 1
 _LARGEST_OF_TRAINER = 2**31 - 1
@@ -85,10 +85,8 @@ def number_rule(option: Option) -> NumberRule | None:
         option: Option of `slivertune train`.
 
     Returns:
-        The rule; None if the option takes no numbers. If it takes a number or a word, its owner checks the rest.
+        The rule; None if the option takes no numbers.
     """
-    if option.takes_number_or_word:
-        return _ANY
     kinds = (*option.kinds, option.item_kind)
     if option.is_switch or str in option.kinds or not {int, float}.intersection(kinds):
         return None
@@ -107,8 +105,7 @@ def check_number(option: Option, value: Any) -> None:
     """
     rule = number_rule(option)
     for each in value if isinstance(value, list) else [value]:
-        number = _number_in(each) if option.takes_number_or_word else each
-        if rule is not None and isinstance(number, int | float) and not rule.allows(number):
+        if rule is not None and isinstance(each, int | float) and not rule.allows(each):
             raise ValueError(f"--{option.name} {each} must be {rule.describe()}")
 
 
@@ -123,15 +120,8 @@ def check_text(option: Option, value: Any) -> None:
         ValueError: If a text is empty; names the option and the way out.
     """
     is_empty = "" in value if isinstance(value, list) else value == ""
-    if is_empty and not option.takes_number_or_word and option.name not in _MAY_BE_EMPTY:
+    if is_empty and option.name not in _MAY_BE_EMPTY:
         raise ValueError(f"--{option.name} '' is empty. Give a value, or leave it out")
-
-
-def _number_in(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def check_mapping(option: Option, value: Any) -> None:

@@ -18,10 +18,11 @@ from slivertune.core.refused_pairs import refuse_together
 from slivertune.training.early_stopping import check_early_stopping
 from slivertune.training.embedded.built_in import DATES, built_in_of, counts_answers
 from slivertune.training.methods import TrainingMethod
-from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
+from slivertune.training.methods.registry import TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
 from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
 from slivertune.training.options.config_file import read_settings
+from slivertune.training.options.methods import DEFAULT_METHOD
 from slivertune.training.options.parser import given_values
 from slivertune.training.output.folders import Goal, RunFolder, choose_run_folder
 from slivertune.training.ranks.coordinator import LaunchCoordinator
@@ -87,8 +88,8 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     typed |= _preset_values(method_class, typed, argv)
     given = frozenset(typed)
     check_method(method_class, given)
-    values = {"method": method_class.name, **default_values(method_class, typed), **typed}
-    method = method_class(_build(method_class.options_class, values))
+    values = {"method": method_class.about.name, **default_values(method_class, typed), **typed}
+    method = method_class(method_class.about.make(values))
     model = _build(ModelArguments, values)
     if model.load_in_4bit:
         check_method_takes_4bit(method_class)
@@ -109,7 +110,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
             method.name, values.get("output_dir"), values.get("resume_from_checkpoint"), _build(Goal, values)
         ),
     )
-    kept = {name: getattr(method.options, name) for name in method.kept_settings}
+    kept = {name: value for name, value in method.values().items() if name in method.kept_settings}
     again = _settings_again({**kept, **values}, given, mixed)
     values |= {
         "bf16": precision.autocast == "bf16",
@@ -263,9 +264,9 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
 
 def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
     """Refuse kept activations without checkpointing, and `auto` if free memory can't be measured."""
-    if run.num_kept is not None and not training.gradient_checkpointing:
-        raise ValueError(without_checkpointing(run.num_kept))
-    if run.num_kept == "auto":
+    if run.keep_activations is not None and not training.gradient_checkpointing:
+        raise ValueError(without_checkpointing(run.keep_activations))
+    if run.keep_activations == "auto":
         check_can_measure(training.device.type, training.world_size)
 
 
@@ -276,7 +277,7 @@ def _check_long(run: RunArguments, training: TrainingArguments) -> None:
     refuse_together(
         {
             "offload_activations": "--offload_activations" if run.offload_activations else None,
-            "keep_activations='auto'": "--keep_activations auto" if run.num_kept == "auto" else None,
+            "keep_activations='auto'": "--keep_activations auto" if run.keep_activations == "auto" else None,
             "tile_tokens": "--token_tile_size" if run.token_tile_size is not None else None,
             "torch.compile": "--torch_compile" if training.torch_compile else None,
         }

@@ -6,16 +6,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from slivertune.core.option_parser import AddedWords, OptionParser, PartedWords
+from slivertune.core.options import Option, add_option
 from slivertune.core.removed_settings import is_only_value
-from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
 from slivertune.training.options.config_file import SUFFIXES, Setting, read_settings
 from slivertune.training.options.help import PrintHelp
 from slivertune.training.options.number_rules import check_mapping, check_number, check_text, number_rule
-from slivertune.training.options.table import RENAMED, Option, option_classes, option_named, train_options
+from slivertune.training.options.table import RENAMED, option_named, train_options
 
 _OTHER_WORDS = {
     "lr": "learning_rate",
@@ -84,10 +84,11 @@ class _TrainParser(OptionParser, HfArgumentParser):
 
 def make_parser() -> HfArgumentParser:
     """Make the parser of `slivertune train`, with every option."""
-    classes: list[Any] = list(option_classes())
-    parser = _TrainParser(classes, prog="slivertune train", add_help=False)
+    parser = _TrainParser(TrainingArguments, prog="slivertune train", add_help=False)
+    for option in train_options().values():
+        if option.owner is not TrainingArguments:
+            add_option(parser, option)
     parser.add_argument("-h", "--help", nargs="?", choices=("all",), action=PrintHelp)
-    parser.add_argument("--method", default=DEFAULT_METHOD.name, choices=TRAIN_METHODS)
     parser.add_argument(UNSET, nargs="+", action=AddedWords)
     return parser
 

@@ -1,6 +1,5 @@
 """Writes a run's settings as a config file, from which `slivertune train` repeats the run."""
 
-import dataclasses
 import math
 from enum import Enum
 from pathlib import Path
@@ -14,6 +13,7 @@ from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.help import common_options
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.options.table import RENAMED
+from slivertune.training.options.trainer import CommonOptions
 
 _HEAD = """\
 # The settings of this run. The same run in a new folder: slivertune train THIS_FILE
@@ -51,12 +51,13 @@ def settings_text(arguments: TrainArguments) -> str:
         arguments: Settings as for `write_settings`.
     """
     values = _settled(arguments)
-    owners = (arguments.run, arguments.model, arguments.data, arguments.tokens, arguments.method.options)
-    by_class: dict[type, Any] = {type(each): each for each in (*owners, arguments.training)}
+    owners = (arguments.run, arguments.model, arguments.data, arguments.tokens)
+    by_class: dict[type, Any] = {type(each): each for each in owners} | {CommonOptions: arguments.training}
+    of_method = arguments.method.values()
     lines = []
-    for option in common_options():
+    for option in common_options().values():
         name = RENAMED.get(option.name, option.name)
-        default = getattr(by_class.get(option.owner), name, None)
+        default = of_method.get(name, getattr(by_class.get(option.owner), name, None))
         # Skip the folder, which is the run's own, and None, which is the default of most options.
         if name not in values and name not in ("output_dir", "resume_from_checkpoint") and default is not None:
             text = _dump({name: enum_value(default) if isinstance(default, Enum) else default})
@@ -66,10 +67,8 @@ def settings_text(arguments: TrainArguments) -> str:
 
 def _settled(arguments: TrainArguments) -> dict[str, Any]:
     """Return the values, with the chosen ones in place of `auto`."""
-    values = dict(arguments.values)
-    for item in dataclasses.fields(arguments.method.options):
-        if item.name in values:
-            values[item.name] = getattr(arguments.method.options, item.name)
+    chosen = arguments.method.values()
+    values = {name: chosen.get(name, value) for name, value in arguments.values.items()}
     return masked({name: _plain(value) for name, value in values.items() if value is not None})
 
 

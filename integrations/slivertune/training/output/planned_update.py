@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slivertune.planning.byte_text import format_bytes
+from slivertune.core.byte_text import format_bytes
 from slivertune.planning.cards import card_here
 from slivertune.planning.plan import Plan, add_allowance
 from slivertune.planning.planned_time import EFFICIENCIES, PlannedTime, plan_time, with_room_ahead

@@ -296,7 +296,7 @@ def describe(run: Run) -> None:
     if run.tokens is not None:
         say(tokens_line(run.tokens))
     if run.kept is not None:
-        number = "as many as fit" if arguments.run.num_kept == "auto" else str(run.kept.num_kept)
+        number = "as many as fit" if arguments.run.keep_activations == "auto" else str(run.kept.num_kept)
         say(f"  keeps   activations of {number} of {len(run.kept.blocks)} checkpointed blocks, from the top")
     if run.offloaded is not None:
         say(f"  offload inputs of {len(run.offloaded.blocks)} checkpointed blocks, to host memory")

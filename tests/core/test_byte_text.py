@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from slivertune.planning.byte_text import common_unit, format_bytes, parse_bytes, parse_memory_size
+from slivertune.core.byte_text import common_unit, format_bytes, parse_bytes, parse_memory_size
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_size_is_read_to_the_byte(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["24G", "", "GiB", "-1GiB", "24GiBs", "1e9", "1.2.3GB"])
 def test_what_is_no_size_or_could_be_two_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{text!r} is not a size. Write it as 24GiB")):
+    with pytest.raises(ValueError, match=re.escape(f"{text!r} must be a size, such as 24GiB")):
         parse_bytes(text)
 
 

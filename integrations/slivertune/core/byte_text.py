@@ -35,7 +35,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = None if match is None else _BYTES_OF_UNIT.get(match[2].lower())
     if match is None or unit is None:
-        raise ValueError(f"{text!r} is not a size. Write it as 24GiB, 24GB or 128MiB, or as a number of bytes")
+        raise ValueError(f"{text!r} must be a size, such as 24GiB, 24GB or 128MiB, or a number of bytes")
     whole, _, fraction = match[1].partition(".")
     # Compute in integers: a float would lose the last digits of a large size.
     digits = int(whole + fraction)

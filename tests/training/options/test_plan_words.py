@@ -1,0 +1,109 @@
+"""Run files and options of `slivertune train` in `slivertune plan`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slivertune.cli import main
+from slivertune.core.presets import preset_path, run_file_names
+from slivertune.planning.arguments import parse_plan_arguments
+from slivertune.training.options.plan_words import plan_words
+from tests.training.tiny_runs import Runs
+
+RUN = """\
+model_name_or_path: llama-2-7b
+method: hift
+layers_per_group: 0.5
+stream_bytes: 64MiB
+prefetch_bytes: auto
+bf16: true
+gradient_checkpointing: on
+per_device_train_batch_size: 4
+max_length: 2048
+learning_rate: 4e-5
+dataset: [a.jsonl, b.jsonl]
+layers: [model.embed_tokens, model.norm+lm_head]
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN, encoding="utf-8")
+
+
+def planned(*words: str) -> tuple[dict[str, Any], list[str]]:
+    mine, unread = plan_words(words)
+    arguments = parse_plan_arguments(mine)
+    return {"model": arguments.model, **arguments.given}, unread
+
+
+def test_a_run_file_is_planned_as_it_stands() -> None:
+    given, unread = planned("run.yaml", "--gpu", "4090")
+    assert given == {
+        "model": "llama-2-7b",
+        "method": "hift",
+        "layers_per_group": 0.5,
+        "stream_bytes": 2**26,
+        "precision": "mixed_hi",
+        "gradient_checkpointing": True,
+        "batch_size": 4,
+        "seq_length": 2048,
+        "layers": ("model.embed_tokens", "model.norm+lm_head"),
+    }
+    assert unread == ["prefetch_bytes", "learning_rate", "dataset"]
+
+
+def test_typed_options_win_under_any_of_their_names() -> None:
+    words = ("--batch-size", "2", "--max_length=64", "--learning-rate", "1e-3", "--seed=3", "--layers_per_group", "1")
+    given, unread = planned("run.yaml", *words)
+    assert (given["batch_size"], given["seq_length"], given["layers_per_group"]) == (2, 64, 1)
+    assert unread == ["prefetch_bytes", "learning_rate", "dataset", "seed"]
+
+
+def test_options_of_train_alone_are_read_over_without_a_file() -> None:
+    given, unread = planned("--model", "m", "--learning_rate", "-0", "--dataset", "a", "b", "--preset", "paper")
+    assert (given["model"], given["layers_per_group"], given["steps_per_group"]) == ("m", 1, 1)
+    assert unread == ["learning_rate", "preset", "dataset", "order"]
+
+
+@pytest.mark.parametrize("name", run_file_names())
+def test_every_run_file_of_ours_is_planned(name: str) -> None:
+    given, _ = planned(str(preset_path(name)), "--model", "llama-3-8b")
+    assert given["model"] and given["precision"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run.yaml", "--learning_rate", "-1"), "--learning_rate -1.0 must be at least 0 and at most 100"),
+        (("run.yaml", "--learnin_rate", "1"), "unrecognized arguments: --learnin_rate 1"),
+        (("run.yaml", "--fp16"), "fp16 True has no plan, and changes the memory of a run"),
+        (
+            ("run.yaml", "--deepspeed", "z.json"),
+            "deepspeed z.json distributes the run. Say how, for",
+        ),
+        (("nothing.yaml",), "config file nothing.yaml is not there"),
+        (("kept.yaml",), "keep_activations auto fills the memory that the device has left"),
+    ],
+)
+def test_what_can_not_be_planned_is_one_line(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("kept.yaml").write_text(f"{RUN}keep_activations: auto\n", encoding="utf-8")
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("slivertune plan: error: ") and error.count("\n") == 1 and said in error
+
+
+def test_the_file_that_a_run_keeps_is_planned_to_the_runs_own_plan(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = runs.train("out", "--packing", "--max_length", "32", "--steps_per_group", "1")
+    capsys.readouterr()
+    assert main(["plan", str(runs["out"] / "slivertune_run.yaml"), "--kernels", "cpu", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["peak_bytes"] == results["planned_peak_bytes"]
+    assert "not read: " in told.err and "learning_rate" in told.err
