@@ -1,6 +1,7 @@
 """The tables of docs/evidence.md and what its picture shows, from `results/quality.json` and `evidence.yaml`."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from evidence_rows import MeasuredRow, read_row, read_rows_file, times_as_many_updates, verdict
 from markdown_table import markdown_table
@@ -65,11 +66,17 @@ def _verdicts(heads: Sequence[str], claims: Iterable[tuple[Sequence[str], str, S
     return markdown_table([*heads, *(TITLES[task] for task in results)], rows)
 
 
-def figures() -> dict[str, dict[str, list[float]]]:
-    """Return what is drawn: of each task each row's seeds, the best row last."""
+def figures() -> dict[str, dict[str, Any]]:
+    """Return the panels of the picture.
+
+    Returns:
+        By task: `title`, `figure` (loss or accuracy), and `rows`, the figure per seed by the row's name, best row last.
+    """
     shown = {}
     for task, of_task in read_results().items():
-        is_loss = of_task["dense"].figure == "loss"
-        rows = sorted(of_task.items(), key=lambda item: item[1].mean, reverse=is_loss)
-        shown[task] = {name: list(row.values) for name, row in rows}
+        picture, figure = ASKED["tasks"][task]["picture"], of_task["dense"].figure
+        rows = {name: of_task[row] for row, name in picture["rows"].items()}
+        ranked = sorted(rows.items(), key=lambda item: item[1].mean, reverse=figure == "loss")
+        values = {name: list(row.values) for name, row in ranked}
+        shown[task] = {"title": picture["title"], "figure": figure, "rows": values}
     return shown

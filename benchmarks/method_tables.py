@@ -6,6 +6,8 @@ from typing import Any
 from markdown_table import markdown_table, mean_and_range
 from result_files import GIB, MIB
 
+from slivertune.planning.report import PART_TITLES
+
 LAYOUTS = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 _SFT = {
     "lora": "LoRA r={rank}",
@@ -158,6 +160,19 @@ def plan_time(content: Content) -> str:
     return markdown_table(["", "measured", "planned", "error"], rows)
 
 
+# The ways that a reader decides between, eight at most. TokenTune is beside the same layers without it.
+_DRAWN = (
+    "HiFT, 1 of 34 layers",
+    "HiFT, 9 of 34 layers",
+    "HiFT, 9 of 34 layers + TokenTune",
+    "HiFT, all layers",
+    "SFT (AG)",
+    "LoRA",
+    "QLoRA",
+    "dense",
+)
+
+
 def ways(content: Content) -> str:
     """Show what `slivertune plan --compare --json` answered: the fastest way first, those that do not fit last."""
     rows = []
@@ -175,3 +190,24 @@ def ways(content: Content) -> str:
         rows.append(cells)
     heads = ["Way", "Trains", "GPU", "Host", "Batch", "Tokens/s", "Tokens/s per trained weight"]
     return markdown_table(heads, rows)
+
+
+def ways_drawn(content: Content) -> dict[str, Any]:
+    """Return the bars of the picture of these ways, the fastest first.
+
+    Returns:
+        `title`, `limit_bytes`, and `bars`: by title the bytes at the peak by kind, the bytes of the allowance, and the
+        tokens/s (None for a way that does not fit).
+    """
+    bars = {}
+    (length,) = {row["request"]["seq_length"] for row in content["rows"]}
+    tokens = f"{length:,} tokens per sequence"
+    title = f"{content['model']} on a {content['gpu']}, {tokens}: planned, the largest batch that fits"
+    for row in content["rows"]:
+        if row["title"] in _DRAWN:
+            bars[f"{row['title']}, batch {row['request']['batch_size']}"] = {
+                "part_bytes": {kind: row["peak"][f"{kind.removesuffix('s')}_bytes"] for kind in PART_TITLES},
+                "allowance_bytes": row["allowance"]["total_bytes"],
+                "tokens_per_second": row["time"]["tokens_per_second"] if row["fits"] else None,
+            }
+    return {"title": title, "limit_bytes": content["fit"]["limit_bytes"], "bars": bars}

@@ -62,7 +62,8 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
 """By the name in its markers: the pages that have it, and what makes it."""
 PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "fixed_batch.png": (planned_map.fixed_batch, pictures.draw_fixed_batch),
-    "evidence.png": (evidence_tables.figures, lambda shown: pictures.draw_evidence(shown, evidence_tables.TITLES)),
+    "evidence.png": (evidence_tables.figures, pictures.draw_evidence),
+    "ways_8b_4090.png": (lambda: method_tables.ways_drawn(kept("ways_8b_4090")), pictures.draw_ways),
 }
 """By the file in docs/images: what it shows, and what draws that."""
 

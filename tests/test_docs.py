@@ -144,7 +144,14 @@ def figures() -> dict[str, Any]:
     return json.loads(run_here(CHECKOUT / "benchmarks" / "tables.py", "--figures", cwd=CHECKOUT))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("name", "page"), [("fixed_batch.png", "README.md"), ("evidence.png", "docs/evidence.md")])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("fixed_batch.png", "README.md"),
+        ("evidence.png", "docs/evidence.md"),
+        ("ways_8b_4090.png", "docs/which-method.md"),
+    ],
+)
 def test_a_picture_is_that_of_the_committed_results(name: str, page: str) -> None:
     with Image.open(DOCS / "images" / name) as picture:
         assert json.loads(picture.text["Description"]) == figures()[name]  # type: ignore[attr-defined]

@@ -255,6 +255,20 @@ def test_it_is_drawn_as_memory_and_speed_of_each_row(tmp_path: Path) -> None:
     assert (tmp_path / "ways.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_bar_beyond_twice_the_limit_is_cut_broken_and_has_its_number() -> None:
+    figure: Any = comparison_figure(comparison())
+    memory, limit = figure.axes[0], CARD.memory_bytes / (1024 * MIB)
+    lora, _, dense = ([bars[place] for bars in memory.containers] for place in range(3))
+    assert max(bar.get_x() + bar.get_width() for bar in dense) == 2 * limit < memory.get_xlim()[1]
+    breaks = [line for line in memory.lines if line.get_color() == "white"]
+    assert len(breaks) == 2 and all(limit < x < 2 * limit for line in breaks for x in line.get_xdata())
+    assert DENSE.requirement is not None and LORA.requirement is not None
+    assert [text.get_text() for text in memory.texts] == [f"{DENSE.requirement.device_bytes / (1024 * MIB):.1f} GiB"]
+    assert sum(bar.get_width() for bar in lora) == pytest.approx(LORA.requirement.device_bytes / (1024 * MIB))
+    memory, _ = comparison_figure(replace(comparison(), rows=[LORA, HIFT])).axes
+    assert memory.get_xlim()[1] > limit and list(memory.texts) == []
+
+
 @pytest.mark.parametrize("where", ["a thread", pytest.param("processes", marks=pytest.mark.slow)])
 def test_side_by_side_the_rows_are_the_same(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of their own import all anew, so that most runs take a thread in their place."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from slivertune.planning.byte_text import common_unit, format_bytes
+from slivertune.core.byte_text import common_unit, format_bytes
 from slivertune.planning.compare import Comparison
-from slivertune.planning.plot import COLOURS, LIMIT_COLOUR, style_axes, style_of_allowance
+from slivertune.planning.plot import COLOURS, LIMIT_COLOUR, PAGE_WIDTH, make_figure, style_axes, style_of_allowance
 from slivertune.planning.report import PART_TITLES
 
 if TYPE_CHECKING:
@@ -14,6 +16,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR_HEIGHT = 0.66
+_POINTS = 9
+"""Size of text, in points."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """Row of the chart."""
+
+    title: str
+    part_bytes: Mapping[str, int]
+    """Bytes at the peak, by the kinds of `PART_TITLES`."""
+    allowance_bytes: int
+    tokens_per_second: float | None
+    """Planned speed; None if the run does not fit."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the peak and its allowance."""
+        return sum(self.part_bytes.values()) + self.allowance_bytes
 
 
 def comparison_figure(comparison: Comparison) -> Figure:
@@ -22,53 +43,96 @@ def comparison_figure(comparison: Comparison) -> Figure:
     Args:
         comparison: Comparison to draw.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     question = comparison.question
-    num_rows = sum(row.requirement is not None for row in comparison.rows)
-    figure = Figure(figsize=(11, 1.8 + 0.34 * max(num_rows, 4)), layout="constrained")
-    FigureCanvasAgg(figure)
-    memory, speed = figure.subplots(1, 2, sharey=True)
-    _draw_memory(memory, comparison)
-    _draw_speed(speed, comparison)
-    lengths = {row.requirement.plan.request.seq_length for row in comparison.rows if row.requirement is not None}
+    planned = [(row, row.requirement) for row in comparison.rows if row.requirement is not None]
+    bars = [
+        Bar(
+            title=f"{row.title}, batch {need.plan.request.batch_size}",
+            part_bytes={kind: getattr(need.plan.peak, kind) for kind in PART_TITLES},
+            allowance_bytes=need.allowance.total,
+            tokens_per_second=None if row.time is None else row.speed,
+        )
+        for row, need in planned
+    ]
+    lengths = {need.plan.request.seq_length for _, need in planned}
     tokens = "".join(f", {length:,} tokens per sequence" for length in lengths)
-    figure.suptitle(
-        f"{question.model.name} on a {question.card.name}{tokens}: planned, the largest batch that fits", fontsize=10
+    return bars_figure(
+        bars,
+        limit_bytes=question.limits.device_bytes,
+        title=f"{question.model.name} on a {question.card.name}{tokens}: planned, the largest batch that fits",
     )
-    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+
+
+def bars_figure(bars: Sequence[Bar], *, limit_bytes: int, title: str) -> Figure:
+    """Draw a bar of memory and a bar of speed for each row.
+
+    Args:
+        bars: Rows to draw, from top to bottom.
+        limit_bytes: Memory of the GPU, in bytes.
+        title: Title of the chart.
+    """
+    figure = make_figure(PAGE_WIDTH, 1.6 + 0.3 * max(len(bars), 4))
+    memory, speed = figure.subplots(1, 2, sharey=True)
+    _draw_memory(memory, bars, limit_bytes)
+    _draw_speed(speed, bars)
+    for axes in (memory, speed):
+        axes.tick_params(labelsize=_POINTS)
+        axes.xaxis.label.set_fontsize(_POINTS)
+        style_axes(axes, "x")
+    figure.suptitle(title, fontsize=_POINTS + 1)
+    handles = memory.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=_POINTS)
     return figure
 
 
-def _draw_memory(axes: Axes, comparison: Comparison) -> None:
-    rows = [(row, row.requirement) for row in comparison.rows if row.requirement is not None]
-    limit = comparison.question.limits.device_bytes
-    unit, size = common_unit(max([limit, *(need.device_bytes for _, need in rows)]))
-    places, base = range(len(rows)), [0.0] * len(rows)
-    for kind, name in PART_TITLES.items():
-        widths = [getattr(need.plan.peak, kind) / size for _, need in rows]
-        axes.barh(places, widths, height=_BAR_HEIGHT, left=base, color=COLOURS[kind], label=name)
-        base = [low + width for low, width in zip(base, widths, strict=True)]
-    widths = [need.allowance.total / size for _, need in rows]
-    axes.barh(places, widths, height=_BAR_HEIGHT, left=base, label="allowance", **style_of_allowance())
-    axes.axvline(limit / size, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2, label=f"limit, {format_bytes(limit)}")
-    axes.set_yticks(places, [f"{row.title}, batch {need.plan.request.batch_size}" for row, need in rows])
-    axes.invert_yaxis()
+def _draw_memory(axes: Axes, bars: Sequence[Bar], limit_bytes: int) -> None:
+    longest = max((bar.device_bytes for bar in bars), default=0)
+    unit, size = common_unit(max(limit_bytes, longest))
     # A run that does not fit may need many times the limit. Cut its bar at twice the limit.
-    axes.set_xlim(0, min(max(need.device_bytes for _, need in rows), 2 * limit) / size if rows else 1)
+    cut = 2 * limit_bytes / size
+    places, base = range(len(bars)), [0.0] * len(bars)
+    parts = {name: [bar.part_bytes[kind] / size for bar in bars] for kind, name in PART_TITLES.items()}
+    parts["allowance"] = [bar.allowance_bytes / size for bar in bars]
+    styles: dict[str, dict[str, Any]] = {name: {"color": COLOURS[kind]} for kind, name in PART_TITLES.items()}
+    styles["allowance"] = style_of_allowance()
+    for name, widths in parts.items():
+        ends = [min(low + width, cut) for low, width in zip(base, widths, strict=True)]
+        shown = [end - low for low, end in zip(base, ends, strict=True)]
+        axes.barh(places, shown, height=_BAR_HEIGHT, left=base, label=name, **styles[name])
+        base = ends
+    axes.axvline(
+        limit_bytes / size,
+        color=LIMIT_COLOUR,
+        linestyle="--",
+        linewidth=1.2,
+        label=f"limit, {format_bytes(limit_bytes)}",
+    )
+    for place, bar in enumerate(bars):
+        if bar.device_bytes > 2 * limit_bytes:
+            _mark_cut(axes, cut, place, f"{bar.device_bytes / size:,.1f} {unit}")
+    axes.set_yticks(places, [bar.title for bar in bars])
+    axes.invert_yaxis()
+    # Leave room for the number beside a cut bar.
+    axes.set_xlim(0, 1.3 * cut if longest > 2 * limit_bytes else 1.03 * max(longest, limit_bytes) / size)
     axes.set_xlabel(f"memory of the GPU at the peak ({unit})")
-    style_axes(axes, "x")
 
 
-def _draw_speed(axes: Axes, comparison: Comparison) -> None:
-    rows = [row for row in comparison.rows if row.requirement is not None]
-    fastest = max([row.speed for row in rows], default=0.0) or 1.0
-    axes.barh(range(len(rows)), [row.speed for row in rows], height=_BAR_HEIGHT, color=COLOURS["parameters"])
-    for place, row in enumerate(rows):
-        text = "does not fit" if row.time is None else f"{row.speed:,.0f}"
-        colour = LIMIT_COLOUR if row.time is None else "#333333"
-        axes.text(row.speed + 0.01 * fastest, place, text, va="center", fontsize=9, color=colour)
+def _mark_cut(axes: Axes, cut: float, place: int, text: str) -> None:
+    """Break a cut bar by two slanted gaps, and write its whole length at its end."""
+    half = _BAR_HEIGHT / 2
+    for share in (0.93, 0.96):
+        low, high = share * cut, (share + 0.015) * cut
+        axes.plot([low, high], [place + half, place - half], color="white", linewidth=2)
+    axes.text(1.01 * cut, place, text, va="center", fontsize=_POINTS, color=LIMIT_COLOUR)
+
+
+def _draw_speed(axes: Axes, bars: Sequence[Bar]) -> None:
+    speeds = [bar.tokens_per_second or 0.0 for bar in bars]
+    fastest = max(speeds, default=0.0) or 1.0
+    axes.barh(range(len(bars)), speeds, height=_BAR_HEIGHT, color=COLOURS["parameters"])
+    for place, (bar, speed) in enumerate(zip(bars, speeds, strict=True)):
+        fits = bar.tokens_per_second is not None
+        text, colour = (f"{speed:,.0f}", "#333333") if fits else ("does not fit", LIMIT_COLOUR)
+        axes.text(speed + 0.01 * fastest, place, text, va="center", fontsize=_POINTS, color=colour)
     axes.set_xlim(0, 1.15 * fastest)
-    axes.set_xlabel("tokens/s")
-    style_axes(axes, "x")
+    axes.set_xlabel("speed (tokens/s)")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slivertune.core.atomic import atomic_file
+from slivertune.core.byte_text import common_unit, format_bytes
 from slivertune.core.missing_library import missing_library
 from slivertune.planning.answer import Answer, SweepAnswer
-from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.methods import planned
 from slivertune.planning.plan import Moment
 from slivertune.planning.report import PART_TITLES, describe_request
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind people can tell apart.
 COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "state": "#009E73", "residual": "#CC79A7"}
-_ALLOWANCE_COLOUR = "#BBBBBB"
+_ALLOWANCE_COLOUR = "#777777"
 LIMIT_COLOUR = "#D55E00"
 _BAR_WIDTH = 0.62
 _FEWEST_PLACES = 4
 """Number of bars that fill the width. Fewer bars are drawn as slim as these."""
 _LINE_CHARACTERS = 88
 _DOTS_PER_INCH = 150
+PAGE_WIDTH = 900 / 96
+"""Inches of a chart on a page of 900 px, where text then has its size in points."""
 
 
 def require_matplotlib(asked: str = "--plot") -> None:
@@ -122,13 +124,9 @@ def _figure(
     subtitle: str,
     x_label: str,
 ) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     totals = [moment.total + allowance for moment, allowance in zip(moments, allowances, strict=True)]
     unit, size = common_unit(max(totals))
-    figure = Figure(figsize=(max(7.5, 1.5 + 1.1 * len(labels)), 5.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(max(7.5, 1.5 + 1.1 * len(labels)), 5.4)
     axes = figure.add_subplot()
     _stack(axes, moments, allowances, size)
     _mark(axes, totals, limit, size)
@@ -157,6 +155,21 @@ def _stack(axes: Axes, moments: Sequence[Moment], allowances: Sequence[int], siz
         label="allowance",
         **style_of_allowance(),
     )
+
+
+def make_figure(width: float, height: float) -> Figure:
+    """Return an empty figure that needs no display.
+
+    Args:
+        width: Inches.
+        height: Inches.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def style_of_allowance() -> dict[str, Any]:
