@@ -75,7 +75,7 @@ def _speed_cell(way: str, tokens: int) -> str:
 def _speeds() -> Cells:
     m1, m8, lora = (f"{_speed_cell(way, 4096)} ({_speed_cell(way, 32768)})" for way in ("m1", "m8", "lora"))
     return (
-        "HiFT, Llama-3.1-8B, 4,096 (32,768) tokens per update, H200, 24 GiB allowed: tokens/s, 1 layer per group",
+        "HiFT, Llama-3.1-8B, 4,096 (or 32,768) tokens per update, H200, 24 GiB allowed: tokens/s, 1 layer per group",
         m1,
         f"8 layers per group: {m8}; LoRA, rank 64: {lora}; torchao's AdamW: {_speed_cell('torchao', 4096)}",
         "curve_measured.py",
@@ -190,7 +190,7 @@ def _sft() -> Cells:
     ag, ma = (f"{times[name]['plain_ratio_to_lora']:.2f}" for name in ("sft_ag", "sft_ma"))
     processor = content["environment"]["processor"].replace("(R)", "").removesuffix(" Processor")
     lora = f"LoRA of as many weights (rank {content['rank']}), {processor}"
-    return "SFT, bf16, AG (MA): step", f"{ag} ({ma}) of the CPU time", lora, "sft.py"
+    return "SFT, bf16: step by gradients (by momentum)", f"{ag} ({ma}) of the CPU time", lora, "sft.py"
 
 
 def _ranks() -> Cells:

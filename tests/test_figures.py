@@ -18,6 +18,7 @@ import pytest
 from slivertune.planning.configs import find_model
 from tests.conftest import CHECKOUT
 from tests.helpers.kept_results import (
+    accuracies,
     deviations,
     dial,
     dial_mean,
@@ -165,8 +166,8 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
         "README.md",
         (
             "LoRA (rank 64) trains {:.0f} % of the weights of an 8B model at {:,.0f} tokens/s. HiFT trains all weights "
-            "in the same {:.0f} GiB, at {:,.0f} tokens/s with 8 of {} layers per group. Each weight learns from a {} "
-            "of these tokens, and HiFT takes {:.0f} GiB of host memory."
+            "in the same {:.0f} GiB, at {:,.0f} tokens/s with 8 of {} layers per group. A weight trains in one of {} "
+            "groups, so it learns from {:,.0f} tokens/s, and HiFT takes {:.0f} GiB of host memory."
         ),
         lambda: (
             100 * lora_share(find_model("llama-3.1-8b").config, 64),
@@ -174,7 +175,8 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
             result("gpu_24gib")["memory_gib"],
             measured_8b("m8", "NVIDIA H200")["tokens_per_second"],
             layers_8b(),
-            {5: "fifth"}[math.ceil(layers_8b() / 8)],
+            math.ceil(layers_8b() / 8),
+            measured_8b("m8", "NVIDIA H200")["tokens_per_second"] / math.ceil(layers_8b() / 8),
             measured_8b("m8", "NVIDIA H200")["process_bytes"] / GIB,
         ),
     ),
@@ -220,7 +222,7 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
     (
         "README.md",
         (
-            "{:.0f} bytes of host memory per parameter ({:.0f} GiB for 8B), 6 with 8-bit state, {:.0f} with all layers "
+            "in bytes per parameter: {:.0f} by default ({:.0f} GiB for 8B); 6 with 8-bit state; {:.0f} with all layers "
             "in one group and gradients on the host"
         ),
         lambda: (
@@ -232,11 +234,14 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
     (
         "README.md",
         "By plan this run needs {:.1f} GiB of a 4090 and {:.0f} GiB of host memory.",
-        lambda: tuple(planned_point("4090", "m9-stays", 4096)[name] / GIB for name in ("need_bytes", "host_bytes")),
+        lambda: (
+            planned_point("4090", "m9-stays", 512)["need_bytes"] / GIB,
+            planned_point("4090", "m9-stays", 4096)["host_bytes"] / GIB,  # state alone, whatever the tokens
+        ),
     ),
     (
         "README.md",
-        "Plans assume {:.0f} % of a card's peak. On H100 and H200, 4,096 tokens took {:.1f} to {:.1f} times",
+        "Plans assume {:.0f} % of a card's peak. On H100 and H200, updates of 4,096 tokens took {:.1f} to {:.1f} times",
         lambda: (
             100 * planned_point("4090", "all", 4096)["time"]["rates"]["efficiency"],
             min(map(seconds_beyond_plan, ("m1", "lora", "sft"))),
@@ -371,7 +376,52 @@ def test_each_figure_in_a_sentence_is_that_of_the_results(
     assert said in words_of(page)
 
 
+def are_apart(one: list[float], other: list[float]) -> bool:
+    """Whether two rows differ by the rule of docs/evidence.md."""
+    return max(one) < min(other) or max(other) < min(one)
+
+
+DECISIONS: list[tuple[str, Callable[[], bool]]] = [
+    (
+        "| New domain, up to 4,096 tokens per update | LoRA (`--method lora --lora_rank 64`) | Least loss in",
+        lambda: (
+            max(learned("lora-64-x4")) < min(learned("dense") + learned("hift-2-stays-x4") + learned("sft-fixed"))
+            and max(learned("lora-64-x2")) < min(learned("dense") + learned("hift-2-stays-x2.5") + learned("sft-fixed"))
+        ),
+    ),
+    (
+        "| New domain, 512 tokens per update, all weights must train | HiFT, as by default | Less loss than dense",
+        lambda: max(learned("hift-2-stays-x4")) < min(learned("dense")),
+    ),
+    (
+        "| The same with 4,096 tokens or more | HiFT, all layers in one group | Updates of dense; smaller groups learn",
+        lambda: (
+            max(learned("dense")) < min(learned("hift-2-stays-x2.5") + learned("hift-4-stays") + learned("hift-2-x2"))
+        ),
+    ),
+    (
+        "| Retrieval, or a small result file | LoRA or SFT (`--method sft`) | As good as dense on docstrings |",
+        lambda: (
+            not any(are_apart(accuracies("dense"), accuracies(name)) for name in ("lora-64", "sft-ag", "sft-ag-once"))
+        ),
+    ),
+    (
+        "| LoRA or SFT (`--load_in_4bit`), HiFT (`--waiting nf4`) | As good as exact weights |",
+        lambda: (
+            not any(
+                max(learned(exact)) < min(learned(coded))
+                for coded, exact in (("qlora-64", "lora-64"), ("qsft", "sft-ag"), ("hift-1-nf4", "hift-1"))
+            )
+        ),
+    ),
+    (
+        "| 8-bit state (`--optim adamw_bnb_8bit`) | As good as 32-bit state for dense |",
+        lambda: not are_apart(learned("dense-8bit"), learned("dense")),
+    ),
+]
+"""Rows of the decision table that follow from results."""
 CLAIMS: list[tuple[str, str, Callable[[], bool]]] = [
+    *(("benchmarks/decision.md", words, holds) for words, holds in DECISIONS),
     (
         "README.md",
         "*New domain, few tokens per update.* LoRA learned most in equal planned time",

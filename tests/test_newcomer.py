@@ -92,11 +92,11 @@ def test_the_three_lines_train_in_a_script_of_ones_own(clone: Path, work: Path) 
 def test_the_command_with_a_real_models_name_runs_with_a_tiny_one(clone: Path, work: Path) -> None:
     (words,) = re.findall(r"^slivertune (train (?:.*\\\n)*.*)$", readme(clone), re.MULTILINE)
     named = shlex.split(words.replace("\\\n", " "))[1:]
-    place = named.index("--model_name_or_path") + 1
+    place = named.index("--model") + 1
     assert "/" in named[place]
     named[place] = "model"
     results = train(clone, work, *named, "--use_cpu", "--max_steps", "2", "--logging_steps", "1")
-    assert (results["num_steps"], results["settings"]["max_length"]) == (2, 2048)
+    assert (results["num_steps"], results["settings"]["max_length"]) == (2, 512)
     # What it leaves is plain safetensors, as the README says.
     assert (work / "runs/mine/model/model.safetensors").is_file()
 

@@ -188,6 +188,14 @@ def learned(name: str) -> list[float]:
     return losses
 
 
+def accuracies(name: str) -> list[float]:
+    """A row's accuracies on docstrings, one a seed, at its best rate; seeds are three."""
+    (row,) = [each for each in result("quality")["retrieval"] if each["name"] == name]
+    found = [float(run["after"]["eval_accuracy"]) for run in row["runs"]]
+    assert len(found) == 3
+    return found
+
+
 def learned_rate(name: str) -> float:
     """The best rate of a row on the language reference."""
     return float(_language_row(name)["runs"][0]["rate"])
