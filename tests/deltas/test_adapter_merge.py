@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import PeftModel, PrefixTuningConfig, get_peft_model
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Embedding, Linear
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -484,6 +485,46 @@ def test_a_merge_that_goes_wrong_leaves_nothing_and_says_where(
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
     assert message in capfd.readouterr().err
     assert sorted(Path.cwd().rglob("*")) == before
+
+
+def test_an_expert_that_no_token_is_sent_to_is_checked_as_well(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = BASES["mixtral"](False)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data.zero_()[0] = 1.0  # the first experts take all tokens
+    model.save_pretrained("base")
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"), **EXPERTS)
+    true = ParamWrapper.get_delta_weight
+
+    def change_one(layer: Any, *each: Any) -> torch.Tensor:
+        delta = true(layer, *each)
+        delta[-1] *= 1.05
+        return delta
+
+    monkeypatch.setattr(ParamWrapper, "get_delta_weight", change_one)
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert re.search(r"model\.layers\.0\.mlp\.experts\.\w+_proj puts out ", capfd.readouterr().err)
+    assert not Path("merged").exists()
+
+
+@pytest.mark.parametrize("more", [{}, EMBEDDING])
+def test_an_adapter_of_little_effect_is_checked_to_a_twentieth_of_it(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_base(Path("base"))
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"), **more)
+    tensors = load_file("adapter/adapter_model.safetensors")
+    small = {
+        name: each * 1e-4 if ".lora_B" in name or "embedding_B" in name else each for name, each in tensors.items()
+    }
+    save_file(small, "adapter/adapter_model.safetensors")
+    assert main(["merge", "adapter", "--output_dir", "right"]) == 0
+    for kind in (Linear, Embedding):
+        true = kind.get_delta_weight
+        monkeypatch.setattr(kind, "get_delta_weight", lambda *each, true=true: 1.05 * true(*each))
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert " puts out " in capfd.readouterr().err and not Path("merged").exists()
 
 
 def test_peft_that_is_missing_is_named_as_pip_does(monkeypatch: pytest.MonkeyPatch) -> None:
