@@ -1,7 +1,8 @@
 """Calls of a chat template, for all messages, the first few, or the prompt that asks for a turn."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,8 @@ from slivertune.core.transformers_internals import generation_spans
 from slivertune.training.data.conversations import Conversation, UnusableRowError
 
 _Value = TypeVar("_Value")
+_SAMPLE = "Zq"
+"""Text that no template has itself."""
 
 Span = tuple[int, int]
 """Start and end of a stretch of text, in characters."""
@@ -36,7 +39,7 @@ def render(
     return str(
         _or_unusable(
             lambda: tokenizer.apply_chat_template(
-                conversation.messages[:num_messages],
+                _for_template(tokenizer, conversation)[:num_messages],
                 tools=conversation.tools,
                 tokenize=False,
                 add_generation_prompt=prompts,
@@ -51,7 +54,41 @@ def render_blocks(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
     Raises:
         UnusableRowError: If the template rejects the messages.
     """
-    return _or_unusable(lambda: generation_spans(tokenizer, conversation.messages, conversation.tools))
+    messages = _for_template(tokenizer, conversation)
+    return _or_unusable(lambda: generation_spans(tokenizer, messages, conversation.tools))
+
+
+def _for_template(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[dict[str, Any]]:
+    """Return the messages with each text as the template reads it."""
+    messages = conversation.messages
+    if not _reads_only_parts(tokenizer, tokenizer.get_chat_template(tools=conversation.tools)):
+        return messages
+    return [
+        {**each, "content": _as_parts(each["content"])} if isinstance(each.get("content"), str) else each
+        for each in messages
+    ]
+
+
+@lru_cache(maxsize=8)
+def _reads_only_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a template writes lists of parts and no plain text, as those of models with images (Idefics 3)."""
+
+    def writes(content: Any) -> bool:
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], chat_template=template, tokenize=False
+            )
+        except TemplateSyntaxError:
+            raise
+        except Exception:  # a template is a program and may fail in any way
+            return False
+        return _SAMPLE in text
+
+    return not writes(_SAMPLE) and writes(_as_parts(_SAMPLE))
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _or_unusable(apply: Callable[[], _Value]) -> _Value:
