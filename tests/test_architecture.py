@@ -254,3 +254,32 @@ def test_every_file_that_handles_a_command_masks_its_secrets(checkout: Path) -> 
 def test_a_file_that_shows_a_command_as_it_is_is_found(source: str, is_found: bool, tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text(source, encoding="utf-8")
     assert unmasked_files(tmp_path) == (["new.py"] if is_found else [])
+
+
+OTHER_REFUSALS = {
+    "core/token_tiles.py": "a layout",
+    "interop/checkpoints.py": "a search that makes several Trainers",
+    "interop/compilation.py": "layouts",
+    "interop/losses.py": "losses of a Trainer's class, which no feature of the model shows",
+    "interop/methods.py": "arguments of the Trainer about its checkpoints",
+    "planning/methods.py": "4-bit weights and methods, for plan and train",
+    "planning/request.py": "settings of a plan, which has no model",
+    "training/methods/hift.py": "arguments of the Trainer",
+    "training/methods/registry.py": "4-bit weights and methods of other packages",
+    "training/options/arguments.py": "columns of data",
+    "training/options/parse.py": "precisions, and tasks of the command line",
+}
+"""Files that refuse a combination beside `core/refused_pairs.py`, which has all pairs of features of a model."""
+
+
+def test_features_of_a_model_are_refused_together_by_one_list(checkout: Path) -> None:
+    package = checkout / "integrations" / "slivertune"
+    said = re.compile(r"\b(?:does|do) not go with\b|\bdon't go together\b|\bexclude each other\b")
+    found = set()
+    for path in sorted(package.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs)
+        if any(isinstance(text.value, str) and said.search(text.value) for text in texts):
+            found.add(str(path.relative_to(package)))
+    assert found == {*OTHER_REFUSALS, "core/refused_pairs.py"}

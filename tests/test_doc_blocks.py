@@ -20,6 +20,7 @@ from slivertune.core.presets import preset_path
 from slivertune.planning.arguments import parse_plan_arguments
 from slivertune.training.comparison.arguments import parse_compare_arguments
 from slivertune.training.options.parser import given_values
+from slivertune.training.options.plan_words import plan_words
 from tests.conftest import CHECKOUT
 from tests.helpers.models import VOCAB, tiny_llama
 from tests.training.tiny import quiet_arguments
@@ -59,9 +60,11 @@ def test_every_option_of_a_command_is_one_that_there_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("seed: 1", encoding="utf-8")
+    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine/slivertune_run.yaml").write_text("model_name_or_path: PATH", encoding="utf-8")
     parse: dict[str, Any] = {
         "train": given_values,
-        "plan": parse_plan_arguments,
+        "plan": lambda words: parse_plan_arguments(plan_words(words)[0]),
         "compare": lambda words: (given_values(parse_compare_arguments(words).common),),
     }
     if words[0] in parse:

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "5,000 digits in a run file": (("train", "given/digits.json"), f"given/digits.json: --seed '{SHOWN_DIGITS}' must"),
     "a share that is no number": (
         ("train", "--method", "sft", "--density", "nan"),
-        "--density nan must be a finite number",
+        "--density nan must be more than 0",
     ),
     "an unknown choice": (("train", "--optim", "magic"), "argument --optim: invalid choice: 'magic'"),
     "a switch that is neither": (

@@ -114,7 +114,7 @@ def test_every_numeric_field_can_be_swept() -> None:
     numeric = {item.name for item in fields(PlanRequest) if isinstance(item.default, (int, float))}
     numeric -= {item.name for item in fields(PlanRequest) if isinstance(item.default, bool)}
     for name in (*numeric, "token_ratio", "density"):
-        one = "0.5" if name in ("token_ratio", "density") else "1"
+        one = "0.5" if name in ("token_ratio", "density", "sft_momentum", "lora_dropout") else "1"
         method = next((owner for owner, own in planned_options().items() if name in own), "dense")
         sweep = parse_plan_arguments([*MODEL, "--method", method, "--sweep", f"{name}={one}"]).sweep
         assert sweep == Sweep(field=name, values=(float(one),))
@@ -138,7 +138,7 @@ def test_every_numeric_field_can_be_swept() -> None:
         ([*MODEL, "--gradient_checkpointing", "maybe"], "'maybe' must be true or false"),
         ([*MODEL, "--fit", "24G"], "--fit '24G' must be a size, such as 24GiB"),
         ([*MODEL, "--fit", "0"], "--fit 0 must be more than 0"),
-        ([*MODEL, "--fit", "24"], "'24' has no unit, and would be 24 bytes; did you mean 24GiB?"),
+        ([*MODEL, "--fit", "24"], "'24' must be typed with a unit: it would be 24 bytes; did you mean 24GiB?"),
         ([*MODEL, "--fit", "24GiB", "--fit_host", "64"], "did you mean 64GiB?"),
         ([*MODEL, "--fit", "24GiB", "--fit_disk", "1.5"], "did you mean 1.5GiB?"),
         ([*MODEL, "--fit_host", "1GiB"], "--fit_host needs --fit. Give --fit the size"),
@@ -148,9 +148,9 @@ def test_every_numeric_field_can_be_swept() -> None:
         ([*MODEL, "--fit", "1GiB", "--min_seq_length", "9", "--sweep", "batch_size=1"], "of --fit, without --sweep"),
         (
             [*MODEL, "--sweep", "packed=true"],
-            "'packed=true' is not a sweep. Write FIELD=V1,V2,... with one of task, method",
+            "'packed=true' must be FIELD=V1,V2,... with one of task, method",
         ),
-        ([*MODEL, "--sweep", "seq_length"], "'seq_length' is not a sweep"),
+        ([*MODEL, "--sweep", "seq_length"], "'seq_length' must be FIELD=V1,V2,..."),
         ([*MODEL, "--sweep", "seq_length=1,two"], "has a value that seq_length can't take"),
         ([*MODEL, "--sweep", "seq_length="], "has a value that seq_length can't take"),
         ([*MODEL, "--sweep", "seq_length=1,1"], "has a value twice"),

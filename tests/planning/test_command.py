@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import logging
 import re
@@ -247,8 +248,11 @@ def test_a_sweep_has_a_plan_a_value_a_table_and_a_picture(
     [
         (["--model", "owner/absent"], "there is no folder 'owner/absent', and the hub can't be reached"),
         (["--model", "{tiny}", "--layout", "zero3"], "layout='zero3' needs at least 2 GPUs, and num_gpus=1"),
-        (["--model", "{tiny}", "--batch_size", "0"], "batch_size=0 must be at least 1"),
-        (["--model", "{tiny}", "--sweep", "token_ratio=0.5,2"], "token_ratio=2.0 must be in (0, 1]"),
+        (["--model", "{tiny}", "--batch_size", "0"], "--batch_size 0 must be at least 1"),
+        (
+            ["--model", "{tiny}", "--sweep", "token_ratio=0.5,2"],
+            "argument --sweep: 'token_ratio=0.5,2' has a value that token_ratio can't take: token_ratio=2.0 must be",
+        ),
         (
             ["--model", "{tiny}", "--method", "dense", "--fit", "1GiB", "--load_in_4bit"],
             "--load_in_4bit does not go with --method dense",
@@ -326,3 +330,55 @@ def test_help_is_printed_and_the_list_of_commands_names_it(capsys: pytest.Captur
             main(words)
         assert stop.value.code == 0
         assert part in capsys.readouterr().out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
+def test_a_model_with_a_tower_of_timm_names_the_library_that_is_missing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    figures = CONFIG_MAPPING["gemma3n"](text_config=WITH_EMBEDDINGS_PER_LAYER["gemma3n_text"])
+    (tmp_path / "config.json").write_text(figures.to_json_string(), encoding="utf-8")
+    assert main(["plan", "--model", str(tmp_path), *SMALL]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("slivertune plan: error: ImportError: ")
+    assert "requires the timm library" in line and "`pip install timm`" in line
+
+
+PAD_OUTSIDE = {"model_type": "llama", "pad_token_id": 512, "vocab_size": 512}
+NO_START = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        (PAD_OUTSIDE, "pad_token_id=512 must be at least 0 and less than vocab_size=512. Correct one of the two in"),
+        ({**PAD_OUTSIDE, "pad_token_id": -513}, "pad_token_id=-513 must be at least 0 and less than vocab_size=512."),
+        (
+            {**NO_START, "decoder_start_token_id": None},
+            "decoder_start_token_id=None must be the id of a token, the first of a 't5' decoder. Set it in",
+        ),
+        (NO_START, "decoder_start_token_id=None must be the id of a token, the first of a 't5' decoder. Set it in"),
+    ],
+    ids=["pad", "negative pad", "no start", "absent start"],
+)
+def test_a_special_token_that_the_model_can_not_use_is_refused(
+    figures: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(figures), encoding="utf-8")
+    assert main(["plan", "--model", str(tmp_path), *SMALL]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"slivertune plan: error: {message}") and error.count("\n") == 1
+
+
+def test_a_padding_token_that_the_model_does_not_read_is_planned(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path / "gpt2", model_type="gpt2", pad_token_id=60000)
+    assert plan_json(capfd, path)["peak_bytes"] > 0
+
+
+def test_a_decoder_that_needs_no_start_token_is_planned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    figures = {"model_type": "mbart", "vocab_size": 64, "d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 48}
+    heads = {"decoder_attention_heads": 2, "encoder_attention_heads": 2, "encoder_layers": 1, "encoder_ffn_dim": 48}
+    (tmp_path / "config.json").write_text(json.dumps({**figures, **heads}), encoding="utf-8")
+    assert plan_json(capfd, tmp_path, "--task", "causal_lm")["peak_bytes"] > 0

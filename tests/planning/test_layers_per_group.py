@@ -208,7 +208,7 @@ def test_a_search_finds_settings_for_one_layer_and_then_the_most_layers_under_th
     ("words", "part"),
     [
         (("--layers_per_group", "auto"), "there is no CUDA device here whose rates could be used. Name one by --gpu"),
-        (("--layers_per_group", "auto", "--gpu", "5090x"), "card='5090x' must be one of '3090', '4060Ti-16GB', '4090'"),
+        (("--layers_per_group", "auto", "--gpu", "5090x"), "gpu='5090x' must be one of '3090', '4060Ti-16GB', '4090'"),
         (("--layers_per_group", "auto", "--sweep", "seq_length=8,9"), "for one run, without --sweep"),
         (
             ("--layers_per_group", "many"),

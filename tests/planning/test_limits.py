@@ -56,7 +56,7 @@ def test_a_machine_that_does_not_tell_its_memory_gives_no_limit(machine: None, m
 
 def test_it_trains_here_where_the_card_is(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trains_here(None) and trains_here("4090") and not trains_here("H100")
-    with pytest.raises(ValueError, match="card='5090x' must be one of"):
+    with pytest.raises(ValueError, match="gpu='5090x' must be one of"):
         trains_here("5090x")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not trains_here(None) and not trains_here("4090")

@@ -92,15 +92,15 @@ def test_what_does_not_fit_the_limit_has_no_seconds(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--efficiency", "1.5"], r"--efficiency 1\.5 must be in \(0, 1\]"),
+        (["--efficiency", "1.5"], r"--efficiency 1\.5 must be more than 0 and at most 1"),
         (["--disk_bandwidth", "0"], r"--disk_bandwidth 0\.0 must be more than 0"),
         (["--num_train_epochs", "2"], "takes effect only with --tokens"),
         (["--efficiency", "0.3"], r"--efficiency 0\.3 takes effect only with a card\. Name one with --gpu"),
         (["--disk_bandwidth", "1e8"], r"--disk_bandwidth 1e\+08 takes effect only with a card"),
         (["--num_labels", "7"], "num_labels=7 with task='causal_lm', which has no classes"),
-        (["--tokens", "many"], "'many' is not a number"),
+        (["--tokens", "many"], "'many' must be a number, at least 1"),
         (["--tokens", "3e6"], "no CUDA device here"),
-        (["--gpu", "5090x"], "card='5090x' must be one of"),
+        (["--gpu", "5090x"], "gpu='5090x' must be one of"),
     ],
 )
 def test_what_can_not_be_said_is_an_error(

@@ -63,7 +63,7 @@ def test_words_of_train_become_fields_of_the_request(words: str, given: dict[str
             "--bf16 true --weights_dtype fp32 means --precision mixed here, and --precision bf16 says otherwise. Leave",
         ),
         ("--optim sgd --optimizer adamw", "--optim sgd means --optimizer sgd here, and --optimizer adamw says"),
-        ("--optim rmsprop", "a plan does not know --optim rmsprop, only adamw_torch, "),
+        ("--optim rmsprop", "a plan does not know --optim rmsprop: it must be one of adamw_torch, "),
         ("--optim_args momentum=0.9", "--optim_args momentum=0.9 takes effect only with --optim"),
     ],
 )

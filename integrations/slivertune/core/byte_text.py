@@ -57,8 +57,8 @@ def parse_memory_size(text: str) -> int:
     num_bytes = parse_bytes(text)
     if text.strip()[-1].isdecimal() and 0 < num_bytes < _FEWEST_BYTES_MEANT:
         raise ValueError(
-            f"{text!r} has no unit, and would be {num_bytes:,} bytes; did you mean {text.strip()}GiB? Sizes below "
-            "1 MiB need their unit"
+            f"{text!r} must be typed with a unit: it would be {num_bytes:,} bytes; did you mean {text.strip()}GiB? "
+            "Sizes below 1 MiB need their unit"
         )
     return num_bytes
 

@@ -1,18 +1,20 @@
 """Arguments of `slivertune plan`, read from the command line."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from slivertune.core.byte_text import parse_memory_size
+from slivertune.core.number_rule import RULES
 from slivertune.core.output_place import check_file_place
 from slivertune.core.suggestions import did_you_mean
-from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, known_cards
+from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, card_named, known_cards
 from slivertune.planning.largest import LargestField
 from slivertune.planning.methods import check_options_are_read, planned_methods, planned_options
 from slivertune.planning.parser import make_parser
-from slivertune.planning.request import KINDS, PlanRequest, kinds_of, option
+from slivertune.planning.request import KINDS, PlanRequest, check_value, kinds_of, option
 from slivertune.planning.shipped import SHIPPED_MODELS
 from slivertune.planning.train_words import WORD_KINDS, TrainWords
 
@@ -22,6 +24,7 @@ SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
     if KINDS[item.name] in (int, float, str) or get_origin(KINDS[item.name]) is Literal
 }
 """Fields of `PlanRequest` that are numbers or names, each with the function that reads a value."""
+_REQUEST_FIELDS = {item.name: item for item in fields(PlanRequest)}
 _QUESTION = "what to find out"
 DECIDED_BY_COMPARISON = frozenset(
     {
@@ -49,9 +52,12 @@ def _sweep(text: str) -> Sweep:
     read = SWEPT_FIELDS.get(name)
     if read is None or not separator:
         meant = did_you_mean(name, SWEPT_FIELDS)
-        raise ValueError(f"{text!r} is not a sweep. Write FIELD=V1,V2,... with one of {', '.join(SWEPT_FIELDS)}{meant}")
+        raise ValueError(f"{text!r} must be FIELD=V1,V2,... with one of {', '.join(SWEPT_FIELDS)}{meant}")
     try:
         values = tuple(read(value) for value in listed.split(","))
+        for value in values:
+            if value != "auto":
+                check_value(_REQUEST_FIELDS[name], KINDS[name], value)
     except ValueError as error:
         raise ValueError(f"{text!r} has a value that {name} can't take: {error}") from error
     if len(set(values)) < len(values):
@@ -64,9 +70,9 @@ def _count(text: str) -> int:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 1 <= value < float("inf"):
-        raise ValueError(f"{text!r} is not a number of at least 1. Write it as 3000000 or 3e6")
+        value = math.nan
+    if not RULES["tokens"].allows(value):
+        raise ValueError(f"{text!r} must be a number, {RULES['tokens'].describe()}, such as 3000000 or 3e6")
     return round(value)
 
 
@@ -201,27 +207,22 @@ class PlanArguments:
     )
 
     def __post_init__(self) -> None:
-        size_rule = "more than 0, such as 24GiB"
-        for name, value, rule in (
-            ("fit", self.fit_bytes, size_rule),
-            ("fit_host", self.fit_host_bytes, size_rule),
-            ("fit_disk", self.fit_disk_bytes, size_rule),
-            ("min_seq_length", self.min_seq_length, "at least 1"),
+        for item, kind in argument_fields():
+            if item.name in self.given and item.name in KINDS:
+                check_value(item, kind, self.given[item.name], is_typed=True)
+            elif item.name in QUESTION_KINDS:
+                check_value(item, kind, getattr(self, item.name), is_typed=True)
+        for name, value in (
+            ("fit_host", self.fit_host_bytes),
+            ("fit_disk", self.fit_disk_bytes),
+            ("min_seq_length", self.min_seq_length),
         ):
-            if value is not None and name != "fit" and not self.has_limit:
+            if value is not None and not self.has_limit:
                 raise ValueError(f"--{name} needs --fit. Give --fit the size of the GPU, or leave it out")
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} {value} must be {rule}")
         if self.min_seq_length is not None and self.sweep is not None:
             raise ValueError(
                 f"--min_seq_length {self.min_seq_length} is for the search of --fit, without --sweep. Leave it out"
             )
-        if not 0 < self.efficiency <= 1:
-            raise ValueError(f"--efficiency {self.efficiency} must be in (0, 1], a share of the card's peak")
-        if not 0 < self.disk_bandwidth < float("inf"):
-            raise ValueError(f"--disk_bandwidth {self.disk_bandwidth} must be more than 0 bytes/s")
-        if not 0 < self.num_train_epochs < float("inf"):
-            raise ValueError(f"--num_train_epochs {self.num_train_epochs} must be more than 0")
         if self.num_train_epochs != 1 and self.num_tokens is None:
             raise ValueError(
                 f"--num_train_epochs {self.num_train_epochs} takes effect only with --tokens, the tokens per epoch. "
@@ -236,6 +237,8 @@ class PlanArguments:
             self._check_largest(self.largest)
         if self.compare:
             self._check_compare()
+        if self.gpu is not None:
+            card_named(self.gpu)
         if self.plot is not None:
             if self.plot.suffix.lower() != ".png":
                 raise ValueError(f"--plot {self.plot} must end in .png")
@@ -276,6 +279,10 @@ class PlanArguments:
         return self.fit_bytes is not None or self.fits_card
 
 
+QUESTION_KINDS = kinds_of(PlanArguments)
+"""Types of the arguments beside a request's fields, by name."""
+
+
 def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     """Read the arguments of `slivertune plan`, or print them and exit for `--help`.
 
@@ -293,6 +300,11 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(make_parser(argument_fields()).parse_args(map(_with_underscores, argv))).items()
     }
+    for item, _ in argument_fields():
+        value = values.get(item.name)
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            name = (item.metadata["names"] or (f"--{item.name}",))[0]
+            raise ValueError(f"{name} '' is empty. It must be a name; give one, or leave it out")
     given = {name: values.pop(name) for name in tuple(values) if name in KINDS}
     words = TrainWords(**{name: values.pop(name) for name in tuple(values) if name in WORD_KINDS})
     sweep: Sweep | None = values.get("sweep")
@@ -332,5 +344,5 @@ def _with_underscores(word: str) -> str:
 def argument_fields() -> list[tuple[Field[Any], Any]]:
     """List the arguments of `slivertune plan` in the order of its help: each field, with the type of its values."""
     model, *questions = [item for item in fields(PlanArguments) if item.metadata]
-    kinds = {**kinds_of(PlanArguments), **WORD_KINDS, **KINDS}
+    kinds = {**QUESTION_KINDS, **WORD_KINDS, **KINDS}
     return [(item, kinds[item.name]) for item in (model, *fields(PlanRequest), *fields(TrainWords), *questions)]

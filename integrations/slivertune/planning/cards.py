@@ -154,7 +154,7 @@ def card_named(name: str) -> Card:
     Raises:
         ValueError: If no known card has that name.
     """
-    check_choice("card", name, tuple(known_cards()))
+    check_choice("gpu", name, tuple(known_cards()))
     return known_cards()[name]
 
 

@@ -128,10 +128,25 @@ def _forward(model: Any, request: PlanRequest, config: PreTrainedConfig) -> Forw
 
     def forward() -> torch.Tensor:
         with autocast_of(request.has_autocast):
-            loss: torch.Tensor = model(**batch).loss
+            try:
+                loss: torch.Tensor = model(**batch).loss
+            except (AttributeError, ValueError) as error:
+                # MBart and T5Gemma begin without it.
+                if "decoder_start_token_id" in str(error):
+                    raise ValueError(_without_start(request, config)) from error
+                raise
         return loss
 
     return forward
+
+
+def _without_start(request: PlanRequest, config: PreTrainedConfig) -> str:
+    ending = "; its classifier, which searches the tokens for their end, has no plan even then"
+    return (
+        f"decoder_start_token_id=None must be the id of a token, the first of a {config.model_type!r} decoder. Set "
+        "it in the model's config.json, for T5 to its pad_token_id"
+        + (ending if request.task == "classification" else "")
+    )
 
 
 def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
@@ -179,11 +194,16 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             config.pad_token_id = 0
     dtype = torch.bfloat16 if request.has_bf16_weights else torch.float32
     with torch.device("meta"):
-        model: Any = _MODELS[request.task].from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=request.attn_implementation,
-        )
+        try:
+            model: Any = _MODELS[request.task].from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=request.attn_implementation,
+            )
+        except AssertionError:
+            # Not every model reads its padding token.
+            _check_padding(config)
+            raise
         if request.load_in_4bit:
             hold_in_4bit(model, dtype)
         if request.gradient_checkpointing:
@@ -196,6 +216,17 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             )
         model = planned(request.method).change_model(model, request)
     return model.train()
+
+
+def _check_padding(config: PreTrainedConfig) -> None:
+    """Refuse a padding token that has no row in the embeddings."""
+    text = config.get_text_config()
+    pad, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(size, int) and not 0 <= pad < size:
+        raise ValueError(
+            f"pad_token_id={pad} must be at least 0 and less than vocab_size={size}. Correct one of the two in the "
+            "model's config.json"
+        )
 
 
 def _again(request: PlanRequest) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

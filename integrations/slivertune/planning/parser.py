@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
+from slivertune.core.number_rule import NumberRule
 from slivertune.core.option_help import ON_SPELLING, HelpEntry, HelpGroup, describe_option, render_help
 from slivertune.core.option_parser import OptionParser, PartedWords
 from slivertune.planning.methods import planned_methods
+from slivertune.planning.request import rule_of
 
 _DESCRIPTION = (
     "Report what a run will need before it runs: its real step is made on tensors without data, and every byte that "
@@ -34,6 +36,7 @@ class _PlanParser(OptionParser):
         "epochs": "num_train_epochs",
     }
     groups: tuple[HelpGroup, ...] = ()
+    rules: Mapping[str, NumberRule]
 
     def format_help(self) -> str:
         """Return the text of `slivertune plan --help`."""
@@ -45,6 +48,11 @@ class _PlanParser(OptionParser):
             notes=(ON_SPELLING,),
         )
 
+    def describe_number(self, option: str, kind: str) -> str:
+        """Add an option's range to its kind of number."""
+        rule = self.rules.get(option)
+        return kind if rule is None else f"{kind}, {rule.describe()}"
+
 
 def make_parser(arguments: Iterable[tuple[Field[Any], Any]]) -> argparse.ArgumentParser:
     """Make the parser of `slivertune plan`, which leaves out values that were not typed.
@@ -54,13 +62,17 @@ def make_parser(arguments: Iterable[tuple[Field[Any], Any]]) -> argparse.Argumen
     """
     parser = _PlanParser(prog="slivertune plan", argument_default=argparse.SUPPRESS)
     groups: dict[str, list[HelpEntry]] = {}
+    rules: dict[str, NumberRule] = {}
     for item, kind in arguments:
         words = _words(item, kind)
         names = item.metadata["names"] or (f"--{item.name}",)
         parser.add_argument(*names, dest=item.name, **words)
+        if (rule := rule_of(item, kind)) is not None:
+            rules |= dict.fromkeys((name.strip("-") for name in names), rule)
         if item.default is True:
             parser.add_argument(f"--no_{item.name}", dest=item.name, action="store_false")
         groups.setdefault(item.metadata["group"], []).append(_entry(item, names, words))
+    parser.rules = rules
     parser.groups = tuple(HelpGroup(title, entries) for title, entries in groups.items())
     return parser
 

@@ -1,15 +1,22 @@
 """Request for a plan, and its options in `slivertune plan`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from slivertune.core.byte_text import parse_bytes
 from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
+from slivertune.core.number_rule import ANY, COUNT, RULES, NumberRule
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
-from slivertune.core.setting_checks import check_choice, check_integer, check_layers_per_group, layers_or_auto
+from slivertune.core.setting_checks import (
+    check_choice,
+    check_integer,
+    check_layers_per_group,
+    check_number,
+    layers_or_auto,
+)
 from slivertune.core.token_tiles import tiles_under_zero3
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, StatePlace, WaitingForm, WeightPlace
@@ -30,7 +37,6 @@ def option(
     text: str,
     *,
     names: tuple[str, ...] = (),
-    least: int = 1,
     read: Callable[[str], Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
@@ -40,12 +46,55 @@ def option(
         group: Title of its group in `--help`.
         text: Meaning and unit of the field, as shown by `--help`.
         names: Names of the option, if not the field's name alone.
-        least: Smallest integer that it accepts.
         read: Function that parses its value, if the type alone does not.
         more: Further arguments for argparse.
     """
-    about = {"text": text, "group": group, "names": names, "least": least}
+    about = {"text": text, "group": group, "names": names}
     return {**about, "read": read, "more": more}
+
+
+def rule_of(item: Field[Any], kind: Any) -> NumberRule | None:
+    """Find the rule of a field's numbers, by any name of its option.
+
+    Args:
+        item: Field with metadata by `option`.
+        kind: Type of its values.
+
+    Returns:
+        The rule; None if the field takes no numbers.
+    """
+    if kind not in (int, float):
+        return None
+    names = item.metadata["names"] or (item.name,)
+    return next((RULES[name.strip("-")] for name in names if name.strip("-") in RULES), COUNT if kind is int else ANY)
+
+
+def check_value(item: Field[Any], kind: Any, value: Any, *, is_typed: bool = False) -> None:
+    """Refuse a value that a field does not take, whatever the other fields are.
+
+    Args:
+        item: Field with metadata by `option`.
+        kind: Type of its values.
+        value: Value of the field; None is allowed if it is the default.
+        is_typed: Whether an error names the option instead of the field.
+
+    Raises:
+        ValueError: If it is refused. The message names the setting, its value and the rule.
+    """
+    if value is None and item.default is None:
+        return
+    if get_origin(kind) is Literal:
+        check_choice(item.name, value, get_args(kind))
+    if kind is int:
+        check_integer(item.name, value)
+    elif kind is float:
+        check_number(item.name, value)
+    if item.name == "layers_per_group":
+        check_layers_per_group(value)
+    rule = rule_of(item, kind)
+    if rule is not None and not rule.allows(value):
+        name = (item.metadata["names"] or (f"--{item.name}",))[0]
+        raise ValueError(f"{f'{name} {value}' if is_typed else f'{item.name}={value}'} must be {rule.describe()}")
 
 
 COUNTS = ("density", "num_weights", "equivalent_lora_rank")
@@ -99,7 +148,7 @@ class PlanRequest:
     )
     images: int = field(
         default=0,
-        metadata=option(_RUN, "image_text: images per sequence; their tokens are among seq_length", least=0),
+        metadata=option(_RUN, "image_text: images per sequence; their tokens are among seq_length"),
     )
     image_size: int | None = field(
         default=None,
@@ -124,9 +173,7 @@ class PlanRequest:
     )
     keep_activations: int = field(
         default=0,
-        metadata=option(
-            _RUN, "with gradient_checkpointing: blocks, from the top, that keep their activations", least=0
-        ),
+        metadata=option(_RUN, "with gradient_checkpointing: blocks, from the top, that keep their activations"),
     )
     offload_activations: bool = field(
         default=False,
@@ -186,7 +233,6 @@ class PlanRequest:
             "the whole group",
             read=parse_bytes,
             metavar="SIZE",
-            least=0,
         ),
     )
     state: StatePlace = field(
@@ -214,7 +260,6 @@ class PlanRequest:
             "hift: with state=disk, host memory for groups that stay resident in it, as many as fit",
             read=parse_bytes,
             metavar="SIZE",
-            least=0,
         ),
     )
     save_total_limit: int | None = field(
@@ -240,7 +285,6 @@ class PlanRequest:
             "hift: GPU memory that may hold prefetched state; training itself uses the free memory",
             read=parse_bytes,
             metavar="SIZE",
-            least=0,
         ),
     )
     weights: WeightPlace = field(
@@ -259,7 +303,6 @@ class PlanRequest:
             "memory",
             read=parse_bytes,
             metavar="SIZE",
-            least=0,
         ),
     )
     density: float | None = field(
@@ -304,7 +347,6 @@ class PlanRequest:
         metadata=option(
             _METHODS,
             "sft: updates between two reselections (S); 0 keeps the first choice, and nothing is estimated",
-            least=0,
         ),
     )
     estimation_steps: int = field(
@@ -366,25 +408,10 @@ class PlanRequest:
     def __post_init__(self) -> None:
         check_choice("method", self.method, planned_methods())
         for item in fields(self):
-            name, value = item.name, getattr(self, item.name)
-            if value is None and item.default is None:
-                continue
-            if KINDS[name] is int:
-                check_integer(name, value, item.metadata["least"])
-            elif get_origin(KINDS[name]) is Literal:
-                check_choice(name, value, get_args(KINDS[name]))
-        check_layers_per_group(self.layers_per_group)
-        for name, value in (("token_ratio", self.token_ratio), ("density", self.density)):
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name}={value} must be in (0, 1]. Leave it out for the default")
+            check_value(item, KINDS[item.name], getattr(self, item.name))
         for name in ("sft_target_modules", "lora_target_modules", "layers"):
             if getattr(self, name) == ():
                 raise ValueError(f"{name} is empty. Name modules, or leave it out for the default")
-        for name, value in (("sft_momentum", self.sft_momentum), ("lora_dropout", self.lora_dropout)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name}={value} must be in [0, 1). Use 0 for none")
-        if not 0 <= self.replacement_rate <= 1:
-            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]. The paper uses 0.2")
         refusals = (
             *self._clashes_with_task(),
             *self._clashes_with_precision(),

@@ -111,5 +111,5 @@ def optimizer_named(optim: str, optim_args: str) -> OptimizerName:
     """
     if optim not in OPTIM_NAMES:
         meant = did_you_mean(optim, OPTIM_NAMES)
-        raise ValueError(f"a plan does not know --optim {optim}, only {', '.join(OPTIM_NAMES)}{meant}")
+        raise ValueError(f"a plan does not know --optim {optim}: it must be one of {', '.join(OPTIM_NAMES)}{meant}")
     return "sgd_momentum" if optim == "sgd" and "momentum=" in optim_args else OPTIM_NAMES[optim]

@@ -24,13 +24,13 @@ def test_a_budget_is_read(words: list[str], budget: Budget) -> None:
     [
         (["second"], r"'second' is unknown\. Use steps, tokens, seconds, bytes,.*did you mean seconds"),
         (["steps", "seconds"], "Keep steps or seconds"),
-        (["steps=1.5"], "a whole number above 0"),
-        (["seconds=-1"], "a number above 0"),
-        (["seconds=nan"], "a number above 0"),
-        (["tokens=many"], "a number above 0"),
+        (["steps=1.5"], "a whole number, at least 1"),
+        (["seconds=-1"], "a number, more than 0"),
+        (["seconds=nan"], "a number, more than 0"),
+        (["tokens=many"], "a number, more than 0"),
         (["bytes"], "needs a limit"),
         (["bytes=24"], "did you mean 24GiB"),
-        (["bytes=0"], "bytes=0 must be above 0"),
+        (["bytes=0"], "bytes=0 must be more than 0"),
     ],
 )
 def test_what_is_no_budget_is_refused(words: list[str], message: str) -> None:

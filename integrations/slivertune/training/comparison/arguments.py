@@ -1,10 +1,11 @@
 """Arguments of `slivertune compare`: its own options, and options of `slivertune train` for all rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+from slivertune.core.number_rule import NumberRule
 from slivertune.core.option_help import HelpEntry, HelpGroup, render_help
 from slivertune.core.option_parser import OptionParser, PartedWords
 from slivertune.core.output_place import check_place
@@ -68,6 +69,10 @@ class _Parser(OptionParser):
             notes=("slivertune train --help lists the other options.",),
         )
 
+    def describe_number(self, option: str, kind: str) -> str:
+        """Add an option's range to its kind of number."""
+        return f"{kind}, {_rules()[option].describe()}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareArguments:
@@ -83,6 +88,24 @@ class CompareArguments:
     """Options of `slivertune train` for all rows."""
 
 
+def _rules() -> dict[str, NumberRule]:
+    """Return the rules of the options that take numbers, as those of the single runs."""
+    seed, rate = (number_rule(train_options()[name]) for name in ("seed", "learning_rate"))
+    assert seed is not None and rate is not None
+    return {"seeds": seed, "search_rates": replace(rate, excludes_least=True)}
+
+
+def make_parser() -> OptionParser:
+    """Make the parser of the options that are not `slivertune train`'s."""
+    parser = _Parser(prog="slivertune compare")
+    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
+    parser.add_argument("--budget", nargs="+", default=("steps",))
+    parser.add_argument("--search_rates", nargs="*", type=float)
+    parser.add_argument("--seeds", nargs="+", action=PartedWords, type=int, default=(42,))
+    parser.add_argument("--output_dir", default=DEFAULT_FOLDER)
+    return parser
+
+
 def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
     """Parse the command line. `--help` prints the help and exits.
 
@@ -92,13 +115,7 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
     Raises:
         ValueError: If an option is unknown or contradicts another.
     """
-    parser = _Parser(prog="slivertune compare")
-    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
-    parser.add_argument("--budget", nargs="+", default=("steps",))
-    parser.add_argument("--search_rates", nargs="*", type=float)
-    parser.add_argument("--seeds", nargs="+", action=PartedWords, type=int, default=(42,))
-    parser.add_argument("--output_dir", default=DEFAULT_FOLDER)
-    own, common = parser.parse_known_args(argv)
+    own, common = make_parser().parse_known_args(argv)
     for name, instead in (
         ("--method", "--rows"),
         ("--seed", "--seeds"),
@@ -108,18 +125,15 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
         if any(option.replace("-", "_").lstrip("_") == name.lstrip("-") for option in typed):
             raise ValueError(f"{name} differs between the runs of a comparison. Use {instead}")
     rates = None if own.search_rates is None else tuple(own.search_rates)
-    if rates is not None and any(not 0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"--search_rates {' '.join(map(str, rates))}: rates must be above 0")
     if rates is not None and len(set(rates)) == 1:
         raise ValueError(f"--search_rates {rates[0]:g}: one rate is no search. Give three or more, or --learning_rate")
-    options = train_options()
-    for name, values, option in (("--seeds", own.seeds, "seed"), ("--search_rates", rates or (), "learning_rate")):
-        rule = number_rule(options[option])
+    for name, rule in _rules().items():
+        values = getattr(own, name) or ()
         for value in values:
-            if rule is not None and not rule.allows(value):
-                raise ValueError(f"{name} {value} must be {rule.describe()}")
+            if not rule.allows(value):
+                raise ValueError(f"--{name} {value} must be {rule.describe()}")
         if len(set(values)) < len(values):
-            raise ValueError(f"{name} {' '.join(map(str, values))}: one of them is there twice. Give each once")
+            raise ValueError(f"--{name} {' '.join(map(str, values))}: one of them is there twice. Give each once")
     if not own.output_dir:
         raise ValueError("--output_dir '' is empty. Name a folder, or leave it out")
     folder = user_path(own.output_dir)

@@ -1,10 +1,12 @@
 """Equal budget of the rows of a comparison, in updates, tokens, seconds or bytes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from slivertune.core.byte_text import format_bytes, parse_memory_size
+from slivertune.core.number_rule import COUNT, RULES, NumberRule
 from slivertune.core.suggestions import did_you_mean
 
 Length = Literal["steps", "tokens", "seconds"]
@@ -62,10 +64,11 @@ def _amount(length: Length, text: str | None) -> float | None:
     try:
         amount = float(text)
     except ValueError:
-        amount = 0.0
-    if not 0 < amount < float("inf") or (length == "steps" and amount != int(amount)):
+        amount = math.nan
+    rule = COUNT if length == "steps" else NumberRule(0, excludes_least=True)
+    if not rule.allows(amount) or (length == "steps" and not amount.is_integer()):
         kind = "a whole number" if length == "steps" else "a number"
-        raise ValueError(f"--budget {length}={text} must be {kind} above 0, as {length}=200")
+        raise ValueError(f"--budget {length}={text} must be {kind}, {rule.describe()}, as {length}=200")
     return amount
 
 
@@ -75,7 +78,11 @@ def _limit(values: dict[str, str | None]) -> int | None:
     text = values["bytes"]
     if not text:
         raise ValueError("--budget bytes needs a limit. Give one: bytes=24GiB")
-    limit = parse_memory_size(text)
-    if not limit:
-        raise ValueError(f"--budget bytes={text} must be above 0. Give a size such as 24GiB")
+    try:
+        limit = parse_memory_size(text)
+    except ValueError as error:
+        raise ValueError(f"--budget bytes: {error}") from error
+    rule = RULES["fit"]
+    if not rule.allows(limit):
+        raise ValueError(f"--budget bytes={text} must be {rule.describe()}. Give a size such as 24GiB")
     return limit

@@ -1,71 +1,30 @@
 """Rules for the values of `slivertune train`'s options, checked during parsing, before anything is loaded."""
 
 import json
-import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
+from slivertune.core.number_rule import ABOVE_ZERO, ANY, COUNT, FROM_ZERO, RULES, SHARE, NumberRule
 from slivertune.core.options import Option
 
-_LARGEST = 2**63 - 1
-_LARGEST_OF_TRAINER = 2**31 - 1
 _MANY_DIGITS = re.compile(r"\d{400,}")
 """Pattern of a number with more digits than any float has."""
 
 
-@dataclass(frozen=True, slots=True)
-class NumberRule:
-    """A range of allowed numbers."""
-
-    least: float = -_LARGEST
-    most: float = _LARGEST
-    excludes_least: bool = False
-    excludes_most: bool = False
-    instead: float | None = None
-    """Number outside the range that switches the option off; None if there is none."""
-
-    def allows(self, value: float) -> bool:
-        """Return whether the rule allows a number; NaN is never allowed.
-
-        Args:
-            value: Number to check.
-        """
-        if value == self.instead:
-            return True
-        is_low = value < self.least or (self.excludes_least and value == self.least)
-        is_high = value > self.most or (self.excludes_most and value == self.most)
-        return math.isfinite(value) and not is_low and not is_high
-
-    def describe(self) -> str:
-        """Describe the rule, to follow `must be`."""
-        low = f"{'more than' if self.excludes_least else 'at least'} {self.least:.10g}"
-        high = f"{'less than' if self.excludes_most else 'at most'} {self.most:.10g}"
-        parts = [low] * (self.least > -_LARGEST) + [high] * (self.most < _LARGEST)
-        off = "" if self.instead is None else f", or {self.instead:g} to leave it off"
-        return (" and ".join(parts) or "a finite number of at most 64 bits") + off
-
-
-_ANY = NumberRule()
-_COUNT = NumberRule(1, _LARGEST_OF_TRAINER)
-_FROM_ZERO = NumberRule(0, _LARGEST_OF_TRAINER)
-_ABOVE_ZERO = NumberRule(0, _LARGEST_OF_TRAINER, excludes_least=True)
-_SHARE = NumberRule(0, 1, excludes_most=True)
 _SEED = NumberRule(0, 2**32 - 1)
 _RULES = {
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _COUNT),
-    **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps", "torch_empty_cache_steps"), _COUNT),
-    **dict.fromkeys(("dataloader_prefetch_factor", "ddp_bucket_cap_mb", "ddp_timeout", "save_total_limit"), _COUNT),
-    **dict.fromkeys(("warmup_steps", "max_grad_norm", "neftune_noise_alpha", "eval_delay"), _FROM_ZERO),
-    "dataloader_num_workers": _FROM_ZERO,
-    **dict.fromkeys(("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "dataset_weights"), _ABOVE_ZERO),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
+    **RULES,
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_accumulation_steps", "torch_empty_cache_steps"), COUNT),
+    **dict.fromkeys(("dataloader_prefetch_factor", "ddp_bucket_cap_mb", "ddp_timeout"), COUNT),
+    **dict.fromkeys(("warmup_steps", "max_grad_norm", "neftune_noise_alpha", "eval_delay"), FROM_ZERO),
+    "dataloader_num_workers": FROM_ZERO,
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "dataset_weights"), ABOVE_ZERO),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), SHARE),
     **dict.fromkeys(("seed", "data_seed"), _SEED),
-    "max_steps": NumberRule(1, _LARGEST_OF_TRAINER, instead=-1),
-    "local_rank": NumberRule(0, _LARGEST_OF_TRAINER, instead=-1),
-    "max_length": _COUNT,
+    "max_steps": NumberRule(1, FROM_ZERO.most, instead=-1),
+    "local_rank": NumberRule(0, FROM_ZERO.most, instead=-1),
     # SGD may have a learning rate above 1, but no optimizer works with one of hundreds.
     "learning_rate": NumberRule(0, 100),
     "weight_decay": NumberRule(0, 100),
@@ -90,7 +49,7 @@ def number_rule(option: Option) -> NumberRule | None:
     kinds = (*option.kinds, option.item_kind)
     if option.is_switch or str in option.kinds or not {int, float}.intersection(kinds):
         return None
-    return _RULES.get(option.name, _FROM_ZERO if option.owner is TrainingArguments else _ANY)
+    return _RULES.get(option.name, FROM_ZERO if option.owner is TrainingArguments else ANY)
 
 
 def check_number(option: Option, value: Any) -> None:
