@@ -215,6 +215,7 @@ HANDLES_A_COMMAND = re.compile(r"sys\.(?:orig_)?argv|\.command\b|shlex\.join|\bt
 MASKED_ELSEWHERE = {
     "core/option_parser.py": "its errors are printed by cli.py, which masks them",
     "core/typed_command.py": "returns words, which their callers print",
+    "deltas/adapter_folder.py": "a command for an error, which cli.py masks",
     "planning/answer.py": "report.py prints it and command.py writes it, both masked",
     "training/assemble.py": "reads the names of options alone",
     "training/comparison/comparison.py": "its lines go through command.py, which masks them",

@@ -16,10 +16,14 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    SiglipConfig,
+    SiglipForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -47,6 +51,19 @@ def _mixtral(tie: bool) -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     experts = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     return MixtralForCausalLM(MixtralConfig(vocab_size=64, tie_word_embeddings=tie, **sizes, **experts))
+
+
+def _gpt_oss(tie: bool) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    return GptOssForCausalLM(GptOssConfig(vocab_size=64, pad_token_id=0, tie_word_embeddings=tie, **sizes, **experts))
+
+
+def _siglip(tie: bool) -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    return SiglipForImageClassification(
+        SiglipConfig(vision_config={"image_size": 8, "patch_size": 4, **sizes}, text_config=sizes, num_labels=3)
+    )
 
 
 def _gpt2(tie: bool) -> nn.Module:
@@ -82,6 +99,8 @@ BASES: dict[str, Any] = {
     "llama": lambda tie: LlamaForCausalLM(config(tie_word_embeddings=tie)),
     "mixtral": _mixtral,
     "gpt2": _gpt2,
+    "gpt_oss": _gpt_oss,
+    "siglip": _siglip,
     "bert": _bert,
     "t5": _t5,
     "vit": _vit,
@@ -124,7 +143,7 @@ def naive_merge(base: Mapping[str, torch.Tensor], adapter: Path, tied: Sequence[
     for name, tensor in tensors.items():
         whole = re.sub(r"\.(token_adapter\.base_layer|base_layer|original_module)\.", ".", name)
         if whole in merged and (name == whole or whole not in tensors):
-            is_one = whole in tied and len(tensor) != len(base[whole])
+            is_one = whole in tied and (said["ensure_weight_tying"] or len(tensor) != len(base[whole]))
             for each in tied if is_one and not tensors.keys() >= set(tied) else [whole]:
                 merged[each] = tensor.double()
     for name, tensor in tensors.items():
@@ -156,20 +175,24 @@ def _sum(
     said: Mapping[str, Any],
 ) -> torch.Tensor:
     rank, scale = _scale(path, said)
-    if weight.ndim == 3:
+    if weight.ndim == 3 and b.ndim == 2:
         # Rows of A: the ranks of one expert after those of another; columns of B: the experts of each rank.
         num_experts = len(weight)
         pairs = ((a[e * rank : (e + 1) * rank], b[:, e::num_experts]) for e in range(num_experts))
-        return weight + torch.stack([scale * (each_b @ each_a) for each_a, each_b in pairs])
-    delta = scale * (b @ a)
+        deltas = torch.stack([scale * (each_b @ each_a) for each_a, each_b in pairs])
+        return weight + (deltas if deltas.shape == weight.shape else deltas.mT)
+    delta = scale * (b.flatten(1) @ a.flatten(1))
+    # A convolution's factors are one of its own size, and one of a single point.
+    delta = delta.reshape(weight.shape) if b.ndim > 2 else delta
     # An embedding's factors, and those of a Conv1D of GPT-2, are of its transpose.
     is_turned = f"{path}.lora_embedding_A" in tensors or said["fan_in_fan_out"]
     total = weight + (delta.T if is_turned else delta)
     magnitude = next((each for key, each in tensors.items() if key.startswith(f"{path}.lora_magnitude_vector")), None)
     if magnitude is None:
         return total
-    norms = total.norm(dim=0 if is_turned else 1, keepdim=True)
-    return magnitude.double().reshape(norms.shape) * total / norms
+    norms = total.norm(dim=0) if is_turned else total.flatten(1).norm(dim=1)
+    factors = magnitude.double().flatten() / norms
+    return total * (factors if is_turned else factors.view(-1, *[1] * (total.ndim - 1)))
 
 
 def _scale(path: str, said: Mapping[str, Any]) -> tuple[int, float]:

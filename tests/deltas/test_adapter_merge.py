@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import PeftModel, PrefixTuningConfig, get_peft_model
-from peft.tuners.lora import Embedding, Linear
+from peft.tuners.lora import Conv2d, Embedding, Linear
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -22,12 +22,16 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     modeling_utils,
 )
 
 from slivertune.cli import main
-from slivertune.deltas.adapter_folder import open_adapter
+from slivertune.deltas import adapter_merge
+from slivertune.deltas.adapter_folder import check_no_adapter, open_adapter
 from slivertune.deltas.adapter_merge import merge_adapter
+from slivertune.deltas.adapter_outputs import choose_inputs
 from tests.deltas.adapters import BASES, config, half_spacing, naive_merge, save_adapter, save_base
 
 IDS = torch.arange(1, 25).view(2, 12)
@@ -62,6 +66,8 @@ class Case:
     untied: bool = False
     """Whether the merged configuration must no longer tie the embeddings."""
     refused: str | None = None
+    not_run: bool = False
+    """Whether PEFT's model of the adapter does not run, so that outputs can not be compared."""
 
 
 EMBEDDING, HEAD = {"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["v_proj", "lm_head"]}
@@ -71,6 +77,8 @@ EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate
 PATTERNS = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 32}}
 BERT = {"target_modules": ["query", "value"], "task_type": None}
 LINEAR = {"target_modules": "all-linear", "task_type": None}
+PATCHES = {"target_modules": ["projection"], "task_type": None}
+SOUNDS = {"target_modules": ["conv1", "conv2"], "task_type": None}
 T5 = {"task_type": "SEQ_2_SEQ_LM"}
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -111,6 +119,19 @@ CASES = {
     ),
     "experts": Case(base="mixtral", dtype=BF16, adapter=EXPERTS),
     "experts, sharded": Case(base="mixtral", shard=20_000, adapter={**EXPERTS, "use_rslora": True}),
+    "experts of transposed weights": Case(base="gpt_oss", dtype=BF16, adapter=EXPERTS),
+    "convolution of an image": Case(base="vit", dtype=BF16, adapter=PATCHES),
+    "convolution of an image, dora": Case(base="vit", adapter={**PATCHES, "use_dora": True}),
+    "convolutions of sounds": Case(base="whisper", tie=True, not_run=True, adapter=SOUNDS),
+    "convolutions of sounds, dora": Case(base="whisper", tie=True, not_run=True, adapter={**SOUNDS, "use_dora": True}),
+    # PEFT 0.21 adds the delta of the output projection twice.
+    "attention of torch": Case(
+        base="siglip", adapter={**LINEAR, "target_modules": ["attention"]}, refused="attention.out_proj puts out "
+    ),
+    "both, tied, told to stay so": Case(tie=True, adapter={**BOTH, "ensure_weight_tying": True}),
+    "whole, tied, told to stay so": Case(
+        tie=True, adapter={"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    ),
     "biases": Case(base="bert", tie=True, adapter={**BERT, "bias": "lora_only"}),
     "all biases, bf16": Case(base="bert", tie=True, dtype=BF16, adapter={**BERT, "bias": "all"}),
     "bert, embedding": Case(
@@ -174,7 +195,8 @@ def test_each_tensor_is_the_base_and_the_delta_rounded_once_or_the_merge_is_refu
     assert {each.dtype for each in stored} == {case.dtype}
     settings = json.loads(Path("merged/config.json").read_text(encoding="utf-8"))
     assert settings.get("tie_word_embeddings", case.tie) == (case.tie and not case.untied)
-    assert ("untied (tied in the base" in said.out) == case.untied and "outputs were not compared" not in said.out
+    assert ("untied (tied in the base" in said.out) == case.untied
+    assert ("outputs were not compared" in said.out) == case.not_run
 
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
@@ -467,9 +489,9 @@ def a_configuration_that_ties(patch: pytest.MonkeyPatch) -> None:
     [
         (a_delta_of_another_scale, "self_attn.q_proj puts out "),
         (a_base_that_is_changed_on_the_way, "adapter changes model.norm.weight of the base when PEFT loads it"),
-        (a_disk_that_changes_a_bit, "'model.norm.weight' was not written as it was summed"),
+        (a_disk_that_changes_a_bit, "'model.norm.weight', read back, is not the base's tensor and the adapter's"),
         (weights_that_stay_tied, "the model puts out "),
-        (a_configuration_that_ties, "transformers do not load 'lm_head.weight' as it was merged"),
+        (a_configuration_that_ties, "summed in fp32 and rounded once. Leave tied modules out of the adapter"),
     ],
 )
 def test_a_merge_that_goes_wrong_leaves_nothing_and_says_where(
@@ -485,6 +507,122 @@ def test_a_merge_that_goes_wrong_leaves_nothing_and_says_where(
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
     assert message in capfd.readouterr().err
     assert sorted(Path.cwd().rglob("*")) == before
+
+
+def one_delta_of(wrapper: type, factor: float, patch: pytest.MonkeyPatch, entry: Any = ...) -> None:
+    """Multiply the delta that PEFT merges, but not the one that its forward adds."""
+    true: Any = wrapper.get_delta_weight
+
+    def get_delta_weight(self: Any, *each: Any) -> torch.Tensor:
+        delta = true(self, *each).clone()
+        delta[entry] *= factor
+        return delta
+
+    patch.setattr(wrapper, "get_delta_weight", get_delta_weight)
+
+
+MERGE = ["merge", "adapter", "--model_name_or_path", "base", "--output_dir", "merged"]
+
+
+def test_an_expert_that_no_token_of_the_check_reaches_is_verified(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_hidden_layers": 1, "num_local_experts": 32, "num_experts_per_tok": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **experts))
+    model.save_pretrained("base")
+    inputs = choose_inputs(model, [])
+    scores = model(**inputs, output_router_logits=True).router_logits[0]
+    reached = set(scores.topk(2).indices.flatten().tolist())
+    assert inputs["input_ids"].numel() == 8 and len(reached) <= 16
+    save_adapter(Path("adapter"), model, **EXPERTS)
+    other = min({*range(32)} - reached)
+    one_delta_of(ParamWrapper, 1.05, monkeypatch, entry=other)
+    assert main(MERGE) == 2
+    said = "'model.layers.0.mlp.experts.down_proj', read back, is not the base's tensor and the adapter's"
+    assert said in capfd.readouterr().err
+    assert not Path("merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("alpha", "checks_layers"), [(1.5e-4, True), (2e-3, False)], ids=["of a layer", "of the model, by its tensors"]
+)
+def test_an_error_of_a_twentieth_is_found_if_the_effect_is_a_ten_thousandth_of_the_outputs(
+    alpha: float, checks_layers: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_base(Path("base"))
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"), lora_alpha=alpha)
+    model = AutoModelForCausalLM.from_pretrained("base")
+    before = model(IDS).logits
+    effect = (PeftModel.from_pretrained(model, "adapter")(IDS).logits - before).abs().max()
+    # A layer's effect is up to ten times as large beside its own outputs.
+    assert effect / before.abs().max() < 2e-4
+    with monkeypatch.context() as patch:
+        one_delta_of(Linear, 1.05, patch)
+        if not checks_layers:
+            patch.setattr("slivertune.deltas.adapter_merge.check_layers", lambda *each: None)
+        assert main(MERGE) == 2
+    said = (
+        "q_proj puts out " if checks_layers else "_proj.weight', read back, is not the base's tensor and the adapter's"
+    )
+    assert said in capfd.readouterr().err
+    assert not Path("merged").exists()
+    assert main(MERGE) == 0
+
+
+def test_a_convolution_that_is_merged_wrongly_is_found(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = BASES["vit"](False)
+    model.save_pretrained("base")
+    save_adapter(Path("adapter"), model, **PATCHES)
+    one_delta_of(Conv2d, 1.05, monkeypatch)
+    monkeypatch.setattr("slivertune.deltas.adapter_merge.choose_inputs", Mock(side_effect=TypeError("no pixels")))
+    assert main(MERGE) == 2
+    assert "patch_embeddings.projection puts out " in capfd.readouterr().err
+    monkeypatch.setattr("slivertune.deltas.adapter_merge.check_layers", lambda *each: None)
+    assert main(MERGE) == 2
+    assert "projection.weight', read back, is not the base's" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"], ids=["summed", "other"])
+def test_a_neighbour_of_the_rounded_sum_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_base(Path("base"), torch.bfloat16)
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
+    true = adapter_merge._round
+
+    def to_a_neighbour(merged: Any, *each: Any) -> None:
+        true(merged, *each)
+        merged.get_parameter(name).data.view(torch.int16).view(-1)[5] += 1
+
+    monkeypatch.setattr(adapter_merge, "_round", to_a_neighbour)
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert f"{name!r}, read back, is not the base's tensor and the adapter's" in capfd.readouterr().err
+
+
+def test_a_base_of_several_dtypes_and_another_layout_is_verified() -> None:
+    torch.manual_seed(0)
+    BASES["mixtral"](False).to(BF16).save_pretrained("base")
+    tensors = load_file("base/model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({**tensors, name: tensors[name].float() / 3}, "base/model.safetensors", {"format": "pt"})
+    model = MixtralForCausalLM.from_pretrained("base", dtype=torch.float32)
+    assert "model.layers.0.mlp.experts.down_proj" not in tensors
+    save_adapter(Path("adapter"), model, **EXPERTS)
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
+    assert load_file("merged/model.safetensors")[name].dtype == torch.float32
+
+
+def test_a_command_in_an_error_begins_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["/elsewhere/slivertune", "train"])
+    with pytest.raises(ValueError, match=r"\(/elsewhere/slivertune merge adapter --output_dir FOLDER\)"):
+        check_no_adapter("adapter")
 
 
 def test_an_expert_that_no_token_is_sent_to_is_checked_as_well(
@@ -504,7 +642,7 @@ def test_an_expert_that_no_token_is_sent_to_is_checked_as_well(
 
     monkeypatch.setattr(ParamWrapper, "get_delta_weight", change_one)
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
-    assert re.search(r"model\.layers\.0\.mlp\.experts\.\w+_proj puts out ", capfd.readouterr().err)
+    assert "can't be merged into base" in capfd.readouterr().err
     assert not Path("merged").exists()
 
 
@@ -524,7 +662,7 @@ def test_an_adapter_of_little_effect_is_checked_to_a_twentieth_of_it(
         true = kind.get_delta_weight
         monkeypatch.setattr(kind, "get_delta_weight", lambda *each, true=true: 1.05 * true(*each))
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
-    assert " puts out " in capfd.readouterr().err and not Path("merged").exists()
+    assert "can't be merged into base" in capfd.readouterr().err and not Path("merged").exists()
 
 
 def test_peft_that_is_missing_is_named_as_pip_does(monkeypatch: pytest.MonkeyPatch) -> None:

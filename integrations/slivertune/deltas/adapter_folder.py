@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from slivertune.core.missing_library import missing_library
+from slivertune.core.typed_command import typed_command
 from slivertune.core.user_path import user_path
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -69,9 +71,9 @@ def check_no_adapter(model: str | Path) -> None:
         ValueError: If the folder holds an adapter.
     """
     if is_adapter(user_path(model)):
+        command = shlex.join(typed_command("merge", str(model), "--output_dir", "FOLDER"))
         raise ValueError(
-            f"{model} holds an adapter and not a model. Merge it into its base first (slivertune merge {model} "
-            "--output_dir FOLDER), and name that folder"
+            f"{model} holds an adapter and not a model. Merge it into its base first ({command}), and name that folder"
         )
 
 

@@ -1,7 +1,7 @@
 """Loading of a LoRA adapter with its base in fp32; adapters that PEFT would load wrongly are refused."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import nn
 from slivertune.deltas.adapter_folder import Adapter, read_json
 from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.names import NameIndex
+from slivertune.deltas.plain_checkpoint import PlainCheckpoint, StoredTensor
 
 _AUTO_CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -26,7 +27,8 @@ _AUTO_CLASSES = {
 _HEADS = ("score", "classifier")
 _NUM_NAMED = 3
 _WRAPPERS = ("base_layer", "original_module", "modules_to_save", "token_adapter")
-_PREFIX = "base_model.model."
+ADAPTER_PREFIX = "base_model.model."
+"""Prefix of the names in an adapter's file."""
 _RESIZED = (
     "Its vocabulary was resized for the training, and the adapter does not hold all rows. Resize the base alike "
     "(model.resize_token_embeddings), save it, and name it by --model_name_or_path"
@@ -45,16 +47,22 @@ _PEFT_WARNINGS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedBase:
-    """A base in fp32, and the adapter's tensors, not yet attached to it."""
+    """Tensors of a base and of an adapter, without the model that was loaded."""
 
-    model: Any
-    """Model of transformers."""
     weights: dict[str, torch.Tensor]
     """Adapter's tensors, by PEFT's names."""
+    names: frozenset[str]
+    """Names of the model's tensors."""
+    missing: frozenset[str]
+    """Names of tensors that are not in the base's files."""
     random: tuple[str, ...]
     """Names of weights that are neither in the base's files nor in the adapter."""
     unread: tuple[str, ...]
     """Names of tensors in the base's files that the model has no place for."""
+    stored: dict[str, StoredTensor]
+    """Tensors in the base's files that the model holds unchanged, by each of its names; others have another layout."""
+    tied: list[list[str]]
+    """Names of each weight that has several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +71,6 @@ class AdaptedModel:
 
     model: Any
     """Model of PEFT."""
-    touched: frozenset[str]
-    """Paths of the base's modules, and names of its parameters, that the adapter changes or replaces."""
     vocabulary: int | None
     """Number of rows that the embeddings were resized to, as for the training; None if they were not."""
 
@@ -95,12 +101,15 @@ def model_class(adapter: Adapter, base: Path) -> Any:
     return found
 
 
-def load_base(adapter: Adapter, base: Path) -> LoadedBase:
+def load_base(adapter: Adapter, base: PlainCheckpoint) -> tuple[Any, LoadedBase]:
     """Load the base in fp32, which represents 16-bit values exactly, and the adapter's tensors.
 
     Args:
         adapter: The adapter.
-        base: Folder of the base.
+        base: The base's files.
+
+    Returns:
+        The model, and its tensors.
 
     Raises:
         ValueError: If the base can't be loaded.
@@ -108,23 +117,68 @@ def load_base(adapter: Adapter, base: Path) -> LoadedBase:
     from peft import load_peft_weights
 
     weights: dict[str, torch.Tensor] = load_peft_weights(str(adapter.folder), device="cpu")
+    model, report = load_model(adapter, base.folder, weights, torch.float32)
+    held = NameIndex(map(base_name, weights))
+    return model.eval(), LoadedBase(
+        weights=weights,
+        names=frozenset(model.state_dict()),
+        missing=frozenset(report["missing_keys"]),
+        random=tuple(sorted(name for name in report["missing_keys"] if held.find(name) is None)),
+        unread=tuple(sorted(report["unexpected_keys"])),
+        stored=_same_values(model, base),
+        tied=_tied_names(model),
+    )
+
+
+def load_model(
+    adapter: Adapter, base: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """Load the base as the class that the adapter was trained with.
+
+    Args:
+        adapter: The adapter.
+        base: Folder of the base.
+        weights: The adapter's tensors, for the size of its head.
+        dtype: Dtype to load in.
+
+    Returns:
+        The model, and the report of transformers on missing and unexpected tensors.
+
+    Raises:
+        ValueError: If the base can't be loaded.
+    """
     try:
         options = _head_options(adapter, weights)
-        model, report = model_class(adapter, base).from_pretrained(
-            base, dtype=torch.float32, output_loading_info=True, **options
+        loaded: tuple[Any, dict[str, Any]] = model_class(adapter, base).from_pretrained(
+            base, dtype=dtype, output_loading_info=True, **options
         )
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split())
         if "trust_remote_code" in said:
             said = "it brings code of its own, which is not run here. Merge with PEFT's merge_and_unload"
         raise ValueError(f"{base} can't be loaded: {said}") from error
-    held = NameIndex(map(base_name, weights))
-    return LoadedBase(
-        model=model.eval(),
-        weights=weights,
-        random=tuple(sorted(name for name in report["missing_keys"] if held.find(name) is None)),
-        unread=tuple(sorted(report["unexpected_keys"])),
-    )
+    return loaded
+
+
+def _same_values(model: nn.Module, base: PlainCheckpoint) -> dict[str, StoredTensor]:
+    """Find the tensors in files that a model holds unchanged, by each of its names. Costs one read of the files."""
+    index = NameIndex(base.tensors)
+    state = model.state_dict(keep_vars=True)
+    found: dict[int, StoredTensor] = {}
+    for name, tensor in state.items():
+        origin = index.find(name)
+        if origin is not None and id(tensor) not in found:
+            values = base.tensors[origin].load()
+            if torch.equal(values.to(tensor.dtype), tensor.detach()):
+                found[id(tensor)] = base.tensors[origin]
+    return {name: found[id(tensor)] for name, tensor in state.items() if id(tensor) in found}
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
 
 
 def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapter, base: Path) -> AdaptedModel:
@@ -159,14 +213,7 @@ def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapt
             f"{adapter.folder} changes {changed[0]} of the base when PEFT loads it, so the base of its training is "
             "unknown. Save it as a plain LoRA, and merge that"
         )
-    resized = _embeddings(model) if vocabulary is not None else ()
-    touched = frozenset(map(base_name, (*wrapped_modules(adapted.get_base_model()), *weights, *resized)))
-    return AdaptedModel(model=adapted.eval(), touched=touched, vocabulary=vocabulary)
-
-
-def is_touched(name: str, touched: Iterable[str]) -> bool:
-    """Return whether an adapter changes or replaces a parameter."""
-    return any(name == each or name.startswith(f"{each}.") for each in touched)
+    return AdaptedModel(model=adapted.eval(), vocabulary=vocabulary)
 
 
 @contextmanager
@@ -274,7 +321,7 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def base_name(key: str) -> str:
     """Return the base's name of a tensor or module that PEFT has renamed."""
-    return ".".join(part for part in key.removeprefix(_PREFIX).split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in key.removeprefix(ADAPTER_PREFIX).split(".") if part not in _WRAPPERS)
 
 
 def wrapped_modules(model: nn.Module) -> list[str]:

@@ -5,14 +5,17 @@ places to their one shared tensor. The folder gets its name after three checks:
 
 - For eight tokens, the merged weights before rounding give the outputs of the base with the adapter. So does each
   layer by itself.
-- Each written tensor, read back, has the bits of the sum rounded once, or of the base if nothing was added.
+- Each written tensor, read back, is the sum of the base's and the adapter's files, computed again without PEFT and
+  rounded once, or has the bits of the base if nothing was added.
 - transformers loads these tensors from the folder, so its configuration ties the right weights.
 """
 
+import gc
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,10 @@ from slivertune.core.host_memory import available_host_bytes
 from slivertune.deltas.adapter_folder import MODEL_CONFIG, Adapter, is_adapter, read_json
 from slivertune.deltas.adapter_load import (
     AdaptedModel,
-    is_touched,
+    LoadedBase,
     load_adapter,
     load_base,
+    load_model,
     model_class,
     quiet_peft,
     trained_tokens,
@@ -40,8 +44,8 @@ from slivertune.deltas.adapter_outputs import (
     outputs_of,
     outputs_of_layers,
 )
+from slivertune.deltas.adapter_sums import AdapterSums
 from slivertune.deltas.delta_file import PLAIN_DTYPES, name_of
-from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.names import NameIndex
 from slivertune.deltas.plain_checkpoint import PlainCheckpoint, open_checkpoint
 
@@ -75,7 +79,8 @@ class MergedAdapter:
 def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
     """Write the base with an adapter merged into it. The folder appears complete and checked, or not at all.
 
-    Costs 4 bytes of host memory per weight, plus the bytes of the result while it is read back.
+    Costs 4 bytes of host memory per weight. If the base's files have another layout than its model, reading the result
+    back costs twice the bytes of the base.
 
     Args:
         adapter: Adapter from `open_adapter`.
@@ -97,35 +102,37 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
     stored = open_checkpoint(base)
     _check_dtypes(base, stored)
     _check_room(base, stored)
-    loaded = load_base(adapter, base)
-    tied = _tied_names(loaded.model)
-    run = _Runs(loaded.model, trained_tokens(adapter))
-    if run.depend_on(loaded.model, loaded.random):
+    with atomic_new_folder(output, needs_bytes=sum(each.num_bytes for each in stored.tensors.values())) as new:
+        merged, loaded = _write(adapter, stored, new)
+        gc.collect()
+        with _naming(adapter, base):
+            _check_written(adapter, loaded, stored, open_checkpoint(new))
+    return merged
+
+
+def _write(adapter: Adapter, stored: PlainCheckpoint, new: Path) -> tuple[MergedAdapter, LoadedBase]:
+    """Merge in memory, check the outputs, and write the new folder. All models are freed on return."""
+    base = stored.folder
+    model, loaded = load_base(adapter, stored)
+    run = _Runs(model, trained_tokens(adapter))
+    if run.depend_on(model, loaded.random):
         raise ValueError(
-            f"{loaded.random[0]} of a {type(loaded.model).__name__} is neither in {base} nor in {adapter.folder}, and "
+            f"{loaded.random[0]} of a {type(model).__name__} is neither in {base} nor in {adapter.folder}, and "
             "would be random. Save the model that was trained with it, and name its folder by --model_name_or_path"
         )
-    adapted = load_adapter(loaded.model, loaded.weights, adapter, base)
+    adapted = load_adapter(model, loaded.weights, adapter, base)
     run.with_adapter(adapted.model.get_base_model())
     layers = outputs_of_layers(adapted.model.get_base_model(), trained_tokens(adapter))
     num_adapted, replaced = _count(adapted.model)
-    try:
-        merged, untied = _merge(adapted, tied)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise ValueError(f"{adapter.folder} can't be merged into {base}: {error}") from error
-    with atomic_new_folder(output, needs_bytes=sum(each.num_bytes for each in stored.tensors.values())) as new:
-        try:
-            merged.config.save_pretrained(new)
-            check_layers(layers, merged)
-            run.check(_model_of(model_class(adapter, base), new, merged))
-            _round(merged, stored)
-            merged.save_pretrained(new)
-            has_tokenizer = _save_tokenizer((adapter.folder, base), new)
-            _copy_rest(stored, new)
-            _check_files(merged, stored, open_checkpoint(new), adapted.touched)
-            _check_loaded(merged, model_class(adapter, base), new)
-        except ValueError as error:
-            raise ValueError(f"{adapter.folder} can't be merged into {base}: {error}") from error
+    with _naming(adapter, base):
+        merged, untied = _merge(adapted, loaded.tied)
+        merged.config.save_pretrained(new)
+        check_layers(layers, merged)
+        run.check(_model_of(model_class(adapter, base), new, merged))
+        _round(merged, stored)
+        merged.save_pretrained(new)
+        has_tokenizer = _save_tokenizer((adapter.folder, base), new)
+        _copy_rest(stored, new)
     return MergedAdapter(
         num_adapted=num_adapted,
         replaced=replaced,
@@ -135,7 +142,16 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
         has_tokenizer=has_tokenizer,
         random=loaded.random,
         left_out=loaded.unread,
-    )
+    ), loaded
+
+
+@contextmanager
+def _naming(adapter: Adapter, base: Path) -> Iterator[None]:
+    """Name the adapter and the base in errors."""
+    try:
+        yield
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"{adapter.folder} can't be merged into {base}: {error}") from error
 
 
 class _Runs:
@@ -172,7 +188,10 @@ class _Runs:
     def with_adapter(self, model: Any) -> None:
         """Run the base with the adapter attached."""
         if self.not_run is None:
-            self._adapted = outputs_of(model, self._inputs)
+            try:
+                self._adapted = outputs_of(model, self._inputs)
+            except AttributeError as error:  # PEFT's wrappers lack some attributes of the modules in them
+                self.not_run = f"{type(model).__name__} does not run with the adapter ({error})"
 
     def check(self, model: Any) -> None:
         """Run the merged weights, and compare their outputs."""
@@ -190,14 +209,6 @@ def _check_base(base: Path) -> None:
             f"{base} is quantised, and its codes can't hold the sum. Name the 16-bit checkpoint that it was made of "
             "by --model_name_or_path"
         )
-
-
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Return all names of each weight that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
 
 
 def _merge(adapted: AdaptedModel, tied: list[list[str]]) -> tuple[Any, tuple[str, ...]]:
@@ -290,32 +301,40 @@ def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
             tensor.data = rounded
 
 
-def _check_files(merged: nn.Module, base: PlainCheckpoint, new: PlainCheckpoint, touched: frozenset[str]) -> None:
-    """Compare the written tensors with the sums, and untouched tensors with the base's files."""
-    state, index = merged.state_dict(), NameIndex(base.tensors)
-    for name, tensor in new.tensors.items():
-        written = tensor.sha256()
-        if name in state and (tensor.dtype != state[name].dtype or written != hash_tensor(state[name])):
-            raise ValueError(f"{name!r} was not written as it was summed. Check the disk, and merge again")
-        origin = index.find(name)
-        if origin is None or name not in state or is_touched(name, touched):
-            continue
-        stored = base.tensors[origin]
-        if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape) or stored.sha256() != written:
-            raise ValueError(f"{name!r} is not the base's, and the adapter does not touch it. Use the adapter by PEFT")
+def _check_written(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint, new: PlainCheckpoint) -> None:
+    """Compare each tensor of the new files with the sum of the base's and the adapter's files."""
+    model, report = model_class(adapter, base.folder).from_pretrained(
+        new.folder, dtype="auto", output_loading_info=True
+    )
+    state = model.state_dict()
+    if lost := sorted((state.keys() ^ loaded.names) | set(report["missing_keys"])):
+        raise ValueError(f"transformers do not load {lost[0]!r} from the new files. Use the adapter by PEFT instead")
+    sums = AdapterSums(model, adapter.config, loaded.weights, loaded.tied)
+    others = loaded.names - loaded.stored.keys() - loaded.missing
+    reloaded = _state_of(adapter, loaded, base, others) if others else {}
+    for name in sorted(loaded.names.difference(loaded.random)):
+        found, written, origin = new.tensors.get(name), state[name], loaded.stored.get(name)
+        if found is not None and torch.equal((stored := found.load()).to(written.dtype), written):
+            # Loaded tensors all have one dtype; stored ones may have several.
+            written = stored
+        before = reloaded.get(name) if origin is None else origin.load()
+        is_same_dtype = found is None or origin is None or found.dtype == origin.dtype
+        if not is_same_dtype or not sums.is_sum(name, before, written):
+            way_out = (
+                "Leave tied modules out of the adapter" if any(name in each for each in loaded.tied) else "Merge again"
+            )
+            raise ValueError(
+                f"{name!r}, read back, is not the base's tensor and the adapter's, summed in fp32 and rounded once. "
+                f"{way_out}, or use the adapter by PEFT, beside the base"
+            )
 
 
-def _check_loaded(merged: nn.Module, make: Any, folder: Path) -> None:
-    """Compare the tensors that transformers loads from a folder with the merged ones."""
-    loaded, report = make.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    found, wanted = loaded.state_dict(), merged.state_dict()
-    lost = sorted((found.keys() ^ wanted.keys()) | set(report["missing_keys"]))
-    other = [name for name in wanted if name not in lost and not torch.equal(found[name], wanted[name].to(found[name]))]
-    if lost or other:
-        raise ValueError(
-            f"transformers do not load {(lost + other)[0]!r} as it was merged: a {type(loaded).__name__} can't be "
-            "configured so. Leave tied modules out of the adapter, or use it by PEFT, beside the base"
-        )
+def _state_of(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint, names: Set[str]) -> dict[str, torch.Tensor]:
+    """Load the base again for some tensors that its files store in another layout, such as each expert by itself."""
+    dtypes = {each.dtype for each in base.tensors.values() if each.dtype.is_floating_point}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    state = load_model(adapter, base.folder, loaded.weights, dtype)[0].state_dict()
+    return {name: state[name] for name in names}
 
 
 def _count(model: Any) -> tuple[int, tuple[str, ...]]:

@@ -55,6 +55,12 @@ class StoredTensor(Destination):
             digest.update(piece)
         return digest.hexdigest()
 
+    def load(self) -> torch.Tensor:
+        """Read the whole tensor."""
+        with safe_open(self.shard, "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.name)
+        return tensor
+
     def pieces(self) -> Iterator[bytearray]:
         """Read the tensor's bytes in chunks of whole elements."""
         with self.shard.open("rb") as file:
