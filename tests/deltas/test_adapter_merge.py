@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from peft.tuners.lora import Conv2d, Embedding, Linear
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -164,16 +164,21 @@ def state_of(folder: str, case: Case) -> dict[str, torch.Tensor]:
     return dict(made.from_pretrained(folder, dtype=torch.float32).state_dict())
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_each_tensor_is_the_base_and_the_delta_rounded_once_or_the_merge_is_refused(
-    case: Case, capfd: pytest.CaptureFixture[str]
-) -> None:
+def save_case(case: Case) -> None:
+    """Save the base and the adapter of a case."""
     torch.manual_seed(0)
     BASES[case.base](case.tie).to(case.dtype).save_pretrained("base", max_shard_size=case.shard)
     model = type(BASES[case.base](case.tie)).from_pretrained("base", dtype="auto")
     if case.resize is not None:
         model.resize_token_embeddings(case.resize, mean_resizing=False)
     save_adapter(Path("adapter"), model, **case.adapter)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_each_tensor_is_the_base_and_the_delta_rounded_once_or_the_merge_is_refused(
+    case: Case, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_case(case)
     code = main(["merge", "adapter", "--output_dir", "merged"])
     said = capfd.readouterr()
     if case.refused is not None:
@@ -455,12 +460,12 @@ def a_base_that_is_changed_on_the_way(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PeftModel, "from_pretrained", load)
 
 
-def a_disk_that_changes_a_bit(patch: pytest.MonkeyPatch) -> None:
+def a_disk_that_changes_a_bit(patch: pytest.MonkeyPatch, name: str = "model.norm.weight", bit: int = 1) -> None:
     true = modeling_utils.safe_save_file
 
     def save(tensors: dict[str, torch.Tensor], *each: Any, **more: Any) -> None:
         changed = {name: tensor.clone() for name, tensor in tensors.items()}
-        changed["model.norm.weight"].view(torch.int32)[0] ^= 1
+        changed[name].view(torch.int32).view(-1)[0] ^= bit
         true(changed, *each, **more)
 
     patch.setattr(modeling_utils, "safe_save_file", save)
@@ -587,34 +592,103 @@ def test_a_convolution_that_is_merged_wrongly_is_found(
     assert "projection.weight', read back, is not the base's" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"], ids=["summed", "other"])
+@pytest.mark.parametrize(
+    ("case", "name", "entry"),
+    [
+        ("bf16", "model.layers.1.mlp.down_proj.weight", 5),
+        ("bf16", "model.norm.weight", 5),
+        ("rslora, patterns", "model.layers.1.mlp.down_proj.weight", -1),
+        ("dora", "model.layers.1.self_attn.q_proj.weight", -1),
+        ("embedding, tied, bf16, sharded", "model.embed_tokens.weight", -1),
+        ("embedding, tied, bf16, sharded", "lm_head.weight", -1),
+        ("whole, tied", "lm_head.weight", -1),
+        ("tokens, sharded", "model.embed_tokens.weight", 60 * 32),
+        ("conv1d, bf16, dora, embedding", "transformer.h.1.attn.c_attn.weight", -1),
+        ("experts", "model.layers.1.mlp.experts.gate_up_proj", -1),
+        ("experts of transposed weights", "model.layers.1.mlp.experts.down_proj", -1),
+        ("convolution of an image", "vit.embeddings.patch_embeddings.projection.weight", -1),
+        ("all biases, bf16", "bert.encoder.layer.1.attention.self.query.bias", -1),
+        ("image", "classifier.weight", -1),
+    ],
+)
 def test_a_neighbour_of_the_rounded_sum_is_found(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    case: str, name: str, entry: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    save_base(Path("base"), torch.bfloat16)
-    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
+    save_case(CASES[case])
     true = adapter_merge._round
 
     def to_a_neighbour(merged: Any, *each: Any) -> None:
         true(merged, *each)
-        merged.get_parameter(name).data.view(torch.int16).view(-1)[5] += 1
+        merged.get_parameter(name).data.view(torch.int16).view(-1)[entry] += 1
 
     monkeypatch.setattr(adapter_merge, "_round", to_a_neighbour)
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
     assert f"{name!r}, read back, is not the base's tensor and the adapter's" in capfd.readouterr().err
+    assert not Path("merged").exists()
 
 
-def test_a_base_of_several_dtypes_and_another_layout_is_verified() -> None:
+@pytest.mark.parametrize("more", [{}, {"use_dora": True}, EMBEDDING], ids=["linear", "dora", "embedding"])
+def test_a_scale_that_peft_reads_wrongly_is_found_though_all_outputs_agree(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_base(Path("base"))
+    save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"), **more)
+    true = PeftModel.from_pretrained
+
+    def load(*each: Any, **others: Any) -> Any:
+        adapted = true(*each, **others)
+        for module in adapted.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling["default"] *= 1.05
+        return adapted
+
+    monkeypatch.setattr(PeftModel, "from_pretrained", load)
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert ".weight', read back, is not the base's tensor and the adapter's" in capfd.readouterr().err
+    assert not Path("merged").exists()
+
+
+def save_mixed(is_other: str, dtype: torch.dtype, other: torch.dtype) -> None:
+    """Save a base that stores some tensors in another dtype, and an adapter of its experts."""
     torch.manual_seed(0)
-    BASES["mixtral"](False).to(BF16).save_pretrained("base")
+    BASES["mixtral"](False).save_pretrained("base")
     tensors = load_file("base/model.safetensors")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    save_file({**tensors, name: tensors[name].float() / 3}, "base/model.safetensors", {"format": "pt"})
-    model = MixtralForCausalLM.from_pretrained("base", dtype=torch.float32)
-    assert "model.layers.0.mlp.experts.down_proj" not in tensors
-    save_adapter(Path("adapter"), model, **EXPERTS)
+    assert "model.layers.0.mlp.experts.down_proj" not in tensors and any(is_other in name for name in tensors)
+    mixed = {name: each.to(other if is_other in name else dtype) for name, each in tensors.items()}
+    save_file(mixed, "base/model.safetensors", {"format": "pt"})
+    save_adapter(Path("adapter"), MixtralForCausalLM.from_pretrained("base", dtype=torch.float32), **EXPERTS)
+
+
+@pytest.mark.parametrize("is_other", ["q_proj", "embed_tokens"])
+@pytest.mark.parametrize(("dtype", "other"), [(BF16, torch.float32), (torch.float32, BF16)])
+def test_a_base_of_several_dtypes_and_another_layout_is_verified(
+    is_other: str, dtype: torch.dtype, other: torch.dtype
+) -> None:
+    save_mixed(is_other, dtype, other)
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
-    assert load_file("merged/model.safetensors")[name].dtype == torch.float32
+    base, merged = load_file("base/model.safetensors"), load_file("merged/model.safetensors")
+    assert {name: each.dtype for name, each in merged.items()} == {name: each.dtype for name, each in base.items()}
+
+
+def test_the_last_bit_of_an_expert_is_verified_if_the_model_is_loaded_in_fewer(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_mixed("embed_tokens", torch.float32, BF16)
+    # Saved with the dtype of the embedding, which transformers would load all tensors in.
+    a_disk_that_changes_a_bit(monkeypatch, "model.layers.1.block_sparse_moe.experts.3.w2.weight", 1 << 12)
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    assert "experts.down_proj', read back, is not the base's" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_other", ["experts.1.w1", "block_sparse_moe.gate"])
+def test_a_tensor_that_would_lose_its_dtype_by_another_layout_is_refused(
+    is_other: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_mixed(is_other, BF16, torch.float32)
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
+    said = f"{is_other}.weight' would be bfloat16, and base stores it in float32. Save the base in one dtype"
+    assert said in capfd.readouterr().err
+    assert not Path("merged").exists()
 
 
 def test_a_command_in_an_error_begins_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,9 +303,13 @@ def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
 
 def _check_written(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint, new: PlainCheckpoint) -> None:
     """Compare each tensor of the new files with the sum of the base's and the adapter's files."""
-    model, report = model_class(adapter, base.folder).from_pretrained(
-        new.folder, dtype="auto", output_loading_info=True
-    )
+    _check_same_dtypes(loaded, base, new)
+    index = NameIndex(new.tensors)
+    files = {name: found for name in loaded.names if (found := index.find(name)) is not None}
+    # Tensors in another layout can only be read by transformers, and must not be rounded on the way.
+    converted = {new.tensors[each].dtype for each in new.tensors.keys() - set(files.values())}
+    dtype = "auto" if not converted else torch.float32 if len(converted) > 1 else converted.pop()
+    model, report = model_class(adapter, base.folder).from_pretrained(new.folder, dtype=dtype, output_loading_info=True)
     state = model.state_dict()
     if lost := sorted((state.keys() ^ loaded.names) | set(report["missing_keys"])):
         raise ValueError(f"transformers do not load {lost[0]!r} from the new files. Use the adapter by PEFT instead")
@@ -313,19 +317,30 @@ def _check_written(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint, 
     others = loaded.names - loaded.stored.keys() - loaded.missing
     reloaded = _state_of(adapter, loaded, base, others) if others else {}
     for name in sorted(loaded.names.difference(loaded.random)):
-        found, written, origin = new.tensors.get(name), state[name], loaded.stored.get(name)
-        if found is not None and torch.equal((stored := found.load()).to(written.dtype), written):
+        written, origin = state[name], loaded.stored.get(name)
+        if name in files and torch.equal((stored := new.tensors[files[name]].load()).to(written.dtype), written):
             # Loaded tensors all have one dtype; stored ones may have several.
             written = stored
         before = reloaded.get(name) if origin is None else origin.load()
-        is_same_dtype = found is None or origin is None or found.dtype == origin.dtype
-        if not is_same_dtype or not sums.is_sum(name, before, written):
+        if not sums.is_sum(name, before, written):
             way_out = (
                 "Leave tied modules out of the adapter" if any(name in each for each in loaded.tied) else "Merge again"
             )
             raise ValueError(
                 f"{name!r}, read back, is not the base's tensor and the adapter's, summed in fp32 and rounded once. "
                 f"{way_out}, or use the adapter by PEFT, beside the base"
+            )
+
+
+def _check_same_dtypes(loaded: LoadedBase, base: PlainCheckpoint, new: PlainCheckpoint) -> None:
+    """Refuse a new tensor whose dtype is not that of the base's, such as a renamed one among several dtypes."""
+    index = NameIndex(base.tensors)
+    for name, each in new.tensors.items():
+        origin = loaded.stored.get(name) or base.tensors.get(index.find(name) or "")
+        if origin is not None and origin.dtype != each.dtype:
+            raise ValueError(
+                f"{name!r} would be {name_of(each.dtype)}, and {base.folder} stores it in {name_of(origin.dtype)}. "
+                "Save the base in one dtype, and name it by --model_name_or_path"
             )
 
 
