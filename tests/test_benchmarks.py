@@ -411,8 +411,9 @@ def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -
     # The scripts as they are here, committed or not.
     shutil.copytree(BENCHMARKS, clone / "benchmarks", dirs_exist_ok=True)
     config = clone / "integrations" / "slivertune" / "hift" / "config.py"
-    config.write_text(config.read_text(encoding="utf-8").replace('Order = "bottom2up"', 'Order = "top2down"'), "utf-8")
-    git("commit", "--quiet", "--all", "--message", "another default order")
+    before = config.read_text(encoding="utf-8")
+    config.write_text(before.replace('"order": "bottom2up"', '"order": "top2down"'), "utf-8")
+    git("commit", "--quiet", "--all", "--message", "another order of the paper")
     done = run_python(
         *(clone / "benchmarks" / "same_bits.py", "HEAD~1", "HEAD", "--output", output),
         *("--layouts", "single", "--methods", "hift", "hift_random", "hift_int8", "sft", "lora_4bit"),
