@@ -257,30 +257,122 @@ def test_a_file_that_shows_a_command_as_it_is_is_found(source: str, is_found: bo
     assert unmasked_files(tmp_path) == (["new.py"] if is_found else [])
 
 
+SAYS_NO_TO_BOTH = re.compile(
+    r"\bnot go (?:together )?with\b|\bdon't go (?:together|with)\b|\bgo together\b|\bexclude each other\b|"
+    r"\bbe combined\b|\bnot available under\b|\bha(?:s|ve) no effect\b|\bboth set\b|\bset the same thing\b|"
+    r"\bLeave out one of the two\b|\btakes? effect only\b"
+)
+"""Words of a refusal of a combination."""
 OTHER_REFUSALS = {
-    "core/token_tiles.py": "a layout",
-    "interop/checkpoints.py": "a search that makes several Trainers",
-    "interop/compilation.py": "layouts",
-    "interop/losses.py": "losses of a Trainer's class, which no feature of the model shows",
-    "interop/methods.py": "arguments of the Trainer about its checkpoints",
-    "planning/methods.py": "4-bit weights and methods, for plan and train",
-    "planning/request.py": "settings of a plan, which has no model",
-    "training/methods/hift.py": "arguments of the Trainer",
-    "training/methods/registry.py": "4-bit weights and methods of other packages",
-    "training/options/arguments.py": "columns of data",
-    "training/options/parse.py": "precisions, and tasks of the command line",
+    "chunked_loss/function.py": {
+        "hidden states in {} don't go with a weight in {}": "dtypes of two tensors",
+        "hidden states of shape {} don't go with a weight of shape {}": "shapes of two tensors",
+    },
+    "hift/unsupported.py": {
+        "gradients='host' is not available under {}": "HiFT and a layout",
+        'master="{}" is not available under ZeRO': "HiFT and a layout",
+        'state="{}" is not available under ZeRO': "HiFT and a layout",
+        "waiting='{}' is not available under {}": "HiFT and a layout",
+    },
+    "interop/checkpoints.py": {
+        "the Trainer has not saved its checkpoint in {}, so slivertune's state can't be saved there. Leave out "
+        "hyperparameter_search: it gives every trial a folder, and does not go with slivertune.attach": "a call of the "
+        "Trainer, which shows by a folder that is missing",
+    },
+    "interop/losses.py": {
+        "TokenTune does not go with TRL's {}": "a trainer's class",
+        "TokenTune does not go with the SFTTrainer of trl {}": "a version of a library",
+    },
+    "interop/methods.py": {
+        "load_best_model_at_end does not go with save_only_model if SFT trains": "two of the Trainer's arguments and a "
+        "method",
+    },
+    "interop/trainer.py": {"{} has no effect on {}'s training": "an argument that no method but one reads"},
+    "parallel/zero/unsupported.py": {
+        "stream_bytes={} has no effect under ZeRO": "a warning about a layout",
+        "{}.{}={} does not go together with {}": "keys of DeepSpeed's config, in a list of their own",
+    },
+    "planning/arguments.py": {
+        "--num_train_epochs {} takes effect only with --tokens": "an option that completes another",
+        "--{} {} and --max {} both set it": "one option, given twice",
+        "--{} {} and --sweep {}=... both set it": "one option, given twice",
+        "--{} {} is set by each row of --compare. Leave out one of the two": "one option, given twice",
+    },
+    "planning/command.py": {"--{} {} takes effect only with a card": "an option that completes another"},
+    "planning/methods.py": {"--load_in_4bit does not go with --method {}": "any method by name, for plan and train"},
+    "planning/request.py": {
+        "optimizer={} does not go with method={}": "any method by name, in one request",
+        "{} both set how many weights are trained": "one setting, given twice",
+    },
+    "planning/train_words.py": {
+        "--optim_args {} takes effect only with --optim": "an option that completes another",
+        "{} means --{} {} here, and --{} {} says otherwise. Leave out one of the two": "one option, given twice",
+    },
+    "sft/config.py": {"{} set the same thing": "one setting, given twice"},
+    "training/methods/hift.py": {
+        "--gpu {} takes effect only with --layers_per_group auto": "an option that completes another"
+    },
+    "training/methods/registry.py": {
+        "--load_in_4bit does not go with --method {}": "a method of another package, which says so itself"
+    },
+    "training/methods/sft.py": {
+        "--reselection_interval 0 keeps the first choice, so nothing is ever replaced. Leave out one of the two": "two "
+        "settings of one config",
+    },
+    "training/options/arguments.py": {
+        "prompt_column={} and response_column={} go together": "columns of data",
+        "text_column={} and prompt_column={} exclude each other": "columns of data",
+        "{}={} has no effect with task={}": "a column and the task that reads it",
+    },
+    "training/options/parse.py": {
+        "--bf16 and --fp16 exclude each other": "two of the Trainer's arguments",
+        "--{} {} does not go with {}": "an argument of the Trainer and a built-in dataset",
+        "--{} {} has no effect on --task {}": "an argument of the Trainer and a task",
+    },
+    "training/options/parser.py": {
+        "{} {} resets what --{} {} sets. Leave out one of the two": "one option, given twice"
+    },
 }
-"""Files that refuse a combination beside `core/refused_pairs.py`, which has all pairs of features of a model."""
+"""Refusals of combinations beside `core/refused_pairs.py`, by file and beginning of the message, with the reason why
+they stand there."""
 
 
-def test_features_of_a_model_are_refused_together_by_one_list(checkout: Path) -> None:
+def refusals_of_combinations(source: str) -> list[str]:
+    """Return the messages of a file that refuse a combination, with `{}` for values, up to the end of the clause."""
+    nodes = list(ast.walk(ast.parse(source)))
+    others = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    others |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    found = []
+    for node in nodes:
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+        if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in others:
+            said = SAYS_NO_TO_BOTH.search(text)
+            if said is not None:
+                found.append(text[: said.end()] + re.split(r"[.,:;](?:\s|$)", text[said.end() :])[0])
+    return found
+
+
+def test_combinations_are_refused_by_one_list_or_stand_here_with_a_reason(checkout: Path) -> None:
     package = checkout / "integrations" / "slivertune"
-    said = re.compile(r"\b(?:does|do) not go with\b|\bdon't go together\b|\bexclude each other\b")
-    found = set()
-    for path in sorted(package.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        texts = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs)
-        if any(isinstance(text.value, str) and said.search(text.value) for text in texts):
-            found.add(str(path.relative_to(package)))
-    assert found == {*OTHER_REFUSALS, "core/refused_pairs.py"}
+    found = {
+        str(path.relative_to(package)): refusals_of_combinations(path.read_text(encoding="utf-8"))
+        for path in sorted(package.rglob("*.py"))
+        if path != package / "core" / "refused_pairs.py"
+    }
+    assert {file: sorted(texts) for file, texts in found.items() if texts} == {
+        file: sorted(reasons) for file, reasons in OTHER_REFUSALS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('raise ValueError(f"{a} does not go with {b}: no")', ["{} does not go with {}"]),
+        ('raise ValueError(f"{a} and {b}" " can\'t be combined. Leave out one")', ["{} and {} can't be combined"]),
+        ('"""A docstring: a does not go with b."""', []),
+        ('raise ValueError(f"{a} must be positive")', []),
+    ],
+)
+def test_a_refusal_of_a_combination_is_found_and_no_other(source: str, found: list[str]) -> None:
+    assert refusals_of_combinations(source) == found

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FunctionType
-from typing import Any
+from typing import Any, get_args
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import nn
 
 import slivertune as st
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT, HiFTConfig, TokenTune
 from slivertune.core import activation_room, kept_activations
-from slivertune.core.refused_pairs import REFUSED_PAIRS, Feature, RefusedPair, refuse_together
+from slivertune.core.refused_pairs import REFUSED_PAIRS, Feature, Member, RefusedPair, refuse_together
+from slivertune.interop import compilation
+from slivertune.interop.compilation import BlockCompilation
+from slivertune.training import assemble
+from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.ranks.processes import check_processes
 from tests.helpers.compilation import IGNORED
 from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.plan_requests import paper_request
+from tests.training.test_callbacks import make_trainer
 
 pytestmark = IGNORED
 
@@ -54,6 +66,14 @@ def _compiled_forward(model: Any) -> None:
     model.model.layers[1].forward = torch.compile(model.model.layers[1].forward, **COMPILE)
 
 
+def _loaded(model: Any) -> Any:
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = st.load_quantized(type(model), folder, "int8", dtype=torch.float32).train()
+    loaded.gradient_checkpointing_enable({"use_reentrant": False})
+    return loaded
+
+
 DOORS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.compile": {
         "compile_blocks": lambda model: st.compile_blocks(model, **COMPILE),
@@ -74,6 +94,7 @@ DOORS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "HiFT": lambda model: _hift(model, waiting="int8"),
         "HiFT.wrap": lambda model: _wrap(model, waiting="int8"),
         "quantize_layers": lambda model: st.quantize_layers(model, "int8"),
+        "load_quantized": _loaded,
     },
     "weights='host'": {
         "HiFT": lambda model: _hift(model, weights="host"),
@@ -82,14 +103,18 @@ DOORS: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 AT_A_FORWARD = ("torch.compile(block)", "torch.compile(block.forward)")
 """Doors that put something into the model, as those that put a module around it: only a forward tells of them."""
+MAKES_ITS_MODEL = "load_quantized"
+"""Door that returns another model, on which nothing else can have been attached before."""
 CASES = [
     pytest.param(
         pair, first, second, id=f"{pair.first}, {first} then {pair.second}, {second}" + mirrored * "; mirrored"
     )
     for listed in REFUSED_PAIRS
+    if {listed.first, listed.second} <= DOORS.keys()
     for mirrored, pair in enumerate((listed, RefusedPair(first=listed.second, second=listed.first, reason="")))
     for first in DOORS[pair.first]
     for second in DOORS[pair.second]
+    if second != MAKES_ITS_MODEL
 ]
 
 
@@ -116,6 +141,8 @@ def _attach_and_call(model: Any, made: list[Any], feature: str, door: str) -> No
 def test_the_second_is_refused_where_it_comes(pair: RefusedPair, first: str, second: str) -> None:
     model = _model()
     made = [DOORS[pair.first][first](model)]
+    if first == MAKES_ITS_MODEL:
+        model = made.pop()
     with pytest.raises(RuntimeError) as refused:
         _attach_and_call(model, made, pair.second, second)
     assert type(refused.value) is RuntimeError and str(refused.value) == _text_of(pair)
@@ -168,8 +195,108 @@ def test_a_copy_of_the_model_may_be_compiled() -> None:
         other(**BATCH)
 
 
+def _attach_to_trainer(*settings: Any, aux_loss_enabled: bool = False, **options: Any) -> None:
+    trainer: Any = make_trainer(Path("trainer"), **options)
+    trainer.aux_loss_enabled = aux_loss_enabled
+    st.attach(trainer, *settings)
+
+
+def _compile_under(layout: str) -> None:
+    trainer = make_trainer(Path("trainer"), torch_compile=True, torch_compile_backend="eager")
+    with patch.object(compilation, "layout_of", return_value=layout):
+        BlockCompilation(trainer, fullgraph=True).begin()
+
+
+def _run_tiles_of_shards() -> None:
+    model = _model()
+    for each in model.parameters():
+        each.ds_id = 0
+    with st.tile_tokens(model, 6):
+        model(**BATCH)
+
+
+def _train(*words: str) -> Callable[[], Any]:
+    return partial(parse_train_arguments, list(words))
+
+
+def _attach(*settings: Any, **options: Any) -> Callable[[], Any]:
+    return partial(_attach_to_trainer, *settings, **options)
+
+
+STEPPED, OFFLOADED = (HiFTConfig.paper(gradients=each) for each in ("stepped", "host"))
+SHARDED: dict[str, Any] = {"layout": "zero3", "num_gpus": 2}
+UNCLIPPED: dict[str, Any] = {"max_grad_norm": 0.0, "fp16": True}
+PROMPTS = ("--task", "prompt_classification", "--template", "{text} It was {mask}", "--label_words", "bad,good")
+SETTING_DOORS: dict[tuple[Member, Member], dict[str, Callable[[], Any]]] = {
+    ("tile_tokens", "use_liger_kernel"): {"train": _train("--token_tile_size", "64", "--use_liger_kernel")},
+    ("tile_tokens", "zero3"): {
+        "plan": partial(paper_request, token_tile_size=512, **SHARDED),
+        "train": lambda: assemble._attach_tiles(_model(), 6, "zero3"),
+        "forward": _run_tiles_of_shards,
+    },
+    ("load_in_4bit", "zero3"): {
+        "plan": partial(paper_request, method="lora", load_in_4bit=True, **SHARDED),
+        "train": lambda: check_processes(Mock(world_size=1, deepspeed_plugin=Mock(zero_stage=3)), 1, four_bit=True),
+    },
+    ("torch.compile", "fsdp2"): {"attach": lambda: _compile_under("fsdp2")},
+    ("torch.compile", "zero3"): {"attach": lambda: _compile_under("zero3")},
+    ("gradients='stepped'", "max_grad_norm"): {
+        "train": _train("--gradients", "stepped"),
+        "attach": _attach(STEPPED),
+    },
+    ("gradients='stepped'", "fp16"): {
+        "train": _train("--gradients", "stepped", "--max_grad_norm", "0", "--fp16"),
+        "attach": _attach(STEPPED, **UNCLIPPED),
+    },
+    ("gradients='host'", "fp16"): {
+        "train": _train("--gradients", "host", "--fp16"),
+        "attach": _attach(OFFLOADED, **UNCLIPPED),
+    },
+    ("TokenTune", "label_smoothing_factor"): {
+        "train": _train("--token_ratio", "0.3", "--label_smoothing_factor", "0.1"),
+        "attach": _attach(TokenTune(ratio=0.3), label_smoothing_factor=0.1),
+    },
+    ("TokenTune", "compute_loss_func"): {"attach": _attach(TokenTune(ratio=0.3), loss=lambda *_, **__: None)},
+    ("TokenTune", "router_aux_loss_coef"): {"attach": _attach(TokenTune(ratio=0.3), aux_loss_enabled=True)},
+    ("TokenTune", "use_liger_kernel"): {
+        "train": _train("--token_ratio", "0.3", "--use_liger_kernel"),
+        "attach": _attach(TokenTune(ratio=0.3), use_liger_kernel=True),
+    },
+    ("TokenTune", "task='prompt_classification'"): {
+        "train": _train("--dataset", "d.csv", *PROMPTS, "--token_ratio", "0.3")
+    },
+}
+"""By pair with a setting that leaves no trace on a module: the ways in which a user can ask for both."""
+
+
+def test_every_pair_has_doors_of_its_own() -> None:
+    on_modules = [pair for pair in REFUSED_PAIRS if {pair.first, pair.second} <= DOORS.keys()]
+    assert {(pair.first, pair.second) for pair in REFUSED_PAIRS if pair not in on_modules} == SETTING_DOORS.keys()
+    assert set(get_args(Feature)) == DOORS.keys() == {each for pair in on_modules for each in (pair.first, pair.second)}
+
+
+@pytest.mark.parametrize(
+    ("pair", "door"),
+    [
+        pytest.param(pair, door, id=f"{pair.first} with {pair.second}, {door}")
+        for pair in REFUSED_PAIRS
+        if not {pair.first, pair.second} <= DOORS.keys()
+        for door in SETTING_DOORS[pair.first, pair.second]
+    ],
+)
+def test_a_setting_is_refused_where_it_is_read(
+    pair: RefusedPair, door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((RuntimeError, ValueError)) as refused:
+        SETTING_DOORS[pair.first, pair.second][door]()
+    assert " does not go with " in str(refused.value)
+    assert str(refused.value).endswith(f": {pair.reason}. {pair.way_out}")
+
+
 @pytest.mark.parametrize("pair", REFUSED_PAIRS, ids=str)
 def test_settings_are_refused_in_the_words_of_the_user(pair: RefusedPair) -> None:
     refuse_together({pair.first: "--one", pair.second: None})
-    with pytest.raises(ValueError, match=r"^--one does not go with --other: .*\. Leave out one of the two$"):
+    message = f"--one does not go with --other: {pair.reason}. {pair.way_out}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         refuse_together({pair.first: "--one", pair.second: "--other"})

@@ -335,14 +335,17 @@ def test_label_smoothing_and_loss_functions_are_refused_where_tokens_are_scored(
         return outputs.logits.sum()
 
     for options, text in (
-        ({"label_smoothing_factor": 0.1}, "does not go with label_smoothing_factor=0.1: the smoothed loss of Trainer"),
+        (
+            {"label_smoothing_factor": 0.1},
+            "does not go with label_smoothing_factor=0.1 of this Trainer: the smoothed loss",
+        ),
         ({"loss": loss}, "does not go with the compute_loss_func of this Trainer"),
     ):
         trainer = make_trainer(tmp_path, **options)
         with pytest.raises(ValueError, match=text):
             slivertune.attach(trainer, TUNE)
         trainer.train()
-    with pytest.raises(ValueError, match="the smoothed loss of SFTTrainer"):
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1 of this SFTTrainer: the smoothed loss"):
         slivertune.attach(sft_trainer(tmp_path, label_smoothing_factor=0.1), TUNE)
 
 

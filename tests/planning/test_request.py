@@ -85,7 +85,7 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
         ({"token_tile_size": 0}, "token_tile_size=0 must be at least 1"),
         (
             {"token_tile_size": 512, "layout": "zero3", "num_gpus": 2},
-            "--token_tile_size does not go with ZeRO-3, .* Use another layout",
+            "--token_tile_size does not go with ZeRO-3: .* Use another layout",
         ),
         ({"keep_activations": 2}, "--keep_activations 2 spares blocks .* Add --gradient_checkpointing true, or leave"),
         (

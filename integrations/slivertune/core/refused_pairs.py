@@ -1,8 +1,9 @@
-"""Features of a model that do not go together: one list, which each of them checks when it is attached.
+"""Features that do not go together, or not with a setting: one list, which each of them checks when it is attached.
 
-A feature is recognized by its stand-ins on a module. It does not matter who put them there, nor through which wrapper
-of the model. A module is compiled by its own `compile()`, by `torch.compile`, which puts another module around it or
-another function in place of its forward, or by `compile_blocks`.
+A feature of a model is recognized by its stand-ins on a module. It does not matter who put them there, nor through
+which wrapper of the model. A module is compiled by its own `compile()`, by `torch.compile`, which puts another module
+around it or another function in place of its forward, or by `compile_blocks`. A setting leaves no trace on a module, so
+the code that reads it asks the list.
 
 `torch.compile(model)` leaves the model as it is. Only a forward shows it, before torch traces any of it.
 """
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from slivertune.core.layout import Layout
 from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
 from slivertune.core.torch_internals import is_compiled, runs_in_compiled_module
 
@@ -27,7 +29,22 @@ Feature = Literal[
     "waiting",
     "weights='host'",
 ]
-
+"""Features that stand on modules."""
+Setting = Literal[
+    "TokenTune",
+    "gradients='stepped'",
+    "gradients='host'",
+    "load_in_4bit",
+    "task='prompt_classification'",
+    "compute_loss_func",
+    "fp16",
+    "label_smoothing_factor",
+    "max_grad_norm",
+    "router_aux_loss_coef",
+    "use_liger_kernel",
+]
+"""Settings of a method, of a run and of the Trainer, and TokenTune before it is attached."""
+Member = Feature | Setting | Layout
 
 _REASON = "features of this model do not go with torch.compile (slivertune.core.refused_pairs)"
 """Reason that torch reports if a graph must be whole."""
@@ -35,15 +52,21 @@ _REASON = "features of this model do not go with torch.compile (slivertune.core.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedPair:
-    """Two features that do not go together, in either order."""
+    """Two features or settings that do not go together, in either order."""
 
-    first: Feature
-    second: Feature
+    first: Member
+    second: Member
     reason: str
     """Reason, as a sentence without its full stop."""
+    way_out: str = "Leave out one of the two"
+    """Way out, as a sentence without its full stop."""
 
     def __str__(self) -> str:
-        return f"{self.first} does not go with {self.second}: {self.reason}. Leave out one of the two"
+        return self.message(self.first, self.second)
+
+    def message(self, first: str, second: str) -> str:
+        """Return the message with names that the user wrote."""
+        return f"{first} does not go with {second}: {self.reason}. {self.way_out}"
 
 
 REFUSED_PAIRS = (
@@ -71,6 +94,84 @@ REFUSED_PAIRS = (
         first="keep_activations='auto'",
         second="offload_activations",
         reason="'auto' measures a block's activations, not its input, which offload_activations moves to the host",
+    ),
+    RefusedPair(
+        first="tile_tokens",
+        second="use_liger_kernel",
+        reason="Liger replaces the forwards of MLPs and norms, so tiles of tokens would have no effect",
+    ),
+    RefusedPair(
+        first="tile_tokens",
+        second="zero3",
+        reason="ZeRO-3 would gather an MLP's weights again for every tile",
+        way_out="Use another layout, or leave the tiles out",
+    ),
+    RefusedPair(
+        first="load_in_4bit",
+        second="zero3",
+        reason="ZeRO-3 shards weights without the scales that belong to 4-bit codes",
+        way_out="Use DDP, ZeRO-1 or ZeRO-2, or leave the 4-bit weights out",
+    ),
+    RefusedPair(
+        first="torch.compile",
+        second="fsdp2",
+        reason="FSDP2 gathers a block's weights by hooks that torch can't trace",
+        way_out="Leave it out, or use another layout",
+    ),
+    RefusedPair(
+        first="torch.compile",
+        second="zero3",
+        reason="ZeRO-3 gathers weights by hooks within a block, which torch can't trace",
+        way_out="Leave it out, or use another layout",
+    ),
+    RefusedPair(
+        first="gradients='stepped'",
+        second="max_grad_norm",
+        reason="the norm of all gradients is known only when they are gone",
+        way_out="Set max_grad_norm to 0, or use 'host' gradients, which can be clipped",
+    ),
+    RefusedPair(
+        first="gradients='stepped'",
+        second="fp16",
+        reason="gradients are unscaled after the backward, on the device",
+        way_out="Use bf16, or 'device' gradients",
+    ),
+    RefusedPair(
+        first="gradients='host'",
+        second="fp16",
+        reason="gradients are unscaled after the backward, on the device",
+        way_out="Use bf16, or 'device' gradients",
+    ),
+    RefusedPair(
+        first="TokenTune",
+        second="label_smoothing_factor",
+        reason="the smoothed loss is computed outside the model, from the logits of all tokens",
+        way_out="Set label_smoothing_factor to 0, or leave TokenTune out",
+    ),
+    RefusedPair(
+        first="TokenTune",
+        second="compute_loss_func",
+        reason="it would be given logits of the selected tokens and labels of all",
+        way_out="Leave it out, and the model scores the selected tokens itself",
+    ),
+    RefusedPair(
+        first="TokenTune",
+        second="router_aux_loss_coef",
+        reason="the routers see selected and other tokens apart",
+        way_out="Set router_aux_loss_coef=0.0 in the Trainer's arguments",
+    ),
+    RefusedPair(
+        first="TokenTune",
+        second="use_liger_kernel",
+        reason="Liger replaces modules of the model in train(), after TokenTune was attached to them",
+        way_out="Apply Liger's kernels to the model yourself before (liger_kernel.transformers has a function for each "
+        "family), and leave use_liger_kernel out",
+    ),
+    RefusedPair(
+        first="TokenTune",
+        second="task='prompt_classification'",
+        reason="its loss, outside the model, reads only the label word's position, which may not be selected",
+        way_out="Leave it out, or use --task classification",
     ),
 )
 
@@ -134,19 +235,31 @@ def refuse_at(model: nn.Module, feature: Feature, places: Iterable[nn.Module]) -
     _refuse({each for module in model.modules() for each in _features_on(module)} - {"torch.compile"}, feature)
 
 
-def refuse_together(asked: Mapping[Feature, str | None]) -> None:
-    """Refuse settings that do not go together, before there is a model.
+def refusal_of(asked: Mapping[Member, str | None]) -> str | None:
+    """Return the message that refuses the first pair of settings that do not go together, or None.
 
     Args:
-        asked: By feature, the setting that asks for it, as the user wrote it. None if no setting does.
-
-    Raises:
-        ValueError: If there is such a pair. The message names both.
+        asked: By feature or setting, the words that ask for it, as the user wrote them. None if no words do.
     """
     for pair in REFUSED_PAIRS:
         first, second = asked.get(pair.first), asked.get(pair.second)
         if first is not None and second is not None:
-            raise ValueError(f"{first} does not go with {second}: {pair.reason}. Leave out one of the two")
+            return pair.message(first, second)
+    return None
+
+
+def refuse_together(asked: Mapping[Member, str | None]) -> None:
+    """Refuse settings that do not go together, before there is a model.
+
+    Args:
+        asked: As for `refusal_of`.
+
+    Raises:
+        ValueError: If there is such a pair. The message names both.
+    """
+    refusal = refusal_of(asked)
+    if refusal is not None:
+        raise ValueError(refusal)
 
 
 def _refuse(present: Collection[Feature], feature: Feature) -> None:

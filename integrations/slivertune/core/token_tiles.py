@@ -21,7 +21,7 @@ from typing_extensions import override
 from slivertune.core.checkpointed_blocks import records_graph
 from slivertune.core.layers import find_blocks
 from slivertune.core.module_hook import ModelHandle, StandIn, put_stand_in
-from slivertune.core.refused_pairs import Feature, attach_feature
+from slivertune.core.refused_pairs import Feature, attach_feature, refusal_of
 from slivertune.core.setting_checks import check_integer
 from slivertune.core.token_wise import BesideAttention, children_beside_attention, is_norm, norms_outside
 
@@ -108,14 +108,6 @@ class TokenTilesHandle(ModelHandle):
             self._undo.append(tiles.end)
 
 
-def tiles_under_zero3() -> str:
-    """Explain why there are no tiles under ZeRO-3. Planning and training share this text."""
-    return (
-        "--token_tile_size does not go with ZeRO-3, which would gather an MLP's weights again for every tile. Use "
-        "another layout, or leave --token_tile_size out"
-    )
-
-
 def runs_in_tiles(module: nn.Module) -> bool:
     """Return whether `tile_tokens` lets a module run in tiles."""
     own = vars(module).get("forward")
@@ -189,9 +181,7 @@ class _Tiles(StandIn):
                 "token, and can't run in tiles of tokens. Leave tile_tokens out"
             )
         if any(hasattr(each, "ds_id") for each in self._module.parameters()):
-            raise RuntimeError(
-                "under ZeRO-3 every tile would gather the weights again. Use another layout, or leave tile_tokens out"
-            )
+            raise RuntimeError(refusal_of({"tile_tokens": "tile_tokens", "zero3": "ZeRO-3"}))
 
 
 def _can_be_tiled(child: BesideAttention) -> bool:

@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from slivertune.core.empty_model import make_empty
 from slivertune.core.layers import find_blocks
+from slivertune.core.refused_pairs import attach_feature
 from slivertune.core.setting_checks import check_choice
 from slivertune.hift.block_codes import check_available
 from slivertune.hift.config import WaitingForm
@@ -76,6 +77,7 @@ def load_quantized(
     files = _files_of(folder)
     _check_names(model, files)
     linear = linear_modules(model, [block for _, block in find_blocks(model)])
+    attach_feature(model, "waiting", linear.values())
     slots_of = Prefetcher(0).slots_of
     for name, tensor in _tensors(folder, files):
         # An exact weight goes to host memory first. The first forward on the device makes codes of it.

@@ -6,12 +6,8 @@ from accelerate.utils import DynamoBackend
 from transformers import Trainer
 
 from slivertune.core.compiled_blocks import CompiledBlocks, compile_blocks, has_compiled_blocks
+from slivertune.core.refused_pairs import refusal_of
 from slivertune.parallel.layout import layout_of
-
-_REFUSED = {
-    "fsdp2": "FSDP2 gathers a block's weights by hooks that torch can't trace",
-    "zero3": "ZeRO-3 gathers weights by hooks within a block, which torch can't trace",
-}
 
 
 class BlockCompilation:
@@ -45,12 +41,11 @@ class BlockCompilation:
         if self._is_on or not self.is_asked_for:
             return
         layout = layout_of(self._trainer.accelerator)
-        if layout in _REFUSED and not self._fullgraph:
+        refusal = refusal_of({"torch.compile": "torch_compile", layout: layout})
+        if refusal is not None and not self._fullgraph:
             return  # accelerate compiles in its own way
-        if layout in _REFUSED:
-            raise ValueError(
-                f"torch_compile does not go with {layout}: {_REFUSED[layout]}. Leave it out, or use another layout"
-            )
+        if refusal is not None:
+            raise ValueError(refusal)
         # The whole process shares accelerate's plugin, so `end` restores it.
         self._is_on, self._backend = True, self._plugin.backend
         self._plugin.backend = DynamoBackend.NO

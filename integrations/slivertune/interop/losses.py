@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from slivertune.core.parameters import NOTHING_TRAINS
 from slivertune.core.reentrant import is_trainable
+from slivertune.core.refused_pairs import refuse_together
 from slivertune.tokentune import TokenTune, TokenTuneHandle
 from slivertune.tokentune.head import find_head_kind
 from slivertune.tokentune.hook import find_model
@@ -80,22 +81,19 @@ def _check_loss(trainer: Any, trl_kind: str | None, *, by_token: bool) -> None:
             f"TokenTune does not go with TRL's {trl_kind}, which {does}, since unselected tokens have no gradient. "
             "Train it with HiFT or SFT, or without TokenTune. TokenTune works under SFTTrainer and RewardTrainer"
         )
-    if by_token and trainer.compute_loss_func is not None:
-        raise ValueError(
-            f"TokenTune does not go with the compute_loss_func of this {name}: it would be given logits of the "
-            "selected tokens and labels of all. Leave it out, and the model scores the selected tokens itself"
-        )
-    smooths = trainer.label_smoother is not None and getattr(trainer.args, "loss_type", None) != "dft"
-    if by_token and smooths:
-        raise ValueError(
-            f"TokenTune does not go with label_smoothing_factor={trainer.args.label_smoothing_factor}: the smoothed "
-            f"loss of {name} is computed outside the model, from the logits of all tokens. Set it to 0"
-        )
-    if getattr(trainer, "aux_loss_enabled", False):
-        raise ValueError(
-            f"TokenTune does not go with the router's auxiliary loss of this {name}: the routers see selected and "
-            "other tokens apart. Set router_aux_loss_coef=0.0 in its arguments"
-        )
+    scores = by_token and trainer.compute_loss_func is not None
+    smooths = by_token and trainer.label_smoother is not None and getattr(trainer.args, "loss_type", None) != "dft"
+    smoothing = f"label_smoothing_factor={trainer.args.label_smoothing_factor} of this {name}"
+    has_router_loss = getattr(trainer, "aux_loss_enabled", False)
+    refuse_together(
+        {
+            "TokenTune": "TokenTune",
+            "use_liger_kernel": "use_liger_kernel=True" if trainer.args.use_liger_kernel else None,
+            "compute_loss_func": f"the compute_loss_func of this {name}" if scores else None,
+            "label_smoothing_factor": smoothing if smooths else None,
+            "router_aux_loss_coef": f"the router's auxiliary loss of this {name}" if has_router_loss else None,
+        }
+    )
     if trl_kind == "SFTTrainer" and not hasattr(import_module("trl.trainer.utils"), "add_fused_lm_head"):
         raise ValueError(
             f"TokenTune does not go with the SFTTrainer of trl {import_module('trl').__version__}, which needs the "

@@ -63,6 +63,34 @@ def check_synced_reference(training: TrainingArguments, reason: str) -> None:
         )
 
 
+def check_hift_settings(
+    settings: HiFTConfig, training: TrainingArguments, written: Callable[[str, object], str]
+) -> None:
+    """Refuse settings of HiFT that do not go with each other or with the Trainer's arguments.
+
+    Args:
+        settings: Settings of HiFT.
+        training: The Trainer's arguments.
+        written: Writes a setting's name and value as its user does.
+
+    Raises:
+        ValueError: If there is such a pair.
+    """
+    waiting, weights, gradients = settings.waiting, settings.weights, settings.gradients
+    gradients_written = written("gradients", gradients)
+    refuse_together(
+        {
+            "waiting": None if waiting is None else written("waiting", waiting),
+            "weights='host'": written("weights", weights) if weights == "host" else None,
+            "gradients='stepped'": gradients_written if gradients == "stepped" else None,
+            "gradients='host'": gradients_written if gradients == "host" else None,
+            "torch.compile": written("torch_compile", True) if training.torch_compile else None,
+            "max_grad_norm": written("max_grad_norm", training.max_grad_norm) if training.max_grad_norm > 0 else None,
+            "fp16": written("fp16", True) if training.fp16 else None,
+        }
+    )
+
+
 class TrainerMethod:
     """Adapter of one method to a stock Trainer."""
 
@@ -143,20 +171,7 @@ class TrainerHiFT(TrainerMethod):
         check_base_optimizer(training)
         if config.waiting is not None:
             check_synced_reference(training, f"waiting={config.waiting!r} holds NaN there in place of idle weights")
-        refuse_together(
-            {
-                "waiting": None if config.waiting is None else f"waiting={config.waiting!r}",
-                "weights='host'": "weights='host'" if config.weights == "host" else None,
-                "torch.compile": "torch_compile=True" if training.torch_compile else None,
-            }
-        )
-        if config.steps_in_backward and (training.max_grad_norm > 0 or training.fp16):
-            raise ValueError(
-                "gradients='stepped' leaves no gradients to clip or unscale. Set max_grad_norm=0 and fp16=False in the "
-                "Trainer's arguments, or gradients='host', which can be clipped"
-            )
-        if config.gradients == "host" and training.fp16:
-            raise ValueError("gradients='host' leaves no gradients on the device to unscale. Use bf16, not fp16")
+        check_hift_settings(config, training, "{}={!r}".format)
 
     def make(
         self, trainer: Trainer, model: nn.Module, config: HiFTConfig, *, momentum: float, make_base: Callable[[], Any]

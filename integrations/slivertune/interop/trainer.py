@@ -32,13 +32,6 @@ from slivertune.tokentune import TokenTune, TokenTuneHandle
 Setting: TypeAlias = HiFTConfig | SFTConfig | TokenTune
 
 
-_LIGER = (
-    "use_liger_kernel=True replaces modules of the model in train(), after TokenTune was attached to them. Apply "
-    "Liger's kernels to the model yourself before (liger_kernel.transformers has a function for each family), and "
-    "leave use_liger_kernel out"
-)
-
-
 class Attachment:
     """Connection of a Trainer with a method, a token selection or both; made by `attach`.
 
@@ -140,8 +133,6 @@ class Attachment:
             )
         # After SFT: TokenTune wraps the current forward of a layer, and SFT's layer form replaces that forward.
         if self._tune is not None:
-            if self.trainer.args.use_liger_kernel:
-                raise ValueError(_LIGER)
             self.tokens = attach_tokens(self.trainer, self._tune, model)
             self._tokens_at_rest = None
         self._compilation.compile(model)

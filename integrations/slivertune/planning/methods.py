@@ -206,11 +206,3 @@ def clash_with_method(method: str) -> str | None:
         f"--load_in_4bit does not go with --method {method}: {_NOT_IN_4BIT[method]}. Use --method lora or sft, which "
         "train adapters or deltas beside them, or leave out --load_in_4bit"
     )
-
-
-def clash_with_zero3() -> str:
-    """Return why ZeRO-3 can't shard 4-bit weights, whatever the method, and the way out."""
-    return (
-        "--load_in_4bit does not go with ZeRO-3, which shards weights without the scales that belong to 4-bit codes. "
-        "Use DDP, ZeRO-1 or ZeRO-2, or leave out --load_in_4bit"
-    )

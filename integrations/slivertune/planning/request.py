@@ -10,6 +10,7 @@ from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
 from slivertune.core.number_rule import ANY, COUNT, RULES, NumberRule
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
+from slivertune.core.refused_pairs import refusal_of
 from slivertune.core.setting_checks import (
     check_choice,
     check_integer,
@@ -17,12 +18,11 @@ from slivertune.core.setting_checks import (
     check_number,
     layers_or_auto,
 )
-from slivertune.core.token_tiles import tiles_under_zero3
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, StatePlace, WaitingForm, WeightPlace
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.kernels import Kernels
-from slivertune.planning.methods import clash_with_method, clash_with_zero3, planned, planned_methods
+from slivertune.planning.methods import clash_with_method, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
 from slivertune.sft.config import SelectionCriterion
 from slivertune.sft.unsupported import clash_of_4bit
@@ -609,10 +609,15 @@ class PlanRequest:
             return without_checkpointing(self.keep_activations)
         if self.offload_activations and not self.gradient_checkpointing:
             return offloading_without_checkpointing()
-        if self.token_tile_size is not None and self.layout == "zero3":
-            return tiles_under_zero3()
-        if self.load_in_4bit and self.layout == "zero3":
-            return clash_with_zero3()
+        refusal = refusal_of(
+            {
+                "tile_tokens": None if self.token_tile_size is None else "--token_tile_size",
+                "load_in_4bit": "--load_in_4bit" if self.load_in_4bit else None,
+                "zero3": "ZeRO-3" if self.layout == "zero3" else None,
+            }
+        )
+        if refusal is not None:
+            return refusal
         if self.load_in_4bit and self.method == "sft":
             return clash_of_4bit(self.layout, "each target with load_in_4bit")
         if self.method != "hift" or self.layout == "single":

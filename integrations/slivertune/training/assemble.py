@@ -11,7 +11,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.core.kept_activations import KeptActivationsHandle
 from slivertune.core.offloaded_activations import OffloadedActivationsHandle
-from slivertune.core.token_tiles import TokenTilesHandle, tile_tokens, tiles_under_zero3
+from slivertune.core.refused_pairs import refuse_together
+from slivertune.core.token_tiles import TokenTilesHandle, tile_tokens
 from slivertune.core.transformers_internals import today_in_templates, use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.interop.compilation import BlockCompilation
@@ -252,7 +253,7 @@ def _attach_tiles(model: Any, tile_size: int | None, layout: str) -> TokenTilesH
     if tile_size is None:
         return None
     if layout == "zero3":
-        raise ValueError(tiles_under_zero3())
+        refuse_together({"tile_tokens": "--token_tile_size", "zero3": "ZeRO-3"})
     return tile_tokens(model, tile_size)
 
 

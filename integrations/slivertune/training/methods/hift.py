@@ -10,10 +10,9 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
-from slivertune.core.refused_pairs import refuse_together
 from slivertune.hift import keep_blocks_on_host, quantize_layers
 from slivertune.hift.config import HiFTConfig
-from slivertune.interop.methods import check_base_optimizer
+from slivertune.interop.methods import check_base_optimizer, check_hift_settings
 from slivertune.planning.cards import Card, find_card
 from slivertune.planning.hift_run import NAMED_ALIKE
 from slivertune.planning.layers_per_group import choose_layers_per_group
@@ -78,29 +77,7 @@ class HiFTMethod(SliverMethod):
         """Refuse optimizers that can't be rotated, and settings that exclude each other."""
         check_base_optimizer(training)
         self._check_choice(training)
-        refuse_together(
-            {
-                "waiting": None if self.options.waiting is None else f"--waiting {self.options.waiting}",
-                "weights='host'": "--weights host" if self.options.weights == "host" else None,
-                "torch.compile": "--torch_compile" if training.torch_compile else None,
-            }
-        )
-        if self.options.gradients == "device":
-            return
-        for is_asked, name, reason, way_out in (
-            (
-                training.max_grad_norm > 0 and self.options.gradients == "stepped",
-                f"--max_grad_norm {training.max_grad_norm:g}",
-                "the norm of all gradients is known only when they are gone",
-                "Give --max_grad_norm 0 or --gradients host",
-            ),
-            (training.fp16, "--fp16", "gradients are unscaled after the backward, on the device", "Use --bf16"),
-        ):
-            if is_asked:
-                raise ValueError(
-                    f"--gradients {self.options.gradients} does not go with {name}: {reason}. {way_out}, or leave "
-                    "out --gradients"
-                )
+        check_hift_settings(self.options, training, "--{} {}".format)
 
     def _check_choice(self, training: TrainingArguments) -> None:
         options = self.options

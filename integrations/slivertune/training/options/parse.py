@@ -130,8 +130,8 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     training.mixed_precision = precision.autocast
     method.check(given, training)
     check_fp16(values)
-    _check_task(data, tokens, training)
-    _check_long(run, training)
+    _check_task(data, training)
+    _check_pairs(data, tokens, run, training)
     _check_kept(run, training)
     check_early_stopping(run.early_stopping_patience, training)
     return TrainArguments(
@@ -232,11 +232,8 @@ def _mixed_precision(values: dict[str, Any]) -> str:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingArguments) -> None:
-    """Refuse arguments of the Trainer that don't fit the task, and losses that token selection can't shrink.
-
-    Such losses are computed outside of the model.
-    """
+def _check_task(data: DataArguments, training: TrainingArguments) -> None:
+    """Refuse arguments of the Trainer that don't fit the task."""
     # These tasks have their own loss and metric, so the Trainer would silently ignore these arguments.
     for name in ("label_smoothing_factor", "batch_eval_metrics"):
         if data.task != "causal_lm" and getattr(training, name):
@@ -248,18 +245,6 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
                     f"--{name} {getattr(training, name)} does not go with {DATES}, whose right answers are counted "
                     "over all rows. Leave it out"
                 )
-    if tokens.token_ratio is None:
-        return
-    if training.label_smoothing_factor:
-        raise ValueError(
-            f"--label_smoothing_factor {training.label_smoothing_factor} does not go with --token_ratio: the "
-            "smoothed loss would score positions that carry no gradient. Leave out one of the two"
-        )
-    if data.task == "prompt_classification":
-        raise ValueError(
-            "--token_ratio does not go with --task prompt_classification: its loss, outside the model, reads only the "
-            "label word's position, which may not be selected. Leave it out, or use --task classification"
-        )
 
 
 def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
@@ -270,8 +255,9 @@ def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
         check_can_measure(training.device.type, training.world_size)
 
 
-def _check_long(run: RunArguments, training: TrainingArguments) -> None:
-    """Refuse offloading without checkpointing, and settings that exclude offloading or token tiles."""
+def _check_pairs(data: DataArguments, tokens: TokenArguments, run: RunArguments, training: TrainingArguments) -> None:
+    """Refuse offloading without checkpointing, and pairs of settings that do not go together."""
+    smoothing = training.label_smoothing_factor
     if run.offload_activations and not training.gradient_checkpointing:
         raise ValueError(offloading_without_checkpointing())
     refuse_together(
@@ -280,13 +266,12 @@ def _check_long(run: RunArguments, training: TrainingArguments) -> None:
             "keep_activations='auto'": "--keep_activations auto" if run.keep_activations == "auto" else None,
             "tile_tokens": "--token_tile_size" if run.token_tile_size is not None else None,
             "torch.compile": "--torch_compile" if training.torch_compile else None,
+            "use_liger_kernel": "--use_liger_kernel" if training.use_liger_kernel else None,
+            "TokenTune": None if tokens.token_ratio is None else "--token_ratio",
+            "label_smoothing_factor": f"--label_smoothing_factor {smoothing}" if smoothing else None,
+            "task='prompt_classification'": f"--task {data.task}" if data.task == "prompt_classification" else None,
         }
     )
-    if run.token_tile_size is not None and training.use_liger_kernel:
-        raise ValueError(
-            "--use_liger_kernel replaces the forwards of MLPs and norms, so --token_tile_size would have no effect. "
-            "Leave out one of the two"
-        )
 
 
 def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:

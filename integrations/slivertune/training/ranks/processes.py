@@ -15,12 +15,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_tf32_available
 
 from slivertune.core.layout import Layout
+from slivertune.core.refused_pairs import refuse_together
 from slivertune.parallel.accelerate_internals import forget_state
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.zero.shm_comm import check_build
 from slivertune.parallel.zero.unsupported import fill_buckets
-from slivertune.planning.methods import clash_with_zero3
 
 _LOG = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def check_processes(training: TrainingArguments, world_size: int, *, four_bit: b
         )
     plugin: Any = training.deepspeed_plugin if four_bit else None
     if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError(clash_with_zero3())
+        refuse_together({"load_in_4bit": "--load_in_4bit", "zero3": "ZeRO-3"})
 
 
 def is_on_any_rank(is_here: bool, device: torch.device, doing: str) -> bool:
