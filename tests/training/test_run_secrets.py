@@ -160,3 +160,30 @@ def test_a_secret_that_the_trainer_would_pickle_and_publish_is_refused(
     said = complaint(capsys, ["train", *words])
     assert f"{words[0]} " in said and "holds a secret" in said and [each for each in SECRETS if each in said] == []
     assert list(tmp_path.iterdir()) == [], shlex.join(words)
+
+
+def test_a_run_publishes_no_secret(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    hub, published = Mock(), dict[str, bytes]()
+    hub.create_repo.return_value.repo_id = "me/tuned"
+
+    def upload(folder_path: str, **_: object) -> Mock:
+        files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+        published.update({path.name: published.get(path.name, b"") + path.read_bytes() for path in files})
+        return Mock()
+
+    hub.upload_folder.side_effect = upload
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    words = ["--hub_token", TOKEN, "--push_to_hub", "true", "--hub_model_id", "me/tuned", "--report_to", "tensorboard"]
+    words += ["--sample_prompt", PROMPT, "--max_steps", "3", "--save_steps", "3", *UNMEASURED]
+    runs.train("out", *words)
+    # The hub itself was given the token.
+    assert all(call.kwargs["token"] == TOKEN for call in hub.upload_folder.call_args_list)
+    events = [name for name in published if name.startswith("events.out.tfevents")]
+    assert events and {"README.md", "config.json", "slivertune_run.yaml", "training_args.bin"} <= published.keys()
+    assert b'"per_device_train_batch_size": 2' in published[events[0]] and b"name: tuned" in published["README.md"]
+    assert [(name, each) for name, kept in published.items() for each in SECRETS if each.encode() in kept] == []
+    printed = capsys.readouterr()
+    assert_kept_nowhere(runs["out"], printed.out + printed.err)
