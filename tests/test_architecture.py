@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -213,6 +214,7 @@ def test_what_is_left_to_the_defaults_is_found_and_no_more(source: str, expected
 HANDLES_A_COMMAND = re.compile(r"sys\.(?:orig_)?argv|\.command\b|shlex\.join|\btyped_command\(|\.agree_on\(")
 """Words of a command are read, joined or shown."""
 MASKED_ELSEWHERE = {
+    "axolotl_plan.py": "terminal_text.print_line masks the command",
     "core/option_parser.py": "its errors are printed by cli.py, which masks them",
     "core/typed_command.py": "returns words, which their callers print",
     "deltas/adapter_folder.py": "a command for an error, which cli.py masks",
@@ -255,6 +257,24 @@ def test_every_file_that_handles_a_command_masks_its_secrets(checkout: Path) -> 
 def test_a_file_that_shows_a_command_as_it_is_is_found(source: str, is_found: bool, tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text(source, encoding="utf-8")
     assert unmasked_files(tmp_path) == (["new.py"] if is_found else [])
+
+
+def texts_of(source: str) -> list[str]:
+    """Return the texts of a file with `{}` for values, without docstrings."""
+    nodes = list(ast.walk(ast.parse(source)))
+    others = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    others |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in node.values))
+        elif _is_text(node) and id(node) not in others:
+            found.append(node.value)
+    return found
+
+
+def _is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 SAYS_NO_TO_BOTH = re.compile(
@@ -338,19 +358,13 @@ they stand there."""
 
 
 def refusals_of_combinations(source: str) -> list[str]:
-    """Return the messages of a file that refuse a combination, with `{}` for values, up to the end of the clause."""
-    nodes = list(ast.walk(ast.parse(source)))
-    others = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-    others |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
-    found = []
-    for node in nodes:
-        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
-        if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in others:
-            said = SAYS_NO_TO_BOTH.search(text)
-            if said is not None:
-                found.append(text[: said.end()] + re.split(r"[.,:;](?:\s|$)", text[said.end() :])[0])
-    return found
+    """Return the messages of a file that refuse a combination, up to the end of the clause."""
+    said = ((text, SAYS_NO_TO_BOTH.search(text)) for text in texts_of(source))
+    return [
+        text[: each.end()] + re.split(r"[.,:;](?:\s|$)", text[each.end() :])[0]
+        for text, each in said
+        if each is not None
+    ]
 
 
 def test_combinations_are_refused_by_one_list_or_stand_here_with_a_reason(checkout: Path) -> None:
@@ -376,3 +390,64 @@ def test_combinations_are_refused_by_one_list_or_stand_here_with_a_reason(checko
 )
 def test_a_refusal_of_a_combination_is_found_and_no_other(source: str, found: list[str]) -> None:
     assert refusals_of_combinations(source) == found
+
+
+COMMAND = re.compile(
+    r"(?:^|\$\()slivertune \w+|"  # words, a whole text, or a command in another
+    r"\bslivertune (?:train|plan|compare|merge|unmerge|report|path) (?:[-{$]|[A-Z]{2}|\w+\.yaml)"
+)
+"""A command with the program's name."""
+HELP = ("planning/parser.py", "training/comparison/arguments.py", "training/options/help.py")
+"""Files of help texts, whose examples name the program as it is installed."""
+NAMES_THE_PROGRAM = {
+    "axolotl_plan.py": (2, "errors that name a page of help"),
+    "cli.py": (4, "two help texts, and two heads of lines that say which command speaks"),
+    "hift/rotation.py": (1, "an error in a script, which names a command"),
+    "parallel/layout.py": (1, "the library, not the program"),
+    "planning/answer.py": (2, "words that are kept, of which report.py prints a command; a note on a command"),
+    "planning/arguments.py": (1, "an error that compares two commands"),
+    "planning/layers_per_group.py": (1, "an error that names options"),
+    "training/methods/sft.py": (1, "words that are kept, of which report.py prints a command"),
+    "training/options/parse.py": (1, "words that are kept, of which run.py prints a command"),
+    "training/options/parser.py": (
+        4,
+        "errors that name a page of help or show an order of words, and the parser's name",
+    ),
+    "training/options/settings_file.py": (1, "a head of a file, which is read elsewhere"),
+    "training/planned_request.py": (1, "a note that names an option"),
+    "training/run.py": (1, "a module's name, for a launcher"),
+}
+"""Files that name the program in a text that might be a command: the number of these texts, and the reason."""
+
+
+def commands_of(source: str) -> list[str]:
+    """Return the texts and the lists of words of a file that have a command with the program's name."""
+    lists = (node.elts for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Tuple | ast.List))
+    joined = (" ".join(each.value if _is_text(each) else "{}" for each in words) for words in lists)
+    return [text for text in (*texts_of(source), *joined) if COMMAND.search(text)]
+
+
+def test_a_printed_command_names_the_program_as_it_was_typed(checkout: Path) -> None:
+    package = checkout / "integrations" / "slivertune"
+    found = {
+        str(path.relative_to(package)): commands_of(path.read_text(encoding="utf-8"))
+        for path in sorted(package.rglob("*.py"))
+    }
+    numbers = {file: len(texts) for file, texts in found.items() if texts and file not in HELP}
+    assert numbers == {file: number for file, (number, _) in NAMES_THE_PROGRAM.items()}
+
+
+@pytest.mark.parametrize(
+    ("source", "num_found"),
+    [
+        ('print(f"run slivertune train --seed {seed}")', 1),
+        ('print(f"--config_file $(slivertune path {preset})")', 1),
+        ('words = ["slivertune", "merge", folder]', 1),
+        ('words = (*("slivertune", "train"), *more)', 1),
+        ("words = typed_command('merge', folder)", 0),
+        ('"""Runs slivertune train --seed 3."""', 0),
+        ('print("a run of slivertune train wrote this")', 0),
+    ],
+)
+def test_a_command_with_the_programs_name_is_found_and_no_other_text(source: str, num_found: int) -> None:
+    assert len(commands_of(source)) == num_found

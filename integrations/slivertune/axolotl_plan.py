@@ -19,6 +19,7 @@ import yaml
 
 from slivertune.cli import main
 from slivertune.core.terminal_text import print_line
+from slivertune.core.typed_command import typed_command
 from slivertune.hift import HiFTConfig
 from slivertune.interop.axolotl import read_section
 from slivertune.planning.arguments import DECIDED_BY_COMPARISON, argument_fields
@@ -189,7 +190,7 @@ def _command() -> Any:
             words = plan_words(written, options)
         except (ValueError, yaml.YAMLError) as error:
             raise click.UsageError(f"{config}: {error}") from error
-        print_line("same as", sys.stderr, command=["slivertune", "plan", *words])
+        print_line("same as", sys.stderr, command=typed_command("plan", *words))
         sys.exit(main(["plan", *words]))
 
     return click.Command(

@@ -250,6 +250,13 @@ def test_a_layout_comes_with_the_launchers_command_for_its_preset(layout: Any) -
     )
 
 
+def test_the_launchers_command_names_the_program_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/x/slivertune/__main__.py", "plan"])
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "slivertune", "plan"])
+    note = train_command(PlanRequest(layout="ddp", num_gpus=2), "owner/model").notes[0]
+    assert "--config_file $(python -m slivertune path ddp)" in note
+
+
 def test_streamed_weights_are_asked_of_their_engine() -> None:
     offload = {"offload_parameters": True, "num_gpus": 1}
     for layout, part in (

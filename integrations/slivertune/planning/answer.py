@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slivertune import __version__
+from slivertune.core.typed_command import typed_command
 from slivertune.planning.cards import Card
 from slivertune.planning.configs import ModelFigures
 from slivertune.planning.largest import Largest
@@ -92,9 +93,8 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
     streams = request.offload_parameters
     preset = "zero3_offload" if streams and request.layout == "zero3" else request.layout
     offload = " --fsdp_offload_params true" if streams and request.layout == "fsdp2" else ""
-    launcher = (
-        f"accelerate launch --config_file $(slivertune path {preset}) --num_processes {request.num_gpus}{offload}"
-    )
+    path = shlex.join(typed_command("path", preset))
+    launcher = f"accelerate launch --config_file $({path}) --num_processes {request.num_gpus}{offload}"
     return TrainCommand(arguments=None, notes=(f"start it by {launcher} -m {shlex.join(arguments)}", *notes))
 
 
