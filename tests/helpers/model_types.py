@@ -1,4 +1,4 @@
-"""Tiny random models of forty-five `model_type`s that all three methods train, each with a batch.
+"""Tiny random models of forty-six `model_type`s that all three methods train, each with a batch.
 
 `OTHERS` are models that TokenTune does not hook: encoder-decoders, and models of several towers.
 """
@@ -157,6 +157,23 @@ _BART: dict[str, Any] = {
     **{name: value for name, value in _WHISPER.items() if "mel" not in name and "max" not in name},
     "max_position_embeddings": 24,
 }
+_GEMMA4: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size": 16,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "pad_token_id": PAD,
+    "use_cache": False,
+}
+"""The last two blocks read the keys and values of earlier ones, which blocks pass on in a mapping."""
 _BY_FAMILY = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -215,6 +232,7 @@ MODEL_TYPES: dict[str, ModelType] = {
         "sdpa",
         {**_WHISPER, "is_encoder_decoder": False},
     ),
+    "gemma4_text": _of_class("Gemma4ForCausalLM", "Gemma4TextConfig", _ids(), "sdpa", _GEMMA4),
     "audio-spectrogram-transformer": _of_class(
         "ASTForAudioClassification",
         "ASTConfig",
