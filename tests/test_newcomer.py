@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.launching import run_python
 from tests.helpers.making import make, skip_without_make
@@ -28,6 +28,12 @@ rows = Dataset.from_list([{"input_ids": ids, "labels": ids}] * 8)
 arguments = TrainingArguments("out", max_steps=8, use_cpu=True, report_to="none", save_strategy="no")
 """
 """What a script of one's own has before the README's lines."""
+_END = """
+untrained = AutoModelForCausalLM.from_pretrained("model").state_dict()
+changed = [name for name, value in model.state_dict().items() if not value.equal(untrained[name])]
+print(f"{len(changed)} of {len(untrained)} changed")
+"""
+"""What it has behind them: how many of the model's weights have changed."""
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +91,24 @@ def test_the_two_commands_of_the_first_screen_run(clone: Path) -> None:
 
 def test_the_three_lines_train_in_a_script_of_ones_own(clone: Path, work: Path) -> None:
     (lines,) = re.findall(r"^```python\n(.*?)^```$", readme(clone), re.MULTILINE | re.DOTALL)
-    (work / "own.py").write_text(_BEGIN + textwrap.dedent(lines), encoding="utf-8")
-    run_python("own.py", cwd=work, PYTHONPATH=str(clone / "integrations"))
+    (work / "own.py").write_text(_BEGIN + textwrap.dedent(lines) + _END, encoding="utf-8")
+    printed = run_python("own.py", cwd=work, PYTHONPATH=str(clone / "integrations")).stdout
+    found = re.search(r"^(\d+) of (\d+) changed$", printed, re.MULTILINE)
+    # Eight updates are less than a turn, so that one layer has trained.
+    assert found is not None and 0 < int(found[1]) < int(found[2])
+
+
+def test_the_plan_of_the_readme_is_made_of_few_wide_blocks(clone: Path, work: Path) -> None:
+    # A tiny model fits in batches so large that the search for them takes longer; a plan needs no weights.
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32}
+    LlamaConfig(**sizes, num_key_value_heads=8, max_position_embeddings=8192).save_pretrained(work / "wide")
+    (line,) = re.findall(r"^slivertune (plan .*)$", readme(clone), re.MULTILINE)
+    words = shlex.split(line, comments=True)
+    words[words.index("--model") + 1] = "wide"
+    done = run_python("-m", "slivertune", *words, cwd=work, timeout_s=800, PYTHONPATH=str(clone / "integrations"))
+    for part in ("dense", "LoRA", "SFT (AG)", "HiFT, all layers", "tokens/s"):
+        assert part in done.stdout
+    assert "can't be planned" not in done.stdout
 
 
 def test_the_command_with_a_real_models_name_runs_with_a_tiny_one(clone: Path, work: Path) -> None:
@@ -99,6 +121,29 @@ def test_the_command_with_a_real_models_name_runs_with_a_tiny_one(clone: Path, w
     assert (results["num_steps"], results["settings"]["max_length"]) == (2, 512)
     # What it leaves is plain safetensors, as the README says.
     assert (work / "runs/mine/model/model.safetensors").is_file()
+
+
+def commands_of_which_method(clone: Path) -> list[list[str]]:
+    """Words of the commands below the decision table of docs/which-method.md."""
+    text = (clone / "docs" / "which-method.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^slivertune train (run\.yaml .*)$", text, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_each_command_of_which_method_trains(clone: Path, work: Path) -> None:
+    # The commands are for an 8B of 34 layers, and so are these blocks with an embedding and a head.
+    config = llama_config(positions=2048)
+    config.num_hidden_layers = 32
+    LlamaForCausalLM(config).save_pretrained(work / "deep")
+    chat_tokenizer().save_pretrained(work / "deep")
+    asked = {"model_name_or_path": "deep", "dataset": "chats.jsonl", "use_cpu": True, "max_steps": 2}
+    asked |= {"memory_ledger": "off"}
+    (work / "run.yaml").write_text(json.dumps(asked), encoding="utf-8")
+    found = commands_of_which_method(clone)
+    assert len(found) == 8
+    for number, words in enumerate(found):
+        results = train(clone, work, *words, "--output_dir", f"which/{number}")
+        assert results["num_steps"] == 2 and results["method"] == words[words.index("--method") + 1]
 
 
 def options_of_the_decisions(text: str) -> list[str]:

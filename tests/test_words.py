@@ -11,6 +11,9 @@ import pytest
 WORDS = ("What", "Those", "That", "Which", "Who", "Of", "Where", "How")
 MOST_IN_PACKAGE = 3
 """As many as there are today; it may only fall."""
+MOST_TERMS = 25
+WITHOUT_COST = {"api", "architecture", "removed", "stability", "troubleshooting"}
+"""Pages to look something up in: nobody pays for what stands there."""
 PER = re.compile(r"\b(?:tokens|bytes|updates|seconds|rows|layers|weights|sequences|times|GB|GiB) an? \w+")
 """A rate that is written with "a": 4 sequences a step."""
 _CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -88,6 +91,41 @@ def test_no_paragraph_is_longer_than_four_lines_of_a_hundred_characters(pages: l
     assert found == []
 
 
+def test_each_page_that_is_used_says_at_its_top_what_it_costs(pages: list[Path]) -> None:
+    docs = [page for page in pages if page.parent.name == "docs"]
+    tops = {page.stem: re.split(r"^(?:##|```|\|)", page.read_text("utf-8"), maxsplit=1, flags=re.M)[0] for page in docs}
+    silent = {name for name, top in tops.items() if not re.search(r"\bcosts?\b", top)}
+    assert silent == WITHOUT_COST
+
+
+def test_the_readme_says_in_forty_lines_what_why_for_whom_not_with_what_and_how_to_start(pages: list[Path]) -> None:
+    top = "\n".join(pages[0].read_text(encoding="utf-8").splitlines()[:40])
+    parts = ["fine-tunes large models", "**Why:**", "**For whom not:**", "**Requirements:**", "**Start**", "make train"]
+    places = [top.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places)
+    assert re.search(r"[\d,]+ tokens/s", top[places[1] : places[2]])  # a figure says why
+
+
+def terms(checkout: Path) -> dict[str, str]:
+    """Meanings of the glossary's terms."""
+    text = (checkout / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = re.findall(
+        r"^\| (.+?) \| (.+) \|$", text.partition("\n## Glossary\n")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    return dict(table[1:])
+
+
+def test_the_glossary_is_short_and_explains_the_abbreviations_of_the_pages(checkout: Path) -> None:
+    found = terms(checkout)
+    assert {"layer", "turn", "delta"} < found.keys() and len(found) <= MOST_TERMS
+    assert "accumulated gradients" in found["AG, MA"] and "momentum" in found["AG, MA"]
+    assert "m is their number" in found["group"]
+
+
+def test_the_readme_has_no_abbreviation_that_the_glossary_explains(pages: list[Path]) -> None:
+    assert re.findall(r"\b(?:AG|MA)\b|\bm = ", pages[0].read_text(encoding="utf-8")) == []
+
+
 def test_the_readme_is_short(pages: list[Path]) -> None:
     lines = pages[0].read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120 and max(len(each) for each in lines if not each.startswith("|")) <= 120
@@ -113,9 +151,3 @@ def test_few_docstrings_have_a_sentence_that_begins_by_a_relative_clause(checkou
 )
 def test_sentences_are_counted(text: str, num_found: int) -> None:
     assert len(begin_wrongly(text)) == num_found
-
-
-def test_the_glossary_is_short(checkout: Path) -> None:
-    page = (checkout / "docs" / "architecture.md").read_text(encoding="utf-8")
-    terms = re.findall(r"^\| (.+?) \|", page.partition("## Glossary")[2].partition("\n## ")[0], re.MULTILINE)
-    assert 15 < len(terms[1:]) <= 25

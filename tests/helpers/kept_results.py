@@ -50,6 +50,12 @@ def dial_mean(task: str, m: str) -> float:
     return statistics.fmean(dial(task)[m][1])
 
 
+def dial_updates(m: str) -> int:
+    """Updates on the language reference in the CPU time of all settings."""
+    (number,) = {run["num_updates"] for run in result("dial")["language"]["runs"] if str(run["layers_per_group"]) == m}
+    return int(number)
+
+
 def spread_of_sst2() -> float:
     """Points between the best and the worst setting."""
     means = [100 * dial_mean("sst2", m) for m in dial("sst2")]
@@ -188,12 +194,37 @@ def learned(name: str) -> list[float]:
     return losses
 
 
-def accuracies(name: str) -> list[float]:
-    """A row's accuracies on docstrings, one a seed, at its best rate; seeds are three."""
-    (row,) = [each for each in result("quality")["retrieval"] if each["name"] == name]
-    found = [float(run["after"]["eval_accuracy"]) for run in row["runs"]]
-    assert len(found) == 3
-    return found
+def seeds_of(task: str, name: str) -> list[float]:
+    """A row's losses on the language reference, or its accuracies on another task, one a seed, at its best rate."""
+    (row,) = [each for each in result("quality")[task] if each["name"] == name]
+    figure = "eval_loss" if task == "language" else "eval_accuracy"
+    return [run["after"][figure] for run in row["runs"]]
+
+
+def is_worse(task: str, name: str, other: str) -> bool:
+    """Whether a row differs from another by the pages' rule, and is the worse of both."""
+    one, two = seeds_of(task, name), seeds_of(task, other)
+    return min(one) > max(two) if task == "language" else max(one) < min(two)
+
+
+def in_dense_time(first: str, tokens: int, card: str = "4090") -> list[float]:
+    """Losses of the longest run of a row whose updates fit the planned time of dense's, tokens being those of an 8B."""
+    way = read_rows_file()["equal_time"][first]["way"]
+    allowed = planned_seconds(card, "all", tokens) / planned_seconds(card, way, tokens)
+    names = [row["name"] for row in result("quality")["language"] if row["name"].rpartition("-x")[0] == first]
+    fitting = [name for name in (first, *names) if times_as_many_updates(name) <= allowed]
+    return learned(max(fitting, key=times_as_many_updates))
+
+
+def ways_in_dense_time() -> list[str]:
+    """Rows that have a planned time."""
+    return list(read_rows_file()["equal_time"])
+
+
+def peak_of(task: str, name: str) -> int:
+    """Bytes of a row on the device at its peak."""
+    (row,) = [each for each in result("quality")[task] if each["name"] == name]
+    return max(run["peak_bytes"]["device"] for run in row["runs"])
 
 
 def learned_rate(name: str) -> float:
@@ -222,6 +253,11 @@ def planned_waiting(card: str, setting: str, tokens: int) -> float:
     """The share of an 8B's update that waits."""
     time = planned_time(card, setting, tokens)
     return float(sum(time["waiting_seconds"].values()) / time["seconds_per_update"])
+
+
+def pinned_per_second() -> list[float]:
+    """GB of host memory that was pinned per second on an H100's machine, run by run."""
+    return [result(name)["host_memory"]["pinning_gb_per_second"] for name in ("gpu", "gpu_4096")]
 
 
 def hours_of_all_rows() -> float:

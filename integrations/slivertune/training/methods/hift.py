@@ -29,7 +29,7 @@ RATE_HINT = (
     "Start the search at the rate of dense fine-tuning, and try {others} of it"
 )
 EMBEDDED_LAYERS_PER_GROUP = 4
-"""Layers per group on the embedded model, which has eight layers."""
+"""Layers per group on the embedded model, which has eight layers; docs/evidence.md, "Reasons for the defaults"."""
 SCHEDULE = ("layers_per_group", "steps_per_group", "order")
 """Settings that decide which group each update trains."""
 
