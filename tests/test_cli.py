@@ -255,7 +255,7 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
         *("--seed", "3", "--sample_prompt", "a 'b' $c"),
         *("--output_dir", str(output), "--resume_from_checkpoint", "true"),
     ]
-    assert program == (["slivertune", "train"] if launcher is None else ["-m", "slivertune", "train"])
+    assert program == (["slivertune", "train"] if launcher is None else ["--module", "slivertune", "train"])
     assert start == "" if launcher is None else start.endswith("its options, and")
 
 

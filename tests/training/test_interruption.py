@@ -1,6 +1,7 @@
 """Ctrl-C while a run trains: the checkpoint stands, and the printed command goes on to the bits of a whole run."""
 
 import functools
+import os
 import shlex
 import signal
 from collections.abc import Iterator
@@ -178,6 +179,33 @@ def test_a_run_from_the_checkpoint_of_another_folder_names_that_one(tmp_path: Pa
     signal.raise_signal(signal.SIGINT)
     callback.close()
     assert "Until that is done, other/checkpoint-5 is the last whole checkpoint" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_left"),
+    [
+        pytest.param((), False, id="no launcher"),
+        pytest.param(("LOCAL_RANK", "TORCHELASTIC_RUN_ID"), False, id="torchrun"),
+        pytest.param(("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"), False, id="accelerate"),
+        pytest.param(("ACCELERATE_MIXED_PRECISION",), True, id="accelerate with one process"),
+        pytest.param(("LOCAL_RANK", "CROSS_RANK"), True, id="deepspeed"),
+    ],
+)
+def test_the_line_names_a_kill_for_a_launcher_that_leaves_the_terminal_to_the_shell(
+    variables: tuple[str, ...], is_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    for name in variables:
+        monkeypatch.setenv(name, "0")
+    said: list[str] = []
+    callback, nothing, ended = Interruption(said.append), Mock(), signal.getsignal(signal.SIGTERM)
+    callback.on_train_begin(Mock(output_dir=str(tmp_path), resume_from_checkpoint=None), nothing, nothing)
+    signal.raise_signal(signal.SIGINT)
+    callback.close()
+    signal.signal(signal.SIGTERM, ended)
+    kill = f"; if the shell is back already, kill -s INT -- -{os.getpgrp()} does" if is_left else ""
+    assert f"saving a checkpoint; Ctrl-C again ends at once{kill}. Until that is done" in said[0]
 
 
 def test_sigterm_of_a_launcher_that_comes_before_its_ctrl_c_is_the_same_ctrl_c(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from slivertune.core.manifest import find_damage
+from slivertune.training import interruption
 from slivertune.training.output.folders import checkpoint_step, newest_whole
 from tests.helpers.launching import build_deepspeed_collectives, environment
 from tests.helpers.models import differing
@@ -33,18 +35,34 @@ ACCELERATE = (
     *("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"),
     *("--dynamo_backend=no", "--main_process_port=0", "-m", "slivertune"),
 )
+DEEPSPEED = ("deepspeed", "--num_accelerators=2", "--master_port=29581", "--module", "slivertune")
+ACCELERATE_ONE = (
+    *("accelerate", "launch", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
+    *("-m", "slivertune"),
+)
+LAUNCHERS = {
+    "torchrun": TORCHRUN,
+    "accelerate": ACCELERATE,
+    "deepspeed": DEEPSPEED,
+    "accelerate, one process": ACCELERATE_ONE,
+}
+"""Commands, whose last two words are the module."""
+LEAVE = ("deepspeed", "accelerate, one process")
+"""Launchers that end at Ctrl-C while their processes save."""
 TIMEOUT_S = 240
 GRACE_S = 30
 """After which launchers kill their processes."""
+SHORT_GRACES_S = {"torchrun": 3, "accelerate": 3, "deepspeed": GRACE_S}
+"""The shortest that can be set. deepspeed's is fixed, and accelerate never kills its only process."""
 CAP = 1e-4
 """Of the largest weight: with a rate that is off by 1 % they are 1e-3 apart."""
 
 
-def start(command: tuple[str, ...], folder: Path) -> subprocess.Popen[str]:
+def start(command: tuple[str, ...], folder: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=environment(),
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -70,6 +88,14 @@ def zero2_config(folder: Path, **stage: int) -> str:
     settings = {**dict.fromkeys(auto, "auto"), "zero_optimization": {"stage": 2, **stage}}
     config.write_text(json.dumps(settings), encoding="utf-8")
     return str(config)
+
+
+def engine_of(launcher: str, folder: Path) -> tuple[str, ...]:
+    """The engine that is trained under a launcher, as options of the command: ZeRO-2 under deepspeed, else none."""
+    if launcher != "deepspeed":
+        return ()
+    build_deepspeed_collectives()
+    return ("--deepspeed", zero2_config(folder))
 
 
 def await_checkpoint(output: Path, process: subprocess.Popen[str]) -> None:
@@ -195,8 +221,7 @@ def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(
     build_deepspeed_collectives()
     config = zero2_config(tmp_path, reduce_bucket_size=20000)
     arguments = runs.arguments("two", *STEPS, "--deepspeed", config, method="hift")
-    launcher = ("deepspeed", "--num_accelerators=2", "--master_port=29581", "--module", "slivertune")
-    results, _ = launch(launcher, arguments, tmp_path)
+    results, _ = launch(DEEPSPEED, arguments, tmp_path)
     assert (results["world_size"], results["layout"]) == (2, "zero2")
     assert_trained_as_alone(runs["two"], alone)
     assert find_damage(runs["two"] / "checkpoint-10") is None
@@ -236,16 +261,13 @@ def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(runs:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
-def test_ctrl_c_leaves_a_whole_checkpoint_of_that_update_and_one_line(
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line_whose_command_goes_on_to_the_same_bits(
     launcher: str, runs: Runs, tmp_path: Path
 ) -> None:
-    more = ["--max_steps", "100000", "--save_steps", "100000", "--logging_steps", "1", "--memory_ledger", "off"]
-    command: tuple[str, ...] = {"torchrun": TORCHRUN, "accelerate": ACCELERATE}.get(launcher, ())
-    if launcher == "deepspeed":
-        build_deepspeed_collectives()
-        more += ["--deepspeed", zero2_config(tmp_path)]
-        command = ("deepspeed", "--num_accelerators=2", "--master_port=29583", "--module", "slivertune")
+    length = ("--max_steps", "300", "--save_steps", "300", "--logging_steps", "1", "--memory_ledger", "off")
+    more = (*length, *engine_of(launcher, tmp_path))
+    command = LAUNCHERS[launcher]
     process = start((*command, *runs.arguments("out", *more, method="dense")), tmp_path)
     await_line("step ", process)
     os.killpg(process.pid, signal.SIGINT)
@@ -258,45 +280,80 @@ def test_ctrl_c_leaves_a_whole_checkpoint_of_that_update_and_one_line(
     (line,) = said
     assert line.startswith("slivertune train: interrupted; the last whole checkpoint is ")
     checkpoint = Path(line.split("checkpoint is ")[1].split(";")[0])
-    assert find_damage(checkpoint) is None
-    if launcher == "torchrun":
-        # Of the launcher are its own options; the last --max_steps counts.
-        words = shlex.split(line[line.index("-m slivertune train ") :])
-        goal = checkpoint_step(checkpoint) + 2
-        code, out, said = finish(start((*TORCHRUN[:-2], *words, "--max_steps", str(goal)), tmp_path))
-        assert (code, said) == (0, []), out
-        assert results_of(runs["out"])["num_steps"] == goal
+    assert find_damage(checkpoint) is None and checkpoint_step(checkpoint) < 300
+    # The launcher and its options are the user's to repeat; the rest is printed.
+    _, module, words = line.partition("--module slivertune ")
+    results, _ = launch(command[:-2], shlex.split(module + words), tmp_path)
+    assert results["num_steps"] == 300
+    launch(command, runs.arguments("whole", *more, method="dense"), tmp_path)
+    assert_same_bits(runs["whole"], runs["out"])
 
 
 STALLS = """
-import sys, time
+import os, sys, time
 from slivertune.cli import main
 from slivertune.training import callbacks
 
 write = callbacks.write_together
 callbacks.write_together = lambda folder, entries: (
-    write(folder, entries) if folder.name == "checkpoint-5" else time.sleep(600)
+    write(folder, entries) if folder.name == "checkpoint-5" or os.environ.get("RANK", "0") != "0" else time.sleep(600)
 )
 sys.exit(main())
 """
-"""A program whose checkpoints after the first never become whole."""
+"""A program whose first rank never completes a checkpoint after the first one, while the others wait for it."""
+
+
+def interrupt_again(line: str, process: subprocess.Popen[str]) -> bool:
+    """Run the `kill` command of the first line, or send Ctrl-C again if there is none.
+
+    Returns:
+        Whether the launcher has ended before, so that its shell has the terminal.
+    """
+    command = re.search(r"kill -s INT -- -\d+", line)
+    time.sleep(interruption._AGAIN_S + 2)
+    has_ended = process.poll() is not None
+    subprocess.run(["sh", "-c", command[0] if command else f"kill -s INT -- -{process.pid}"], check=False)
+    return has_ended
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_while_they_save_leave_the_checkpoint_that_the_line_names(
-    runs: Runs, tmp_path: Path
+@pytest.mark.parametrize(
+    ("launcher", "ending"),
+    [
+        ("torchrun", "killed"),
+        *((launcher, "by its grace") for launcher in SHORT_GRACES_S),
+        *((launcher, "by Ctrl-C again") for launcher in LAUNCHERS),
+    ],
+)
+def test_processes_that_end_while_they_save_leave_the_checkpoint_that_the_line_names(
+    launcher: str, ending: str, runs: Runs, tmp_path: Path
 ) -> None:
     program = tmp_path / "stalls.py"
     program.write_text(STALLS, encoding="utf-8")
-    arguments = runs.arguments("out", "--max_steps", "12", "--save_steps", "5", "--memory_ledger", "off")
-    process = start((*TORCHRUN[:-2], str(program), *arguments), tmp_path)
+    length = ("--max_steps", "12", "--save_steps", "5", "--memory_ledger", "off")
+    arguments = runs.arguments("out", *length, *engine_of(launcher, tmp_path))
+    grace_s = SHORT_GRACES_S[launcher] if ending == "by its grace" else GRACE_S
+    command = (*LAUNCHERS[launcher][:-2], str(program), *arguments)
+    process = start(command, tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(grace_s))
     await_checkpoint(runs["out"], process)
     os.killpg(process.pid, signal.SIGINT)
+    asked_at = time.monotonic()
     line = await_line("interrupted: ", process)
-    kill_all(process)
-    finish(process)
+    has_ended = None
+    if ending == "killed":
+        kill_all(process)
+    elif ending == "by Ctrl-C again":
+        has_ended = interrupt_again(line, process)
+    code, _, said = finish(process)
+    assert has_ended in (None, launcher in LEAVE)
+    assert (f"kill -s INT -- -{process.pid} does" in line) == (launcher in LEAVE)
+    assert code != 0
+    assert (time.monotonic() > asked_at + grace_s) == (ending == "by its grace")
     kept = runs["out"] / "checkpoint-5"
     assert line.endswith(f"Until that is done, {kept} is the last whole checkpoint\n")
+    # After a second Ctrl-C, torchrun may kill the rank before it has printed.
+    interrupted = [each for each in said if "interrupted" in each]
+    assert all(ending == "by Ctrl-C again" and f"checkpoint is {kept};" in each for each in interrupted)
     assert newest_whole(runs["out"])[0] == kept
-    _, out = launch(TORCHRUN, [*arguments, "--resume_from_checkpoint", "auto"], tmp_path)
+    _, out = launch(LAUNCHERS[launcher], [*arguments, "--resume_from_checkpoint", "auto"], tmp_path)
     assert f"continuing from {kept}" in "".join(out.split("\n"))

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 
 from slivertune.training.output.folders import newest_whole
-from slivertune.training.ranks.launchers import is_launched, sends_sigterm
+from slivertune.training.ranks.launchers import describe_second_interrupt, is_launched, sends_sigterm
 from slivertune.training.ranks.processes import is_on_any_rank
 
 _AGAIN_S = 3.0
@@ -108,7 +108,7 @@ class Interruption(TrainerCallback):
         doing = "ending this update and saving a checkpoint" if self._is_training else "evaluating and saving the model"
         # The signal may arrive while another line is printed.
         with suppress(RuntimeError):
-            self._say(f"interrupted: {doing}; Ctrl-C again ends at once. {self._describe_kept()}")
+            self._say(f"interrupted: {doing}; {describe_second_interrupt()}. {self._describe_kept()}")
 
     def _describe_kept(self) -> str:
         """Describe the checkpoint that would be left if the process were killed now."""

@@ -72,7 +72,8 @@ def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
         words = (*words, "--resume_from_checkpoint", resumed)
     command = [*typed_command("train", *words)]
     if is_started_by_launcher():
-        command = ["-m", "slivertune", "train", *words]
+        # All three launchers take this spelling; deepspeed has no -m.
+        command = ["--module", "slivertune", "train", *words]
         launcher = "the launcher that started this run (accelerate launch, torchrun, deepspeed), its options, and "
     if checkpoint is None:
         return f"interrupted before the first checkpoint; start again with: {launcher}".rstrip(), command

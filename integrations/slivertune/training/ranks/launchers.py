@@ -18,6 +18,18 @@ def is_launched() -> bool:
     return is_started_by_launcher() or COMPARED in os.environ
 
 
+def describe_second_interrupt() -> str:
+    """Describe how the user ends this process at once, after a first Ctrl-C.
+
+    At the first Ctrl-C, deepspeed ends while its processes save, and so does accelerate launch with one process. The
+    shell then has the terminal, so Ctrl-C no longer reaches this process. The agent of torchrun stays.
+    """
+    again = "Ctrl-C again ends at once"
+    if not is_started_by_launcher() or "TORCHELASTIC_RUN_ID" in os.environ or not hasattr(os, "getpgrp"):
+        return again
+    return f"{again}; if the shell is back already, kill -s INT -- -{os.getpgrp()} does"
+
+
 def sends_sigterm() -> bool:
     """Return whether the launcher answers Ctrl-C by SIGTERM, as deepspeed does, which then waits for 30 s."""
     return "LOCAL_RANK" in os.environ and "CROSS_RANK" in os.environ
