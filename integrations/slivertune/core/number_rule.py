@@ -16,10 +16,10 @@ class NumberRule:
     excludes_least: bool = False
     excludes_most: bool = False
     instead: float | None = None
-    """Number outside the range that switches the option off; None if there is none."""
+    """Number outside the range that switches the option off. None if there is none."""
 
     def allows(self, value: float) -> bool:
-        """Return whether the rule allows a number; NaN is never allowed.
+        """Return whether the rule allows a number. NaN is never allowed.
 
         Args:
             value: Number to check.

@@ -25,7 +25,7 @@ from slivertune.core.option_parser import PartedWords
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
-    """How an option is typed, where the type of its field does not say it; for `typing.Annotated`."""
+    """Spelling of an option, if the type of its field does not say it. It is used in `typing.Annotated`."""
 
     value_name: str | None = None
     """Name of the value in the help, such as `FOLDER`."""
@@ -72,24 +72,24 @@ class Option:
     """Class that has the option as a field."""
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
-    """Allowed values; empty if the values are not listed."""
+    """Allowed values. Empty if the values are not listed."""
     value_name: str | None = None
-    """Name of the value in the help; None names it by its type."""
+    """Name of the value in the help. None names it by its type."""
     may_stand_alone: bool = False
     """Whether the option without a value means true."""
     read: Callable[[str], Any] | None = None
-    """Function that reads the value; None reads it by its type."""
+    """Function that reads the value. None reads it by its type."""
     words: type[PartedWords] = PartedWords
     """Way in which a list is split into words."""
 
     @property
     def is_switch(self) -> bool:
-        """Whether the option is true or false; of two types, HfArgumentParser takes the one that is no text."""
+        """Whether the option is true or false. If it has two types, HfArgumentParser takes the one that is no text."""
         return bool in self.kinds
 
     @property
     def item_kind(self) -> Any:
-        """Type of the items if the option may be a list; None otherwise."""
+        """Type of the items if the option may be a list, else None."""
         return next((get_args(kind)[0] for kind in self.kinds if get_origin(kind) is list), None)
 
     @property

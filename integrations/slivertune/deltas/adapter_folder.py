@@ -43,7 +43,7 @@ class Adapter:
     config: Mapping[str, Any]
     """Configuration of the adapter."""
     model_config: Mapping[str, Any] | None
-    """Configuration of the model that the adapter was trained in; None if it was not saved."""
+    """Configuration of the model that the adapter was trained in. None if it was not saved."""
 
     @property
     def base_name(self) -> str | None:

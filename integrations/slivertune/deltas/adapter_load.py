@@ -1,4 +1,4 @@
-"""Loading of a LoRA adapter with its base in fp32; adapters that PEFT would load wrongly are refused."""
+"""Loading of a LoRA adapter with its base in fp32. Adapters that PEFT would load wrongly are refused."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ class LoadedBase:
     unread: tuple[str, ...]
     """Names of tensors in the base's files that the model has no place for."""
     stored: dict[str, StoredTensor]
-    """Tensors in the base's files that the model holds unchanged, by each of its names; others have another layout."""
+    """Tensors in the base's files that the model holds unchanged, by each of its names. Others have another layout."""
     tied: list[list[str]]
     """Names of each weight that has several."""
 
@@ -72,7 +72,7 @@ class AdaptedModel:
     model: Any
     """Model of PEFT."""
     vocabulary: int | None
-    """Number of rows that the embeddings were resized to, as for the training; None if they were not."""
+    """Number of rows that the embeddings were resized to, as for the training. None if they were not."""
 
 
 def model_class(adapter: Adapter, base: Path) -> Any:
@@ -251,7 +251,7 @@ def _embeddings(model: Any) -> dict[str, nn.Module]:
 
 
 def _resize(model: Any, weights: Mapping[str, torch.Tensor]) -> int | None:
-    """Resize the vocabulary to that of an adapter with all of its rows; return None if there is nothing to do."""
+    """Resize the vocabulary to that of an adapter with all of its rows. Return None if there is nothing to do."""
     rows, known = set(), set()
     parameters = {
         f"{path}.{name}": each

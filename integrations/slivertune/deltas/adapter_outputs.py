@@ -54,7 +54,7 @@ def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def outputs_of(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Run a model; return its logits, or the first floating-point tensor of its outputs, in fp32."""
+    """Run a model. Return its logits, or the first floating-point tensor of its outputs, in fp32."""
     with torch.random.fork_rng(devices=[]):
         # Some models draw random numbers in every forward.
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ class LayerOutputs:
 
 @torch.no_grad()
 def outputs_of_layers(model: Any, tokens: Sequence[int]) -> dict[str, LayerOutputs]:
-    """Run each adapted linear layer, convolution and embedding; return the outputs by its path in the base.
+    """Run each adapted linear layer, convolution and embedding. Return the outputs by the layer's path in the base.
 
     Linear layers and convolutions run in fp64.
 

@@ -44,7 +44,7 @@ class Addition(Generic[D]):
     """Sum of the deltas, on the CPU."""
     overlap: Overlap
     sha256: str | None
-    """Hash of the tensor's present bits; None if the check of the base did not need it."""
+    """Hash of the tensor's present bits. None if the check of the base did not need it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ def apply(
     check_base: bool = True,
     allow_quantized_base: bool = False,
 ) -> AppliedDeltas:
-    """Add deltas to a model's weights in place; `remove()` restores the pretrained bits.
+    """Add deltas to a model's weights in place. `remove()` restores the pretrained bits.
 
     Several deltas are summed in fp32, added in fp32 and rounded once. Costs an int32 position and the pretrained bits
     per touched weight, on its device. Either all tensors are changed or none.
@@ -86,7 +86,7 @@ class AppliedDeltas:
         return total_overlap(self.overlap_of.values())
 
     def remove(self) -> None:
-        """Restore the pretrained bits of the touched weights; a second call does nothing.
+        """Restore the pretrained bits of the touched weights. A second call does nothing.
 
         Raises:
             RuntimeError: If weights have changed since; nothing is restored then.
@@ -126,7 +126,7 @@ class _Change:
     indices: torch.Tensor
     pretrained: torch.Tensor
     sha256: str
-    """Hash of the changed entries; with it, the check of `remove` needs no copy of them."""
+    """Hash of the changed entries. With it, the check of `remove` needs no copy of them."""
 
     def check(self) -> None:
         if self.weight.dtype != self.pretrained.dtype:

@@ -1,4 +1,4 @@
-"""A sparse difference of one weight from its pretrained value: sorted flat positions and fp32 values; and sums."""
+"""Sparse differences of a weight from its pretrained value (sorted flat positions and fp32 values), and their sums."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ INDEX_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class SparseDelta:
-    """Sparse change of one tensor (phi at the positions eta; SFT, equations 3 to 6).
+    """Sparse change of one tensor: phi at the positions eta (SFT, equations 3 to 6).
 
     Raises:
         ValueError: If positions and values do not fit together, or positions do not fit the tensor.
@@ -21,7 +21,7 @@ class SparseDelta:
     indices: torch.Tensor
     """int32, shape (n,): positions in the flattened tensor, strictly increasing."""
     values: torch.Tensor
-    """float32, shape (n,): values to add there; zero if nothing was learnt yet."""
+    """float32, shape (n,): values to add there. They are zero if nothing was learnt yet."""
     shape: tuple[int, ...]
     """Extents of the dense tensor."""
 

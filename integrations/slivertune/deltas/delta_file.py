@@ -32,7 +32,7 @@ class BaseTensor:
     """Identity of the tensor that a delta was trained on."""
 
     dtype: str
-    """Name of its dtype in torch; if it was quantised, that of the codes."""
+    """Name of its dtype in torch, or that of the codes if it was quantised."""
     sha256: str
     """Hash of its bits (`hash_tensor`)."""
     tied_names: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class DeltaFile:
     """Checked content of a folder of deltas."""
 
     deltas: dict[str, SparseDelta]
-    """Delta of each tensor, by its name in the trained model; on the CPU."""
+    """Delta of each tensor, by its name in the trained model. It is on the CPU."""
     config: dict[str, Any]
     """Settings of the training, as given to `save_pretrained`."""
     base: dict[str, BaseTensor]
@@ -70,7 +70,7 @@ def save_pretrained(
     base_hashes: Mapping[str, str] | None = None,
     base_model_name: str | None = None,
 ) -> None:
-    """Write deltas. A new folder appears complete or not at all; in an existing folder, the file does.
+    """Write deltas. A new folder appears complete or not at all, and so does the file in an existing folder.
 
     Args:
         folder: Folder to write to. An older file of deltas in it is replaced; nothing else in it is touched.

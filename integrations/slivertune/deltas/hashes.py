@@ -95,7 +95,7 @@ def has_its_hash(path: Path, claimed: object) -> bool:
 
 
 def _find(path: Path, digest: str) -> int | None:
-    """Find the offset of the hash's digits in the file; None if it is ambiguous."""
+    """Find the offset of the hash's digits in the file. Return None if it is ambiguous."""
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     before = f'"{FIELD}":"'.encode("ascii")

@@ -65,7 +65,7 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
 
 
 def _check_deltas(folder: Path) -> None:
-    """Refuse a path that is no folder of deltas; suggest the folders of deltas in it."""
+    """Refuse a path that is no folder of deltas, and suggest the folders of deltas in it."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder. Name one with SFT's deltas or a LoRA adapter")
     within = _within(folder)

@@ -49,7 +49,7 @@ class StoredTensor(Destination):
     num_bytes: int
 
     def sha256(self) -> str:
-        """Hash the tensor's bits; the result is that of `hash_tensor` for the loaded tensor."""
+        """Hash the tensor's bits. The result is that of `hash_tensor` for the loaded tensor."""
         digest = hashlib.sha256()
         for piece in self.pieces():
             digest.update(piece)
@@ -71,7 +71,7 @@ class StoredTensor(Destination):
                 left -= len(piece)
 
     def read(self, indices: torch.Tensor) -> torch.Tensor:
-        """Copy the entries at flat positions; the file must be writable, as a copy's is.
+        """Copy the entries at flat positions. The file must be writable, as a copy's is.
 
         Args:
             indices: int32, shape (n,).
@@ -82,7 +82,7 @@ class StoredTensor(Destination):
         return self._rows()[indices.long()].view(-1).view(self.dtype)
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the entries at flat positions in the file; all other bytes stay unchanged.
+        """Write the entries at flat positions in the file. All other bytes stay unchanged.
 
         Args:
             indices: int32, shape (n,).

@@ -35,7 +35,7 @@ class SparseFile:
     fields: dict[str, Any]
     """Decoded metadata other than `format`, `version`, `tensors` and the hash."""
     table: dict[str, dict[str, Any]]
-    """Facts in the file by name; only `shape` was checked."""
+    """Facts in the file by name. Only `shape` was checked."""
     entries: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Positions (int32, strictly increasing, in range) and values (finite unless allowed) of each name, on the CPU."""
 

@@ -62,7 +62,7 @@ class HiFTConfig:
     None (default) finds them in the model. A layer of several parts may be a list, `["norm", "head"]`. A `*` stands for
     one part of a path and repeats its layer."""
     state: StatePlace = "host"
-    """Storage of a group's optimizer state and fp32 masters between turns; discard deletes them after a turn.
+    """Storage of a group's optimizer state and fp32 masters between turns. `discard` deletes them after a turn.
 
     `host` (default) offloads them to host memory, `disk` to files. `device` keeps them resident, `discard` is BAdam's
     way."""
@@ -81,14 +81,14 @@ class HiFTConfig:
     With `fp32` (default) the base optimizer steps the copy, with `none` the 16-bit weights themselves. fp32 parameters
     need no copy."""
     stream_bytes: Bytes = 128 * 2**20
-    """Size of the chunks in which a group's masters and state pass through the device during a step; 0: the whole group
-    at once. By default 128MiB.
+    """Size of the chunks in which a group's masters and state pass through the device during a step. 0 takes the whole
+    group at once. By default 128MiB.
 
     Two chunks are on the device during a step. With `gradients="stepped"`, activations are there, too, and both chunks
     together take this many bytes; 0 then takes a whole tensor. `state="device"` does not stream."""
     prefetch_bytes: BytesOrAuto = "auto"
-    """Device memory that may hold prefetched chunks, so that their copies overlap with forward and backward; auto: the
-    memory that the first cycle left unused.
+    """Device memory that may hold prefetched chunks, so that their copies overlap with forward and backward. `auto`
+    takes the memory that the first cycle left unused.
 
     0 loads two chunks when the first gradient arrives. `auto` (default) is 0 in the first cycle and without CUDA. On a
     CUDA device it is then the memory that was free at the peak of all cycles so far, less 1/16 of the device. Chunks
@@ -110,22 +110,22 @@ class HiFTConfig:
       exists at a time. Clipping, GradScaler, closures and base optimizers that need the whole group at once are not
       possible. With accumulation, gradients of earlier backward passes are offloaded to the host."""
     waiting: WaitingForm | None = None
-    """Format in which the device holds the linear weights of idle blocks, int8 or nf4; by default exact. Exact weights
-    are offloaded to host memory, and saved. Evaluation runs on the weights on the device.
+    """Format in which the device holds the linear weights of idle blocks, int8 or nf4. They are exact by default. Exact
+    weights are offloaded to host memory, and saved. Evaluation runs on the weights on the device.
 
     `int8` takes 8.25 bits per bf16 weight, `nf4` 4.13 bits (by bitsandbytes). The active group, embeddings, norms,
     heads and checkpoints are always exact. Exact weights of idle blocks are offloaded as fp32 masters if these exist.
     Forwards and gradients of inputs use the quantised weights. With `weights="host"` these are offloaded as well."""
     weights: WeightPlace = "device"
-    """Storage of blocks that neither run nor train. host: offload them to host memory and prefetch each before its use,
-    in fewer bits with `waiting`; on one device or by DDP.
+    """Storage of blocks that neither run nor train. `host` offloads them to host memory and prefetches each before its
+    use, in fewer bits with `waiting`. It works on one device or by DDP.
 
     `device` (default) keeps all resident. With `host`, each block is prefetched before its forward and, from the active
     group upward, before its backward. Blocks of the active group stay resident through its turn, embedding and head
     always. Needs another `state` than `device`, and no compiled model."""
     resident_bytes: BytesOrAuto = "auto"
-    """With `weights=host`, bytes of blocks that stay resident on the device; auto: the memory that the first cycle left
-    unused.
+    """With `weights=host`, bytes of blocks that stay resident on the device. `auto` takes the memory that the first
+    cycle left unused.
 
     They are beside the slots of the others (two blocks, and those of the largest group). `auto` (default) is 0 in the
     first cycle. On a CUDA device it is then the memory that the first cycle left free, less the largest group's state

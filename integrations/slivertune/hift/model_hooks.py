@@ -94,7 +94,7 @@ class ModelHooks:
         """Set by `attach`."""
         self._is_stepping = False
         self._recording: RecordingCheck | None = None
-        """Check of the running forward; None if it is not watched."""
+        """Check of the running forward. None if it is not watched."""
         self._reached_now: set[int] = set()
         self._not_reached = set(self._trained)
         """Parameters, by `id`, without a gradient in the last backward of their turn, or without any gradient yet."""

@@ -35,7 +35,7 @@ def count_per_group(layers_per_group: float | Literal["auto"], num_layers: int) 
     """Return the number of layers per group.
 
     Args:
-        layers_per_group: That number, or a share of the layers, which is rounded up.
+        layers_per_group: The number itself, or a share of the layers, which is rounded up.
         num_layers: Layers that train (n).
 
     Raises:

@@ -97,7 +97,7 @@ def resuming(trainer: Trainer, asked: str | bool | None, *, needs_manifest: bool
 
 
 def stop_at_the_end(trainer: Trainer) -> None:
-    """Let a run that resumes from its last checkpoint make no further update; the Trainer itself would make one.
+    """Let a run that resumes from its last checkpoint make no further update. The Trainer itself would make one.
 
     Args:
         trainer: The Trainer; its method that runs an epoch is overridden on this instance.
@@ -164,7 +164,9 @@ def holds_state(checkpoint: Path) -> bool:
 
 
 def load_state(optimizer: Sliver, checkpoint: Path) -> None:
-    """Load an optimizer's state from a checkpoint whose model the Trainer has just loaded; DeepSpeed has loaded both.
+    """Load an optimizer's state from a checkpoint whose model the Trainer has just loaded.
+
+    DeepSpeed has loaded both.
 
     Args:
         optimizer: HiFT or SFT.

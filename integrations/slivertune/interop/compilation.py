@@ -1,4 +1,4 @@
-"""`torch_compile=True` in a Trainer's arguments, applied per block; accelerate would compile the whole model."""
+"""`torch_compile=True` in a Trainer's arguments, applied per block. Accelerate would compile the whole model."""
 
 from typing import Any
 

@@ -67,7 +67,7 @@ def attach_tokens(trainer: Trainer, tune: TokenTune, model: Any) -> TokenTuneHan
 
 
 def _trl_kind(trainer: Trainer) -> str | None:
-    """Name TRL's trainer that a trainer is an instance of; None for any other."""
+    """Name TRL's trainer that a trainer is an instance of. Return None for any other."""
     names = [each.__name__ for each in type(trainer).__mro__ if each.__module__.partition(".")[0] == "trl"]
     return names[0] if names else None
 
@@ -102,7 +102,7 @@ def _check_loss(trainer: Any, trl_kind: str | None, *, by_token: bool) -> None:
 
 
 def _override_loss(trainer: Any, wrap: Callable[[ComputeLoss], ComputeLoss]) -> Callable[[], None]:
-    """Override `compute_loss` on a Trainer's instance; return a function that undoes it unless overridden again."""
+    """Override `compute_loss` on a Trainer's instance. Return a function that undoes it unless overridden again."""
     was_own, own = "compute_loss" in vars(trainer), trainer.compute_loss
     trainer.compute_loss = wrapped = wrap(own)
 

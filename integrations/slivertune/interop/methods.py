@@ -162,7 +162,7 @@ class TrainerMethod:
 
 
 class TrainerHiFT(TrainerMethod):
-    """HiFT around the Trainer's own optimizer; no parameter stays frozen between trainings."""
+    """HiFT around the Trainer's own optimizer. No parameter stays frozen between trainings."""
 
     name = "HiFT"
 
@@ -201,7 +201,7 @@ class TrainerHiFT(TrainerMethod):
 
 
 class TrainerSFT(TrainerMethod):
-    """SFT with the Trainer's learning rate and weight decay; AdamW also takes its betas and epsilon."""
+    """SFT with the Trainer's learning rate and weight decay. AdamW also takes its betas and epsilon."""
 
     name = "SFT"
 
@@ -236,7 +236,7 @@ class TrainerSFT(TrainerMethod):
         )
 
     def load_best(self, optimizer: SFT, checkpoint: Path) -> None:
-        """Load the best model's deltas; otherwise its weights would count as pretrained ones."""
+        """Load the best model's deltas. Otherwise its weights would count as pretrained ones."""
         load_state(optimizer, checkpoint)
 
 
@@ -254,7 +254,7 @@ def register_method(config_class: type, method: TrainerMethod) -> None:
 
 
 def method_of(setting: object) -> TrainerMethod | None:
-    """Return the method of a settings object; None for any other object."""
+    """Return the method of a settings object, or None for any other object."""
     return next((method for config_class, method in _methods.items() if isinstance(setting, config_class)), None)
 
 

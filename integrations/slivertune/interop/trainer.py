@@ -33,7 +33,7 @@ Setting: TypeAlias = HiFTConfig | SFTConfig | TokenTune
 
 
 class Attachment:
-    """Connection of a Trainer with a method, a token selection or both; made by `attach`.
+    """Connection of a Trainer with a method, a token selection or both, made by `attach`.
 
     Args:
         trainer: A Trainer that has not trained yet; its `train` is wrapped on this instance.
@@ -51,9 +51,9 @@ class Attachment:
         self._tune = tune
         self._momentum = momentum
         self.optimizer: Any = None
-        """HiFT or SFT, built over the model; None if only TokenTune was attached."""
+        """HiFT or SFT, built over the model. None if only TokenTune was attached."""
         self.tokens: TokenTuneHandle | None = None
-        """The token selection; None if there is none."""
+        """The token selection, or None if there is none."""
         self._tokens_at_rest: dict[str, Any] | None = None
         """State of the token selection between two trainings, while it is detached from the model."""
         self._model: nn.Module | None = None
@@ -81,7 +81,7 @@ class Attachment:
         stop_at_the_end(trainer)
 
     def detach(self) -> None:
-        """Detach everything from the model; trained weights stay."""
+        """Detach everything from the model. Trained weights stay."""
         if self.tokens is not None:
             self.tokens.remove()
         if self.optimizer is not None:
@@ -158,7 +158,7 @@ class Attachment:
             trainer.optimizer_cls_and_kwargs, trainer.optimizer = ours, None
 
     def current_tokens(self) -> TokenTuneHandle:
-        """Return the selection on the model in use; with `model_init`, build it first, since no other call does."""
+        """Return the selection on the model in use. With `model_init`, build it first, since no other call does."""
         model: Any = self.trainer.model
         if self.trainer.model_init is not None:
             self.build(model)

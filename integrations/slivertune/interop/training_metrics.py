@@ -22,7 +22,7 @@ Source = Callable[[], Mapping[str, float]]
 
 
 class TrainingMetrics(TrainerCallback):
-    """Adds numbers on the updates since the last line of a Trainer's log to the next line; made by `metrics_of`.
+    """Adds numbers on the updates since the last line of a Trainer's log to the next line. `metrics_of` makes it.
 
     It counts what Python knows, and never waits for the device. Times cover only the updates, from the start of the
     first forward to the end of the step, without evaluation and saving. Counts are of this process. Tokens/s are of all
@@ -66,7 +66,7 @@ class TrainingMetrics(TrainerCallback):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens/s over all updates so far; None if no tokens were counted."""
+        """Tokens/s over all updates so far. None if no tokens were counted."""
         return self._rate(self.num_tokens, self.seconds)
 
     def on_step_begin(
@@ -123,7 +123,7 @@ class TrainingMetrics(TrainerCallback):
 
 
 def metrics_of(trainer: Trainer) -> TrainingMetrics:
-    """Return the metrics of a Trainer; the first call makes them, later calls return the same.
+    """Return the metrics of a Trainer. The first call makes them, and later calls return the same.
 
     Args:
         trainer: A Trainer that has not trained yet.
@@ -137,7 +137,7 @@ def metrics_of(trainer: Trainer) -> TrainingMetrics:
 
 
 def count_tokens(inputs: Any) -> int:
-    """Count the tokens of a batch, padding included; 0 if it has no `input_ids`.
+    """Count the tokens of a batch, padding included. Return 0 if it has no `input_ids`.
 
     Args:
         inputs: Inputs of the model.

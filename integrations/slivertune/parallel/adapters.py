@@ -1,4 +1,4 @@
-"""Adapters that train a method under a layout; each is a module `parallel/{ddp,fsdp2,zero}/METHOD.py`."""
+"""Adapters that train a method under a layout. Each is a module `parallel/{ddp,fsdp2,zero}/METHOD.py`."""
 
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -90,7 +90,7 @@ def adapter_of(optimizer: Sliver, layout: Layout) -> LayoutAdapter:
 
 
 def engine_adapter_of(optimizer: Sliver, layout: Layout) -> EngineAdapter:
-    """Import the adapter of a method on a bare DeepSpeed engine; see `adapter_of`."""
+    """Import the adapter of a method on a bare DeepSpeed engine. See `adapter_of`."""
     return cast(EngineAdapter, adapter_of(optimizer, layout))
 
 

@@ -39,7 +39,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Path | dict[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Make a DeepSpeed engine that trains a sliver of the model per step; arguments as for `deepspeed.initialize`.
+    """Make a DeepSpeed engine that trains a sliver of the model per step. Arguments are as for `deepspeed.initialize`.
 
     The training loop stays the same: `engine(**batch)`, `engine.backward(loss)`, `engine.step()`,
     `engine.save_checkpoint`. Any schedule drives HiFT's param groups: one built over HiFT, a callable that takes HiFT,
@@ -116,7 +116,7 @@ def initialize(
 
 
 def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Replace "auto" in a DeepSpeed config, as accelerate and the Trainer do; keep none at its top level.
+    """Replace "auto" in a DeepSpeed config, as accelerate and the Trainer do. Keep none at its top level.
 
     Args:
         config: A path, or a dictionary, which is not changed.
@@ -166,7 +166,7 @@ def _read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:
-    """Fill in sizes by the model's width, as accelerate does; DeepSpeed's default bucket has 500M elements."""
+    """Fill in sizes by the model's width, as accelerate does. DeepSpeed's default bucket has 500M elements."""
     for key, (factor, power) in _SIZES.items():
         if zero.get(key) == "auto":
             width = getattr(getattr(model, "config", None), "hidden_size", None)

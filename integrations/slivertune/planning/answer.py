@@ -28,7 +28,7 @@ _OPTIM: dict[OptimizerName, tuple[str, ...]] = {
     "adagrad": ("--optim", "adagrad"),
     "adamw8bit": ("--optim", "adamw_bnb_8bit"),
 }
-"""Options of `transformers.TrainingArguments` for each optimizer; AdamW is its default."""
+"""Options of `transformers.TrainingArguments` for each optimizer. AdamW is its default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class TrainCommand:
     """Command that starts a planned run."""
 
     arguments: tuple[str, ...] | None
-    """Command line on one device; None if a launcher or a script of the user's own starts the run."""
+    """Command line on one device. None if a launcher or a script of the user's own starts the run."""
     notes: tuple[str, ...] = ()
     """Advice that the command does not contain, and the launcher's command if there is one."""
 
@@ -107,19 +107,19 @@ class Answer:
     requirement: MemoryRequirement
     """Memory and disk that the run needs."""
     limits: Limits | None = None
-    """Memory and disk of the machine; None if neither `--fit` nor a card sets them."""
+    """Memory and disk of the machine. None if neither `--fit` nor a card sets them."""
     found: Found | None = None
-    """Result of the search for settings that fit; None without a search."""
+    """Result of the search for settings that fit. None without a search."""
     choice: LayersChoice | None = None
-    """Result of `--layers_per_group auto`; None without it."""
+    """Result of `--layers_per_group auto`. None without it."""
     largest: Largest | None = None
-    """Result of `--max`; None without it."""
+    """Result of `--max`. None without it."""
     card: Card | None = None
-    """Card that the run trains on; None if it is not known."""
+    """Card that the run trains on. None if it is not known."""
     time: PlannedTime | None = None
-    """Planned time of an update on the card; None without a card, and if the run does not fit it."""
+    """Planned time of an update on the card. None without a card, and if the run does not fit it."""
     num_tokens: float | None = None
-    """Tokens to train on, over all epochs; None if their number was not given."""
+    """Tokens to train on, over all epochs. None if their number was not given."""
 
     @property
     def command(self) -> TrainCommand:
@@ -164,11 +164,11 @@ class SweepAnswer:
     requirements: tuple[tuple[Any, MemoryRequirement], ...]
     """Values of the field, each with the memory and disk that the run then needs."""
     limits: Limits | None = None
-    """Memory and disk of the machine; None if neither `--fit` nor a card sets them."""
+    """Memory and disk of the machine. None if neither `--fit` nor a card sets them."""
     card: Card | None = None
-    """Card that the runs train on; None if it is not known."""
+    """Card that the runs train on. None if it is not known."""
     times: tuple[PlannedTime | None, ...]
-    """Planned time of an update on the card, for each value; None without a card, and if the run does not fit it."""
+    """Planned time of an update on the card, for each value. None without a card, and if the run does not fit it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON: an array of plans, each with the value of the field."""

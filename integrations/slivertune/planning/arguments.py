@@ -92,7 +92,7 @@ class PlanArguments:
         ),
     )
     chooses_layers: bool = False
-    """Whether `layers_per_group` was given as `auto`; `given` then lacks it."""
+    """Whether `layers_per_group` was given as `auto`. `given` then lacks it."""
     gpu: str | None = field(
         default=None,
         metadata=option(

@@ -19,9 +19,9 @@ class ImageForm:
     num_tokens: int
     """Tokens of an image in its sequence."""
     pixels: tuple[int, ...]
-    """Shape of the pixel values of one image; all images are concatenated along the first dimension."""
+    """Shape of the pixel values of one image. All images are concatenated along the first dimension."""
     grid: tuple[int, int, int] | None = None
-    """Patches along time, height and width; None for models that do not take them."""
+    """Patches along time, height and width. None for models that do not take them."""
 
 
 def make_batch(request: PlanRequest, config: PreTrainedConfig) -> dict[str, torch.Tensor]:

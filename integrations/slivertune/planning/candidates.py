@@ -19,7 +19,7 @@ from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
 SMALL_PIECE_BYTES = 32 * 2**20
-"""Bytes of HiFT's chunks if the default ones (128 MiB) do not fit; copies of this size still fill a PCIe bus."""
+"""Bytes of HiFT's chunks if the default ones (128 MiB) do not fit. Copies of this size still fill a PCIe bus."""
 BUSY_TOKENS = 2048
 """Tokens of a forward that keep a GPU busy. Arithmetic then bounds its matrix products, not the reading of weights (a
 card does about 150 to 300 bf16 operations in the time in which it reads a byte). A batch in parts of this size hardly
@@ -32,7 +32,7 @@ _LENGTH_STEP = 128
 """Step in tokens between sequence lengths to try, as large as the tiles of attention and matrix kernels."""
 
 Question = Callable[[MemoryRequirement, Limits], str | None]
-"""Function that returns the reason why a candidate can't help a planned run; None if it might."""
+"""Function that returns the reason why a candidate can't help a planned run. None if it might."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +44,14 @@ class Candidate:
     cost: str
     """Cost of the change, which explains its place in the order."""
     fields: tuple[str, ...]
-    """Fields of `PlanRequest`; if the user set one of them, the search skips the candidate."""
+    """Fields of `PlanRequest`. If the user set one of them, the search skips the candidate."""
     options: Callable[[PlanRequest], Sequence[PlanRequest]]
-    """Function that returns the changed requests, from the cheapest value to the one that needs the least memory; an
-    empty list if there is nothing to change."""
+    """Function that returns the changed requests, from the cheapest value to the one that needs the least memory. The
+    list is empty if there is nothing to change."""
     cannot_help: Question
     """Check of the last planned run."""
     needs: tuple[str, ...] = ()
-    """Fields that it also changes if they prevent it; if the user set such a field, the search skips the candidate."""
+    """Fields that it also changes if they prevent it. If the user set such a field, the search skips the candidate."""
     shrinks_weights: bool = False
     """Whether it makes the weights on the GPU smaller. If these alone do not fit, no other candidate helps."""
 

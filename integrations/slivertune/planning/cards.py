@@ -14,13 +14,13 @@ Duplex = Literal["full", "half"]
 """Whether a bus or disk has its full rate each way, or shares the rate between both ways."""
 
 EFFICIENCY = 0.6
-"""Share of the peak that the matrix products of training reach; an assumption, which `--efficiency` replaces."""
+"""Share of the peak that the matrix products of training reach. It is an assumption, which `--efficiency` replaces."""
 BUS_EFFICIENCY = 0.8
-"""Share of the bus's rate that large copies from pinned memory reach; an assumption, which `Card.rates` can replace."""
+"""Share of the bus's rate that large copies from pinned memory reach. `Card.rates` can replace this assumption."""
 HOST_BANDWIDTH = 40e9
-"""Bytes/s that an optimizer on the host reads and writes by default; an assumption: 80 % of 2 channels of DDR4-3200."""
+"""Bytes/s that an optimizer on the host reads and writes by default. This assumes 80 % of 2 channels of DDR4-3200."""
 DISK_BANDWIDTH = 5e9
-"""Bytes/s that a disk reads or writes by default; an assumption: a fast NVMe disk."""
+"""Bytes/s that a disk reads or writes by default. This assumes a fast NVMe disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +42,9 @@ class Rates:
     duplex: Duplex = "full"
     """Whether the bus has its full rate each way."""
     host_bandwidth: float | None = None
-    """Bytes/s of the host's memory, reads and writes together; None if it bounds nothing."""
+    """Bytes/s of the host's memory, reads and writes together. None if it bounds nothing."""
     link_bandwidth: float | None = None
-    """Bytes/s each way between GPUs; None if they communicate over the bus."""
+    """Bytes/s each way between GPUs. None if they communicate over the bus."""
     disk_bandwidth: float = DISK_BANDWIDTH
     """Bytes/s that the disk reads or writes."""
     disk_duplex: Duplex = "half"
@@ -98,7 +98,7 @@ class Card:
     source: str
     """Source of the figures."""
     link_bandwidth: float | None = None
-    """Bytes/s each way between GPUs over NVLink; None without NVLink."""
+    """Bytes/s each way between GPUs over NVLink. None without NVLink."""
 
     def rates(
         self,

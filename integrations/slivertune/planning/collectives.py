@@ -16,7 +16,8 @@ from slivertune.planning.request import PlanRequest
 Reason = Literal["collectives", "weights from the host", "the host's update"]
 
 _HOST_STEP_BYTES = 28
-"""Bytes per parameter of AdamW on the host: reads master, gradient and 2 moments, writes all but the gradient; fp32."""
+"""Bytes per parameter of AdamW on the host in fp32. It reads master, gradient and 2 moments, and writes all but the
+gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class Owed:
     seconds: float
     """Seconds that it takes by itself."""
     window: float = 1.0
-    """Share of the phase's computation with which it can overlap; 0 if it comes after the computation."""
+    """Share of the phase's computation with which it can overlap. It is 0 if it comes after the computation."""
 
     def waited_for(self, computing: float) -> float:
         """Return the seconds that remain when the computation of the phase is over.

@@ -89,11 +89,11 @@ class Row:
 
     way: Way
     requirement: MemoryRequirement | None
-    """Memory with the largest micro-batch that fits, or else with one sequence; None if the way can't be planned."""
+    """Memory with the largest micro-batch that fits, or else with one sequence. None if the way can't be planned."""
     time: PlannedTime | None
-    """Planned time of an update; None if the run does not fit."""
+    """Planned time of an update. None if the run does not fit."""
     reason: str | None = None
-    """Reason why the way can't be planned; None if it can."""
+    """Reason why the way can't be planned. None if it can."""
 
     @property
     def token_ratio(self) -> float | None:

@@ -29,7 +29,7 @@ class Bar:
     """Bytes at the peak, by the kinds of `PART_TITLES`."""
     allowance_bytes: int
     tokens_per_second: float | None
-    """Planned speed; None if the run does not fit."""
+    """Planned speed. None if the run does not fit."""
 
     @property
     def device_bytes(self) -> int:

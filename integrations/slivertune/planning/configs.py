@@ -26,10 +26,10 @@ from slivertune.planning.shipped import SHIPPED_MODELS
 CONFIG_NAME = "config.json"
 _MOST_LAYERS = 100_000
 _COUNTS_LAYERS = re.compile(r"(^|_)layers?$")
-"""Pattern of keys that count layers; `vocab_size_per_layer_input` does not match, since it is another size."""
+"""Pattern of keys that count layers. `vocab_size_per_layer_input` does not match, since it is another size."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PROBE_SECONDS = 10.0
-"""Seconds that one request to the hub may take, to learn whether it is reachable; a download would try for 30 s."""
+"""Seconds that one request to the hub may take, to learn whether it is reachable. A download would try for 30 s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

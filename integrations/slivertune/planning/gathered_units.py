@@ -31,7 +31,7 @@ class GatheredUnit:
     stays: bool
     """Whether the unit remains gathered between forward and backward."""
     phase: Literal["idle", "forward", "backward", "done"] = "idle"
-    """Phase of the unit; `done` from the end of its own backward to the end of the whole backward."""
+    """Phase of the unit. `done` lasts from the end of its own backward to the end of the whole backward."""
     num_run: int = 0
     """Number of its modules that ran in this forward."""
     buffer: torch.Tensor | None = None

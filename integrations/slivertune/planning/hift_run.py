@@ -53,7 +53,7 @@ NAMED_ALIKE = (
     "weights",
     "resident_bytes",
 )
-"""Settings of HiFT that a plan reads and that training has by the same names and values; `master` differs."""
+"""Settings of HiFT that a plan reads and that training has by the same names and values. `master` differs."""
 
 
 _FP32 = 4

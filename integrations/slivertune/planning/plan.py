@@ -18,7 +18,7 @@ loading, which torch sets, people report 274 MiB after one small tensor (pytorch
 code."""
 CUBLAS_WORKSPACE_BYTES = 64 * 2**20
 """Bytes of two workspaces of 32 MiB. torch gives each cuBLAS handle one per thread and stream, and forward and backward
-run in two threads. cuBLAS recommends 32 MiB for Hopper and newer (pytorch/pytorch#120925); older GPUs take 8.1 MiB
+run in two threads. cuBLAS recommends 32 MiB for Hopper and newer (pytorch/pytorch#120925). Older GPUs take 8.1 MiB
 (`CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8`). They come from torch's allocator, so `max_memory_allocated` shows them."""
 COLLECTIVE_BYTES = 256 * 2**20
 """Bytes of NCCL's buffers with several GPUs: 4 MiB (`NCCL_BUFFSIZE`) per channel and direction, up to 32 channels."""
@@ -121,7 +121,7 @@ class Plan:
     """Number of elements that train in the group with the most (the HiFT paper's #Trainable)."""
     parameter_bytes: int
     """Bytes of all parameters, without buffers, in the dtype of the precision (#Para). `mixed` counts 4 bytes and a
-    2-byte copy of each; `mixed_hi` counts 2 bytes, and the fp32 masters of the group with the most parameters."""
+    2-byte copy of each. `mixed_hi` counts 2 bytes, and the fp32 masters of the group with the most parameters."""
     gradient_bytes: int
     """Bytes of the unsharded gradients of the group with the most parameters (#Gra)."""
     state_bytes: int

@@ -35,28 +35,28 @@ class SFTConfig:
     """
 
     density: float | None = None
-    """Trained share of each target tensor, in (0, 1]; at least one weight per tensor."""
+    """Trained share of each target tensor, in (0, 1]. At least one weight per tensor trains."""
     num_weights: int | None = None
     """Weights trained in all targets together (d_phi in the paper), in place of `density`."""
     equivalent_lora_rank: int | None = None
-    """Train as many weights as LoRA of this rank on the same matrices, in place of `density`; 64 if none of the three
-    is given.
+    """Train as many weights as LoRA of this rank on the same matrices, in place of `density`. It is 64 if none of the
+    three is given.
 
     These are rank x (in + out) per matrix, and per expert's matrix."""
     selection: SelectionCriterion = "accumulated_gradient"
     """Criterion for growing weights. accumulated_gradient (AG): the gradient accumulated over `estimation_steps`
     updates, with AdamW. momentum (MA): the row and column accumulators of SM3, with SM3, which needs less memory."""
     reselection_interval: int = 20
-    """Updates between two reselections (S); 0 keeps the first, random choice for the whole run."""
+    """Updates between two reselections (S). 0 keeps the first, random choice for the whole run."""
     estimation_steps: int = 5
     """Updates of AG's estimation phase before each reselection (gamma).
 
     The first reselection ends the first phase."""
     replacement_rate: float = 0.2
-    """Peak share of the weights that a reselection after the first replaces (alpha), in [0, 1]; falls to 0 over the
+    """Peak share of the weights that a reselection after the first replaces (alpha), in [0, 1]. It falls to 0 over the
     run."""
     targets: Sequence[str | type] | None = None
-    """Ends of the paths of trained modules, e.g. q_proj v_proj, or of parameter names; by default all linear layers of
+    """Ends of the paths of trained modules, e.g. q_proj v_proj, or of parameter names. By default all linear layers of
     the blocks.
 
     Module classes may be targets, too. None takes the weights of all linear layers and experts of the blocks that
@@ -71,7 +71,8 @@ class SFTConfig:
     the optimizer form. `sampled`: `torch.sparse.sampled_addmm`, for fp32 on a CPU. It is faster at low density, with
     sums in another order (relative differences of 1e-6)."""
     redistribute: bool = False
-    """Let a reselection move weights between tensors, within 1/4 to 4 times a tensor's share; not in the paper."""
+    """Let a reselection move weights between tensors, within 1/4 to 4 times a tensor's share. It is not in the
+    paper."""
     packed: bool = False
     """Deltas and moments in bf16, rounded stochastically: about half the bytes of state.
 

@@ -55,15 +55,15 @@ class Run:
     task: Task
     trainer: Trainer
     loss: ChunkedCrossEntropyHandle | None
-    """Handle of the chunked loss; None if the loss uses whole logits, or the model is no causal language model."""
+    """Handle of the chunked loss. None if the loss uses whole logits, or the model is no causal language model."""
     tokens: TokenTuneHandle | None
-    """Handle of TokenTune; None if all tokens carry gradient."""
+    """Handle of TokenTune. None if all tokens carry gradient."""
     kept: KeptActivationsHandle | None
-    """Handle of blocks that keep their activations under checkpointing; None without `--keep_activations`."""
+    """Handle of blocks that keep their activations under checkpointing. None without `--keep_activations`."""
     offloaded: OffloadedActivationsHandle | None
-    """Handle of offloaded activations; None if the inputs of checkpointed blocks remain on the device."""
+    """Handle of offloaded activations. None if the inputs of checkpointed blocks remain on the device."""
     tiles: TokenTilesHandle | None
-    """Handle of the token tiles; None if MLPs and norms see whole batches."""
+    """Handle of the token tiles. None if MLPs and norms see whole batches."""
     num_parameters: int
     """Weights of the model, adapters included."""
     num_trained: int
@@ -74,12 +74,12 @@ class Run:
     guard: NonFiniteGuard
     interruption: Interruption
     compilation: BlockCompilation
-    """Compilation by block; does nothing without `--torch_compile` or a launcher's dynamo backend."""
+    """Compilation by block. It does nothing without `--torch_compile` or a launcher's dynamo backend."""
     ledger: LedgerLines | None
     probe: Probe | None
-    """Question to the model, asked before and after training; None if there is none."""
+    """Question to the model, asked before and after training. None if there is none."""
     facts: dict[str, Any]
-    """Plain data in the manifest of every checkpoint; `before` and `sample_before` are added once they are known."""
+    """Plain data in the manifest of every checkpoint. `before` and `sample_before` are added once they are known."""
 
     @property
     def method(self) -> TrainingMethod:

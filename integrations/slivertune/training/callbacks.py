@@ -80,7 +80,7 @@ class NonFiniteGuard(TrainerCallback):
 
     def __init__(self, limit: int, say: Callable[[str], None], *, stops: bool = False) -> None:
         self.can_skip = True
-        """Whether updates are applied after the Trainer calls its callbacks; false under DeepSpeed."""
+        """Whether updates are applied after the Trainer calls its callbacks. It is false under DeepSpeed."""
         self._limit = limit
         self._stops = stops
         self._say = say
@@ -91,11 +91,11 @@ class NonFiniteGuard(TrainerCallback):
         self.num_skipped = 0
         """Updates skipped so far."""
         self._first_step, self._first_skipped = 0, 0
-        """Number of updates, and of skipped ones, when this training began; a resumed run starts above 0."""
+        """Number of updates, and of skipped ones, when this training began. A resumed run starts above 0."""
         self._is_due, self._has_applied = False, False
-        """Whether the next step has gradients to apply; whether this training has applied an update."""
+        """Whether the next step has gradients to apply, and whether this training has applied an update."""
         self._updates_before: int | None = None
-        """Updates that this library's optimizer had applied before this training; None for another optimizer."""
+        """Updates that this library's optimizer had applied before this training. None for another optimizer."""
 
     def metrics(self) -> dict[str, float]:
         """Return this guard's values for the next log line.
@@ -139,7 +139,7 @@ class NonFiniteGuard(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Judge the losses and gradients of the next update; called after clipping.
+        """Judge the losses and gradients of the next update. It is called after clipping.
 
         Raises:
             RuntimeError: If `limit` updates in a row were not finite, or DeepSpeed has applied such an update already.
@@ -183,7 +183,7 @@ class NonFiniteGuard(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raise an error if training changed nothing; in a resumed run, only warn.
+        """Raise an error if training changed nothing. In a resumed run, only warn.
 
         Raises:
             RuntimeError: If a run that was not resumed has made updates, and none was applied.
@@ -207,7 +207,7 @@ class NonFiniteGuard(TrainerCallback):
         )
 
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
-        """Describe the first value that is not finite; return None if all are."""
+        """Describe the first value that is not finite. Return None if all are."""
         signs = [(_LOSS, loss.float().sum()) for loss in self._losses]
         gradients = [each.grad for each in model.parameters() if judge_gradients and each.grad is not None]
         if gradients:
@@ -227,7 +227,7 @@ class NonFiniteGuard(TrainerCallback):
 
 
 def _updates_of(optimizer: Any) -> int | None:
-    """Return the number of updates that this library's optimizer has applied; None for any other, or none."""
+    """Return the number of updates that this library's optimizer has applied, or None for any other, or none."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner.updates if isinstance(inner, Sliver) else None
 

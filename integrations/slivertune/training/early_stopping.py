@@ -25,7 +25,7 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the count of a resumed run; the patience is this run's."""
+        """Restore the count of a resumed run. The patience is this run's."""
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
         callbacks: Any = state.stateful_callbacks or {}
         saved = callbacks.get(type(self).__name__)
@@ -42,7 +42,7 @@ class EarlyStopping(EarlyStoppingCallback):
         metrics: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Judge an evaluation during training; evaluations before and after it do not count."""
+        """Judge an evaluation during training. Evaluations before and after it do not count."""
         if not self._is_training:
             return
         super().on_evaluate(args, state, control, metrics, **kwargs)  # type: ignore[no-untyped-call]

@@ -43,8 +43,8 @@ Loading = Literal["fp32", "bf16", "stored"]
 Autocast = Literal["no", "bf16", "fp16"]
 
 Bf16Use = Literal["autocast", "weights", "both"]
-"""Meaning of `--bf16` for a method: `autocast` over fp32 weights; bf16 `weights`, with fp32 master weights or deltas;
-`both`, bf16 weights that are frozen, under autocast."""
+"""Meaning of `--bf16` for a method. `autocast` runs over fp32 weights. `weights` means bf16 weights, with fp32 master
+weights or deltas. `both` means bf16 weights that are frozen, under autocast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +52,9 @@ class Precision:
     """The dtype of the loaded weights, and the autocast of operators."""
 
     loading: Loading
-    """Dtype of the loaded weights; `stored` takes the checkpoint's own, with fp16 read as bf16."""
+    """Dtype of the loaded weights. `stored` takes the checkpoint's own, with fp16 read as bf16."""
     autocast: Autocast
-    """Mixed precision of the Trainer; "no" computes in the weights' own dtype."""
+    """Mixed precision of the Trainer. "no" computes in the weights' own dtype."""
 
 
 def choose_precision(
@@ -155,7 +155,7 @@ class LoadedModel:
     model: PreTrainedModel
     """Model on the CPU, or, if it is quantised, on the device that trains it."""
     new_modules: tuple[str, ...]
-    """Sorted paths of modules with new weights, such as a classifier's head; drawn from torch's seed."""
+    """Sorted paths of modules with new weights, such as a classifier's head. They are drawn from torch's seed."""
     revision: str | None = None
     """Revision of the model on the hub, which an adapter records."""
 

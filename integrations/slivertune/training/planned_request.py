@@ -129,7 +129,7 @@ def _precision(arguments: TrainArguments, model: Any) -> PrecisionName:
 
 
 def _longest_row(task: Task) -> int:
-    """Return the length of the longest training row in tokens; rows of a batch are padded to at most this."""
+    """Return the length of the longest training row in tokens. Rows of a batch are padded to at most this."""
     chunks = task.train_dataset.data.column("input_ids").chunks
     longest = [int(chunk.value_lengths().to_numpy(zero_copy_only=False).max()) for chunk in chunks if len(chunk)]
     return min([task.max_length, *([max(longest)] if longest else [])])

@@ -195,7 +195,7 @@ def _execute(run: Run, console: Console) -> Results:
 
 
 def _best_checkpoint(run: Run) -> Path | None:
-    """Return the checkpoint whose model was loaded at the end, by `--load_best_model_at_end`; None if none was."""
+    """Return the checkpoint whose model was loaded at the end, by `--load_best_model_at_end`, or None if none was."""
     best = run.trainer.state.best_model_checkpoint
     return None if best is None or not run.arguments.training.load_best_model_at_end else Path(best)
 

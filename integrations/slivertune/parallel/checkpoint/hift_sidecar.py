@@ -20,7 +20,7 @@ from slivertune.parallel.fsdp2.sharding import ShardedWeight
 
 _HEADER = "header.pt"
 _FIRST_ROWS = "first_rows"
-"""Key in a file's metadata: the first row of each tensor within its weight, as JSON. It names all tensors; files that
+"""Key in a file's metadata: the first row of each tensor within its weight, as JSON. It names all tensors. Files that
 earlier versions have linked to those of `state="disk"` contain gaps beside the tensors."""
 
 

@@ -29,7 +29,7 @@ _LATEST = "latest"
 
 
 def check_together(folder: str | Path) -> None:
-    """Refuse an incomplete folder on every rank. A collective; rank 0 reads the files.
+    """Refuse an incomplete folder on every rank. This is a collective, and rank 0 reads the files.
 
     Args:
         folder: A checkpoint, visible to every rank.
@@ -61,7 +61,7 @@ def write_together(folder: str | Path, entries: Mapping[str, Any] | None = None)
 
 @contextmanager
 def sealed(folder: str | Path) -> Iterator[None]:
-    """Write a checkpoint in the block; write its manifest once the block has succeeded on every rank.
+    """Write a checkpoint in the block, and its manifest once the block has succeeded on every rank.
 
     The manifest lists the files that the block has written, and no older ones. A collective.
 
@@ -260,7 +260,7 @@ def _state_folder(accelerator: Any, asked: str | None) -> Path | None:
 
 
 def _latest(folder: Path) -> str | None:
-    """Name DeepSpeed's newest checkpoint. None if nothing was saved; DeepSpeed then reports it.
+    """Name DeepSpeed's newest checkpoint. Return None if nothing was saved, which DeepSpeed then reports.
 
     Raises:
         DamagedCheckpointError: If there are checkpoints, but no record of the newest.
@@ -282,13 +282,13 @@ def _latest(folder: Path) -> str | None:
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Collect inode, time (ns) and size (bytes) of each file; they change if the file is written again."""
+    """Collect inode, time (ns) and size (bytes) of each file. They change if the file is written again."""
     facts = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
     return {path: (each.st_ino, each.st_mtime_ns, each.st_size) for path, each in facts.items()}
 
 
 def _do_on_first(do: Callable[[], None], kind: type[Exception]) -> None:
-    """Run a function on rank 0; fail on every rank if it fails. A collective."""
+    """Run a function on rank 0, and fail on every rank if it fails. This is a collective."""
     failure = ""
     if world_size() == 1 or dist.get_rank() == 0:
         try:

@@ -51,7 +51,7 @@ class Sidecar:
             )
 
     def write(self, folder: Path) -> None:
-        """Write this rank's part; every rank calls it. This class writes the state on rank 0."""
+        """Write this rank's part. Every rank calls it, and this class writes the state on rank 0."""
         if world_size() == 1 or dist.get_rank() == 0:
             torch.save(self._optimizer.whole_state(), folder / _FILE)
 
@@ -208,7 +208,7 @@ def unwrapped(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
 
 
 def check_plain(value: Any) -> None:
-    """Refuse tensors in place of plain values; comparing them would fail or return tensors.
+    """Refuse tensors in place of plain values. Comparing them would fail or return tensors.
 
     Raises:
         TypeError: If there is a tensor.
@@ -220,7 +220,9 @@ def check_plain(value: Any) -> None:
 
 
 def check_by_name(value: Any) -> None:
-    """Refuse a state that is no dictionary of dictionaries (weight, key); a tensor there raises errors of many types.
+    """Refuse a state that is no dictionary of dictionaries (weight, key).
+
+    A tensor there raises errors of many types.
 
     Raises:
         TypeError: If it is something else.

@@ -10,7 +10,9 @@ _COMPARE = "_slivertune_compare"
 
 
 def explain(owner: Any, method: str, doing: str | Callable[[], str], heartbeat: Heartbeat | None = None) -> None:
-    """Override a method on this instance, so that a failed collective in it is explained; other errors stay unchanged.
+    """Override a method on this instance, so that a failed collective in it is explained.
+
+    Other errors stay unchanged.
 
     Args:
         owner: An engine, an Accelerator or a model.

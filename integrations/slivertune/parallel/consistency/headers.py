@@ -37,7 +37,7 @@ UNKNOWN = -1
 
 
 class Header(NamedTuple):
-    """Position of a rank in the run; always the same number of integers."""
+    """Position of a rank in the run, always the same number of integers."""
 
     stage: int
     """`Stage` that the rank is about to begin."""
@@ -69,7 +69,7 @@ class Header(NamedTuple):
 
 
 def find_difference(headers: Sequence[Header]) -> str | None:
-    """Describe how the ranks' positions differ; None if they agree. Settings are ignored.
+    """Describe how the ranks' positions differ. Return None if they agree. Settings are ignored.
 
     Args:
         headers: Headers of all ranks.

@@ -39,7 +39,7 @@ _SETTLING_SECONDS = 0.2
 
 
 def world_size() -> int:
-    """Return the number of processes that train together; 1 if torch.distributed is not initialised."""
+    """Return the number of processes that train together. It is 1 if torch.distributed is not initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -122,7 +122,7 @@ class Heartbeat:
     def __init__(self, name: str) -> None:
         self._prefix = f"slivertune/{name}"
         self.store: Any = None
-        """Store of the process group; None on one process."""
+        """Store of the process group. None on one process."""
         self._group: Any = None
         self._own = "at the start"
         self._first = ""
@@ -146,7 +146,7 @@ class Heartbeat:
 
     @contextmanager
     def guard(self, doing: str, *, computes: bool = False) -> Iterator[None]:
-        """Run a collective; if it fails, name the ranks at other positions.
+        """Run a collective. If it fails, name the ranks at other positions.
 
         Args:
             doing: Purpose of the collective, as in "averaging the gradients of group 2".

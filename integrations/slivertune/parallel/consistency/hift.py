@@ -147,7 +147,7 @@ def applied_settings(hift: HiFT) -> dict[str, object]:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor's elements as integers, in int64 on its device. Cheap; the sum changes with any single bit.
+    """Sum a tensor's elements as integers, in int64 on its device. The sum is cheap, and changes with any single bit.
 
     Args:
         tensor: Tensor of any dtype of 1, 2, 4 or 8 bytes.

@@ -33,7 +33,7 @@ _STATES = {
     "t": "is stopped (a debugger)",
 }
 _MOMENT = 0.1
-"""Seconds that the exit is delayed; a thread needs microseconds."""
+"""Seconds that the exit is delayed. A thread needs microseconds."""
 
 
 def own_identity() -> str:
@@ -67,7 +67,7 @@ def _machine() -> str:
 
 
 def _fields(pid: int) -> tuple[str, str]:
-    """Read state and start time of a process; empty if there is none, or this system does not report them."""
+    """Read state and start time of a process. Both are empty if there is none, or this system does not report them."""
     # The name, in parentheses, may contain any character.
     fields = _text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (fields[0], fields[19]) if fields else ("", "")

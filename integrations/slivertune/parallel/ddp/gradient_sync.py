@@ -58,7 +58,7 @@ def broadcast_from_first(
 
 
 class BucketedAllReduce:
-    """Averages gradients over the ranks; `remove` detaches it from the model.
+    """Averages gradients over the ranks. `remove` detaches it from the model.
 
     After a backward pass, the gradient of every parameter that trains is the mean over the ranks. A rank without a
     gradient counts as zeros; a gradient that no rank has stays None. Since the mean is linear, it may be taken after
@@ -102,13 +102,13 @@ class BucketedAllReduce:
         self._reset([], is_running=False)
 
     def remove(self) -> None:
-        """Remove the hooks from the model; gradients stay local from now on."""
+        """Remove the hooks from the model. Gradients stay local from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def begin_backward(self) -> None:
-        """Note, inside a backward pass, that it has begun; repeated calls in one pass do no harm.
+        """Note, inside a backward pass, that it has begun. Repeated calls in one pass do no harm.
 
         The model's outputs call this if they require a gradient and are found. A pass that does not reach this rank's
         parameters must take part as well.
@@ -204,7 +204,7 @@ class _Bucket:
         self.is_stale = self._was_started
 
     def fill(self) -> torch.Tensor:
-        """Copy the gradients into a flat tensor; missing gradients count as zeros."""
+        """Copy the gradients into a flat tensor. Missing gradients count as zeros."""
         first = self._parts[0][0]
         num_elements = sum(stop - start for _, start, stop in self._parts)
         with claimed_at_birth("gradients"):

@@ -39,7 +39,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
 
 
 def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
-    """Let HiFT step on every rank with averaged gradients; weights and buffers are copied from rank 0.
+    """Let HiFT step on every rank with averaged gradients. Weights and buffers are copied from rank 0.
 
     Args:
         model: The model on its device.

@@ -122,7 +122,7 @@ def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
 
 @torch.no_grad()
 def warm_up(model: nn.Module) -> None:
-    """Let FSDP2 choose its dtypes while all parameters train; a parameter frozen at that time could never train.
+    """Let FSDP2 choose its dtypes while all parameters train. A parameter frozen at that time could never train.
 
     FSDP2 chooses in the first forward pass of the root. This one computes nothing.
 

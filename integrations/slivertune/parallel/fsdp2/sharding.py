@@ -14,7 +14,7 @@ class ShardedWeight(Weight):
     """Rows of a weight: `parameter` is a plain tensor in this rank's memory of `trained`, a DTensor sharded by rows."""
 
     first_row: int
-    """Index of this rank's first row in the whole weight; the weight's number of rows if this rank has none."""
+    """Index of this rank's first row in the whole weight. If this rank has none, it is the weight's number of rows."""
 
     @override
     def take_gradient(self) -> None:
@@ -55,7 +55,7 @@ def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight
 
 
 def first_row_of(source: Any) -> int:
-    """Compute the index of this rank's first row of a DTensor sharded by rows; its number of rows if there is none."""
+    """Compute the index of this rank's first row of a DTensor sharded by rows. Return its number of rows for none."""
     rows_a_rank = -(-source.shape[0] // source.device_mesh.size())
     return int(min(source.device_mesh.get_local_rank() * rows_a_rank, source.shape[0]))
 

@@ -109,7 +109,7 @@ class Checkpoints:
         return loaded
 
     def _load_from_others(self, folder: Path, num_saved: int, load_states: bool, rest: Mapping[str, Any]) -> Any:
-        """Load a checkpoint of another number of ranks; assemble each share from all of their files."""
+        """Load a checkpoint of another number of ranks. Assemble each share from all of their files."""
         schedule = self._schedule
         shares = SavedShares(folder, num_saved)
         zero: Any = schedule.engine.optimizer
@@ -201,7 +201,7 @@ class Checkpoints:
                 follow_master(child, index)
 
     def _read(self, folder: Path) -> dict[str, Any]:
-        """Read this rank's file; all ranks fail together if one can't read its own."""
+        """Read this rank's file. All ranks fail together if one can't read its own."""
         try:
             saved = self._checked(folder)
         except ValueError as error:

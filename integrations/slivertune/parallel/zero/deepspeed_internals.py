@@ -85,7 +85,7 @@ def set_owner(parameters: Any, zero_optimizer: Any) -> None:
 
 @contextmanager
 def masters_listed(zero_optimizer: Any, stage: int) -> Iterator[torch.optim.Optimizer]:
-    """Yield the inner torch optimizer with its masters in its param groups; stage 3 lists them only in the block."""
+    """Yield the inner torch optimizer with its masters in its param groups. Stage 3 lists them only in the block."""
     if stage == 3:
         zero_optimizer._set_fp32_optimizer_param_groups()
     try:
@@ -114,7 +114,7 @@ def unlink_fragments(zero_optimizer: Any) -> None:
 
 
 def link_fragments(zero_optimizer: Any, first: Callable[[], None]) -> None:
-    """Make the views into masters again; DeepSpeed makes the views into state after the next step.
+    """Make the views into masters again. DeepSpeed makes the views into state after the next step.
 
     Args:
         zero_optimizer: ZeRO optimizer of stage 1 or 2.
@@ -171,7 +171,7 @@ def load_first(engine: Any, folder: Path, **options: Any) -> Any:
 
 
 def ranks_of_states(folder: Path) -> int | None:
-    """Count the ranks' optimizer state files in the manifest of a checkpoint; None if there are none.
+    """Count the ranks' optimizer state files in the manifest of a checkpoint. Return None if there are none.
 
     Args:
         folder: Checkpoint that was already checked.
@@ -181,7 +181,7 @@ def ranks_of_states(folder: Path) -> int | None:
 
 
 def first_states(folder: Path) -> Any:
-    """Read rank 0's optimizer state from a DeepSpeed checkpoint; unpickles the file.
+    """Read rank 0's optimizer state from a DeepSpeed checkpoint. This unpickles the file.
 
     Args:
         folder: Checkpoint that was already checked.
@@ -192,7 +192,7 @@ def first_states(folder: Path) -> Any:
 
 
 def fill_frozen(engine: Any, folder: Path, num_saved: int, trained: Collection[int]) -> None:
-    """Load weights under ZeRO-3 that no DeepSpeed optimizer holds; their shares are in all ranks' files.
+    """Load weights under ZeRO-3 that no DeepSpeed optimizer holds. Their shares are in all ranks' files.
 
     Args:
         engine: DeepSpeed's engine.

@@ -117,7 +117,9 @@ def complete_engine(engine: Any, optimizer: torch.optim.Optimizer) -> None:
 def engine_over_placeholder(
     model: nn.Module, optimizer: Sliver, config: dict[str, Any], made: list[Any]
 ) -> Iterator[torch.optim.Optimizer]:
-    """Build the engine over a placeholder in the block, and append it to the list; it steps the optimizer afterwards.
+    """Build the engine over a placeholder in the block, and append it to the list.
+
+    It steps the optimizer afterwards.
 
     Args:
         model: The model; it has the placeholder during the block.
@@ -199,7 +201,7 @@ class EngineStep:
     """
 
     overflow = False
-    """Whether the last step was skipped; always False, since fp16 weights are refused."""
+    """Whether the last step was skipped. It is always False, since fp16 weights are refused."""
     bit16_groups: Sequence[Any] = ()
     fp16_groups: Sequence[Any] = ()
     """Empty, because no parameter is flattened."""
@@ -209,7 +211,7 @@ class EngineStep:
         self._engine = engine
         self.dp_process_group = engine.seq_data_parallel_group
         self.parameter_offload = getattr(engine.optimizer, "parameter_offload", None)
-        """Object that gathers and releases the weights under stage 3; DeepSpeed and others look for it here."""
+        """Object that gathers and releases the weights under stage 3. DeepSpeed and others look for it here."""
         self._global_grad_norm: float | None = None
 
     @property
@@ -233,7 +235,7 @@ class EngineStep:
     set_gradient_accumulation_boundary = finalize_gradient_accumulation_boundary = reduce_gradients
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Release the weights of layers that passed no gradient on, as ZeRO-3's optimizer does; reduce nothing."""
+        """Release the weights of layers that passed no gradient on, as ZeRO-3's optimizer does. It reduces nothing."""
         if self.parameter_offload is not None:
             self.parameter_offload.release_backward_leftovers()
 
@@ -248,7 +250,7 @@ class EngineStep:
             self.parameter_offload.destroy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state; every rank's file of the engine's checkpoint stores it."""
+        """Return the whole state. Every rank's file of the engine's checkpoint stores it."""
         return self._optimizer.whole_state()
 
     def load_state_dict(

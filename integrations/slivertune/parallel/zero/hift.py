@@ -47,7 +47,7 @@ class EngineSteppedOptimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
 
 
 def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Prepare a model and HiFT for DeepSpeed; see `slivertune.prepare`.
+    """Prepare a model and HiFT for DeepSpeed. See `slivertune.prepare`.
 
     Args:
         accelerator: An Accelerator with a DeepSpeed plugin of stage 1, 2 or 3.
@@ -70,7 +70,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
 
 
 def initialize(hift: HiFT, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, HiFT, Any, Any]:
-    """Make a bare DeepSpeed engine that steps HiFT; see `slivertune.initialize`.
+    """Make a bare DeepSpeed engine that steps HiFT. See `slivertune.initialize`.
 
     Args:
         hift: HiFT built over the model among the arguments.

@@ -25,7 +25,7 @@ def file_name(rank: int, num_ranks: int) -> str:
 
 
 def saved_ranks(folder: Path) -> int | None:
-    """Count the ranks that have saved a checkpoint of HiFT on DeepSpeed; None if it is no such checkpoint."""
+    """Count the ranks that have saved a checkpoint of HiFT on DeepSpeed. Return None if it is no such checkpoint."""
     counts = [path.stem.rpartition("_")[2] for path in folder.glob("slivertune_hift_rank_*_of_*.pt")]
     return max((int(each) for each in counts if each.isdecimal()), default=None)
 

@@ -1,4 +1,4 @@
-"""HiFT's rotation on a DeepSpeed engine: one native ZeRO optimizer per group; the engine holds the active group's.
+"""HiFT's rotation on a DeepSpeed engine: one native ZeRO optimizer per group. The engine holds the active group's.
 
 Over 350 lines, since one class keeps the state that must change together: the engine's optimizer, counters and turn.
 """
@@ -74,7 +74,7 @@ class GroupSchedule:
         self.active = optimizer.active_group
         self.num_switches = 0
         self.switch_seconds = 0.0
-        """Seconds spent in switches so far, including copies; subtract `copy_seconds` to exclude them."""
+        """Seconds spent in switches so far, including copies. Subtract `copy_seconds` to exclude them."""
         layers = [layer for group in optimizer.groups for layer in group.layers]
         self._hooks = ModelHooks(
             model,
@@ -156,7 +156,7 @@ class GroupSchedule:
             mover.release()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the rotation to the position in a checkpoint; the engine's counters follow when it loads.
+        """Set the rotation to the position in a checkpoint. The engine's counters follow when it loads.
 
         Args:
             state: Result of `Rotation.state` in the saved run.
@@ -199,7 +199,7 @@ class GroupSchedule:
             self._hooks.activate(self.optimizer.weights_of(self.active), self._note_gradient)
 
     def destroy(self) -> None:
-        """Remove the inactive groups' hooks from the model; the engine itself destroys the active group's optimizer."""
+        """Remove the inactive groups' hooks from the model. The engine itself destroys the active group's optimizer."""
         self.settle()
         for group, child in self.children.items():
             if group != self.active:
@@ -325,7 +325,7 @@ class GroupSchedule:
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """Check that the ranks have the same gradients to sum; DeepSpeed would hang, or sum different ones."""
+        """Check that the ranks have the same gradients to sum. DeepSpeed would hang, or sum different ones."""
         self._has_run = True
         if self.stage < 3 and not self._is_reached_now:
             self.children[self.active].setup_buckets()  # DeepSpeed does so at the first gradient, and always needs it
@@ -354,7 +354,7 @@ class GroupSchedule:
         return result
 
     def _skip(self) -> None:
-        """Skip a step whose group has no gradient on any rank; the engine counts it as skipped."""
+        """Skip a step whose group has no gradient on any rank. The engine counts it as skipped."""
         engine, rotation = self.engine, self.optimizer.rotation
         rotation.warn_of_skip(self.optimizer.groups)
         rotation.skip(scheduled_lr(self.optimizer.param_groups))

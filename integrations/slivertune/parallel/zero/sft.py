@@ -73,7 +73,7 @@ def initialize(sft: SFT, config: dict[str, Any], arguments: dict[str, Any]) -> t
 
 @contextmanager
 def _built_over_placeholder(sft: SFT, config: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, list[Any]]]:
-    """Build the engine over the placeholder in the block, and append it to the list; it steps SFT afterwards."""
+    """Build the engine over the placeholder in the block, and append it to the list. It steps SFT afterwards."""
     stage = check_sft_config(config)
     made: list[Any] = []
 

@@ -33,7 +33,7 @@ class ShareFragment(NamedTuple):
 
 
 def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list[ShareFragment]]:
-    """List the fragments of this rank's masters, one list per master; no fragment holds padding.
+    """List the fragments of this rank's masters, one list per master. No fragment holds padding.
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
@@ -94,7 +94,7 @@ def clear_padding(optimizer: Any) -> None:
 
 
 class SavedShares:
-    """All ranks' files of a checkpoint; tensors are read on use.
+    """All ranks' files of a checkpoint. Tensors are read on use.
 
     Args:
         folder: Folder of the checkpoint.
@@ -166,7 +166,7 @@ class SavedShares:
         return state
 
     def whole(self, group: int, name: str, shape: Sequence[int]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Assemble a parameter's fp32 weight and its state; see `fill`.
+        """Assemble a parameter's fp32 weight and its state. See `fill`.
 
         Args:
             group: Index of the parameter's group.

@@ -15,7 +15,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 NAME = "deepspeed_shm_comm"
 STALE_SECONDS = 15 * 60
-"""Age in seconds from which a lock counts as stale; a build takes one to a few minutes."""
+"""Age in seconds from which a lock counts as stale. A build takes one to a few minutes."""
 
 
 def build_folder() -> Path:

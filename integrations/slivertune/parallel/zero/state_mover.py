@@ -27,7 +27,7 @@ from slivertune.hift.piece import Weight
 from slivertune.parallel.zero.deepspeed_internals import call_before_reading, link_fragments, unlink_fragments
 
 _Key = tuple[int, str]
-"""Index of a master, and the name of a state of it; "" is the master itself."""
+"""Index of a master, and the name of a state of it. The name "" is the master itself."""
 
 
 class StateMover:
@@ -49,7 +49,7 @@ class StateMover:
         self._leaving: list[torch.Tensor] = []
         """Device memory that has been copied once the event `_left` is reached."""
         self._left: Event = None
-        """Event of the copies to the host; None if the host knows that they are complete."""
+        """Event of the copies to the host. None if the host knows that they are complete."""
         self._arrived: Event = None
         """Event of the copies to the device."""
         self.copy_seconds = 0.0
@@ -69,7 +69,7 @@ class StateMover:
         return list(self._optimizer.single_partition_of_fp32_groups)
 
     def to_host(self) -> None:
-        """Offload masters and state to host memory; new ones get a buffer there.
+        """Offload masters and state to host memory. New ones get a buffer there.
 
         Their device memory stays allocated until `release`.
         """
@@ -99,7 +99,7 @@ class StateMover:
         self._arrived = None
 
     def release(self) -> None:
-        """Free the device memory of offloaded masters and state; later computation waits for their copies."""
+        """Free the device memory of offloaded masters and state. Later computation waits for their copies."""
         if self._leaving:
             self._streams.compute_after(self._left)
             self._leaving = []
@@ -169,14 +169,14 @@ class StateMover:
             self._left, self._leaving = None, []
 
     def follow_weights(self) -> None:
-        """Update masters from weights that were written by others, on host or device; see `refresh_master`."""
+        """Update masters from weights that were written by others, on host or device. See `refresh_master`."""
         self.wait()
         for master, weights in zip(self._masters, self._shares(), strict=True):
             if master.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
                 refresh_master(master.data, weights.detach().to(master.device))
 
     def drop_gradients(self) -> None:
-        """Free the memory of stage 3's flat gradient; its many views stay valid."""
+        """Free the memory of stage 3's flat gradient. Its many views stay valid."""
         flat = self._flat_gradient()
         if flat is not None:
             flat.untyped_storage().resize_(0)

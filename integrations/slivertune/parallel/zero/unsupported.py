@@ -165,7 +165,7 @@ def check_engine_optimizer(name: str) -> None:
 
 
 def fill_clipping(config: dict[str, Any]) -> None:
-    """Turn clipping off if the config does not mention it, and warn; DeepSpeed would silently clip at norm 1.0.
+    """Turn clipping off if the config does not mention it, and warn. DeepSpeed would silently clip at norm 1.0.
 
     Args:
         config: The config; changed in place.

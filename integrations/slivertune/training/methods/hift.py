@@ -29,7 +29,7 @@ RATE_HINT = (
     "Start the search at the rate of dense fine-tuning, and try {others} of it"
 )
 EMBEDDED_LAYERS_PER_GROUP = 4
-"""Layers per group on the embedded model, which has eight layers; docs/evidence.md, "Reasons for the defaults"."""
+"""Layers per group on the embedded model, which has eight layers. See docs/evidence.md, "Reasons for the defaults"."""
 SCHEDULE = ("layers_per_group", "steps_per_group", "order")
 """Settings that decide which group each update trains."""
 
@@ -61,7 +61,10 @@ class HiFTMethod(SliverMethod):
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the layers per group and their best rate; on the language reference, a length of equal CPU time."""
+        """Return the layers per group and their best rate.
+
+        On the language reference, also return a length of equal CPU time.
+        """
         layers_per_group = given.get("layers_per_group", EMBEDDED_LAYERS_PER_GROUP)
         # For a share and `auto`, take the rate of the default.
         number = layers_per_group if isinstance(layers_per_group, int) else EMBEDDED_LAYERS_PER_GROUP
@@ -154,7 +157,7 @@ class HiFTMethod(SliverMethod):
         }
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """Return the settings that decide memory; bf16 weights have fp32 master weights unless `--master none`."""
+        """Return the settings that decide memory. Weights in bf16 have fp32 master weights unless `--master none`."""
         settings = {name: getattr(self.options, name) for name in NAMED_ALIKE}
         settings["layers_per_group"] = 1 if self.options.layers_per_group == "auto" else self.options.layers_per_group
         settings["layers"] = None if self.options.layers is None else tuple(self.options.layers)
@@ -200,14 +203,14 @@ class HiFTMethod(SliverMethod):
         return [RATE_HINT.format(groups=self.optimizer.num_groups, rate=learning_rate, others=others)]
 
     def settings(self) -> dict[str, Any]:
-        """Return HiFT's settings and the number of groups; `weights`, a dtype in results, becomes `weights_place`."""
+        """Return HiFT's settings and the number of groups. `weights`, a dtype in results, becomes `weights_place`."""
         given = self.values()
         given["weights_place"] = given.pop("weights")
         return {**given, "num_groups": self.optimizer.num_groups}
 
 
 def _usable_bytes(card: Card, asked: str | None) -> int:
-    """Return the memory of a named card in bytes; for the card here, the memory that other processes leave free."""
+    """Return the memory of a named card in bytes, or for the card here the memory that other processes leave free."""
     if asked is not None:
         return card.memory_bytes
     return usable_bytes()

@@ -1,4 +1,4 @@
-"""`--method lora`: trains small adapters beside frozen weights, by PEFT (Hu et al., 2021; QLoRA with 4-bit weights)."""
+"""`--method lora`: trains small adapters beside frozen weights, by PEFT (Hu et al., 2021), or 4-bit weights (QLoRA)."""
 
 import warnings
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _HEADS = frozenset(("classifier", "score"))
 
 
 class LoraMethod(TrainingMethod):
-    """LoRA by PEFT; checkpoints and the final model hold the adapter alone.
+    """LoRA by PEFT. Checkpoints and the final model hold the adapter alone.
 
     Adapters, and new modules such as a classifier's head, are held in fp32, whatever the dtype of the frozen weights.
     Under autocast, their inputs are not cast to fp32 first: that would change nothing and keep a copy per adapter.

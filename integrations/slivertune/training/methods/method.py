@@ -21,7 +21,7 @@ from slivertune.training.ranks.processes import save_whole_model
 from slivertune.training.tasks.task import Task
 
 FEWEST_UPDATES_A_LINE = 8
-"""Minimum number of updates per line of the log and of the memory ledger; shorter cycles share a line."""
+"""Minimum number of updates per line of the log and of the memory ledger. Shorter cycles share a line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,15 +29,15 @@ class Saved:
     """The results that a run saves, besides its checkpoints."""
 
     model_folder: Path | None
-    """Folder `model` of the run: the trained model without optimizer state; None if only deltas are saved."""
+    """Folder `model` of the run: the trained model without optimizer state. None if only deltas are saved."""
     delta_folder: Path | None = None
     """Folder `delta` of the run: SFT's deltas."""
     merge_command: tuple[str, ...] | None = None
-    """Command that makes a model from the deltas; None if the model is saved."""
+    """Command that makes a model from the deltas. None if the model is saved."""
 
 
 class TrainingMethod:
-    """A training method; a subclass overrides the parts that differ from the stock Trainer.
+    """A training method. A subclass overrides the parts that differ from the stock Trainer.
 
     Class attributes define the command line and its help, so they are read before an instance exists. An instance is
     made from its options. Its methods are then called in this order: `check`, `follow` if the run is resumed, `facts`,
@@ -50,7 +50,7 @@ class TrainingMethod:
     about: ClassVar[MethodOptions]
     """Name of the method, and the options that it alone reads."""
     requires: ClassVar[str | None] = None
-    """Library that the method needs, by its name for import and pip; None if it needs no further one."""
+    """Library that the method needs, by its name for import and pip. None if it needs no further one."""
     bf16_use: ClassVar[Bf16Use] = "autocast"
     """Meaning of `--bf16`."""
     takes_4bit: ClassVar[bool] = False
@@ -73,12 +73,12 @@ class TrainingMethod:
         return self.about.name
 
     def values(self) -> dict[str, Any]:
-        """Return the values of the method's options by name; plain JSON."""
+        """Return the values of the method's options by name, as plain JSON."""
         return self.about.values(self.options)
 
     @classmethod
     def preset_values(cls, typed: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a preset of the method, which typed ones replace; none by default.
+        """Return the values of a preset of the method, which typed ones replace. By default there are none.
 
         Args:
             typed: Values that the user typed, by name.
@@ -111,11 +111,11 @@ class TrainingMethod:
         return False
 
     def facts(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must share with the first, besides the method's name; plain JSON."""
+        """Return as plain JSON the settings that a resumed run must share with the first, besides the method's name."""
         return {}
 
     def follow(self, facts: Mapping[str, Any], given: frozenset[str]) -> None:
-        """Copy settings that were not typed from the checkpoint of a resumed run; does nothing by default.
+        """Copy settings that were not typed from the checkpoint of a resumed run. By default it does nothing.
 
         Args:
             facts: Facts that the checkpoint carries.
@@ -123,7 +123,7 @@ class TrainingMethod:
         """
 
     def settle(self, request: Callable[[], PlanRequest], config: PreTrainedConfig, say: Callable[[str], None]) -> None:
-        """Choose the values of automatic settings, before `attach`; does nothing by default.
+        """Choose the values of automatic settings, before `attach`. By default it does nothing.
 
         Args:
             request: Function that returns the plan request of the run.
@@ -218,7 +218,7 @@ class TrainingMethod:
         return []
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that affect the results; plain JSON."""
+        """Return the settings that affect the results, as plain JSON."""
         return {}
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
@@ -249,7 +249,7 @@ class SliverMethod(TrainingMethod):
     """
 
     trainer_method: ClassVar[tuple[type, TrainerMethod] | None] = None
-    """Settings class and Trainer integration of another package's optimizer; `slivertune.attach` knows them once the
+    """Settings class and Trainer integration of another package's optimizer. `slivertune.attach` knows them once the
     method is registered."""
     momentum: float = 0.0
     """Momentum of SM3, in [0, 1)."""

@@ -29,7 +29,7 @@ _TRAINER_LOG = logging.getLogger(Trainer.__module__)
 
 
 class SFTMethod(SliverMethod):
-    """SFT as the Trainer's optimizer. Whole weights hold the sums; 4-bit and sharded weights have separate deltas.
+    """SFT as the Trainer's optimizer. Whole weights hold the sums. 4-bit and sharded weights have separate deltas.
 
     A checkpoint's weights are the sums, or the unchanged weights. Its optimizer state has the deltas, the pretrained
     values and an open estimation phase.
@@ -51,12 +51,12 @@ class SFTMethod(SliverMethod):
 
     @property
     def _is_merged(self) -> bool:
-        """Whether the weights hold the sums; 4-bit and sharded weights don't."""
+        """Whether the weights hold the sums. 4-bit and sharded weights don't."""
         return not self._has_4bit and not self._is_sharded
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a density and its best rate: for AdamW, of 1e-3, 4e-3 and 8e-3; for SM3, of 1e-2 to 1e-1."""
+        """Return a density and its best rate: for AdamW of 1e-3, 4e-3 and 8e-3, for SM3 of 1e-2 to 1e-1."""
         defaults = {"learning_rate": 1e-1 if given.get("selection") == "momentum" else 8e-3}
         if given.keys().isdisjoint(("density", "num_weights", "equivalent_lora_rank")):
             defaults["density"] = EMBEDDED_DENSITY
@@ -104,7 +104,7 @@ class SFTMethod(SliverMethod):
         return {"sft": self.values()}
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """Return all settings; a plan has each under the same name."""
+        """Return all settings. A plan has each under the same name."""
         values = self.values()
         names = values["sft_target_modules"]
         return {**values, "sft_target_modules": None if names is None else tuple(names)}
@@ -159,7 +159,7 @@ class SFTMethod(SliverMethod):
         return "sft_sm3" if self.options.selection == "momentum" else "sft_adamw"
 
     def claim_state(self) -> None:
-        """Claim positions, deltas, pretrained values and moments; the deltas are also model parameters."""
+        """Claim positions, deltas, pretrained values and moments. The deltas are also model parameters."""
         self.optimizer.claim_state()
 
     def logging_steps(self) -> int:
@@ -201,7 +201,7 @@ class SFTMethod(SliverMethod):
         )
 
     def close(self) -> None:
-        """Detach SFT from the model; weights that hold the sums keep the deltas."""
+        """Detach SFT from the model. Weights that hold the sums keep the deltas."""
         _TRAINER_LOG.removeFilter(is_not_about_codes)
         if self._attached is not None:
             self._attached.detach(merge=self._is_merged)

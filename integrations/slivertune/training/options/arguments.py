@@ -15,7 +15,7 @@ LedgerUse = Literal["every_cycle", "first_cycles", "off"]
 WeightsDtype = Literal["auto", "fp32", "bf16"]
 SampleBy = Literal["line", "paragraph", "document"]
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "question_answer"]
-"""Format of the rows of chat or instruction data; see `slivertune.training.data.formats`."""
+"""Format of the rows of chat or instruction data. See `slivertune.training.data.formats`."""
 
 
 def enum_value(value: Any) -> str:
@@ -48,12 +48,12 @@ class RunArguments:
     transformers does."""
     keep_activations: Annotated[NumKept | None, Spelling(value_name="N|auto", read=integer_or_auto)] = None
     """With --gradient_checkpointing: number of blocks, from the top, that keep their activations and are not
-    recomputed; auto (one CUDA device): as many as fit in memory. Results are the same to the bit."""
+    recomputed. auto (one CUDA device) takes as many as fit in memory. Results are the same to the bit."""
     offload_activations: bool = False
     """With --gradient_checkpointing: offload the inputs of blocks to host memory from the forward to the backward, for
     long sequences. Results are the same to the bit."""
     token_tile_size: Annotated[int | None, Spelling(value_name="N")] = None
-    """Tokens per tile in which MLPs and norms process long batches, such as 8192; the backward recomputes each tile. By
+    """Tokens per tile in which MLPs and norms process long batches, such as 8192. The backward recomputes each tile. By
     default batches are not tiled."""
     non_finite_limit: int = 10
     """Stop after this many updates in a row with a loss or gradient that is not finite."""
@@ -61,11 +61,12 @@ class RunArguments:
     """Stop after this many evaluations in a row that are no better than the best. Needs --eval_strategy, and
     --load_best_model_at_end or --metric_for_best_model."""
     report: bool = True
-    """At the end, draw the run's log into report.png in --output_dir, as slivertune report does; needs matplotlib."""
+    """At the end, draw the run's log into report.png in --output_dir, as slivertune report does. This needs
+    matplotlib."""
     sample_tokens: int = 160
-    """Tokens per sample written before and after training; 0 writes none."""
+    """Tokens per sample written before and after training. 0 writes none."""
     sample_prompt: str | None = None
-    """Prompt of the samples; by default the beginning of an evaluation row."""
+    """Prompt of the samples. By default the beginning of an evaluation row."""
 
     def __post_init__(self) -> None:
         if self.non_finite_limit < 1:
@@ -88,14 +89,14 @@ class ModelArguments:
     """Options for the model that is fine-tuned."""
 
     model_name_or_path: Annotated[str | None, Spelling(aliases=("model",), value_name="NAME")] = None
-    """Hub id or local folder of the model; by default a small byte-level Llama made on this machine."""
+    """Hub id or local folder of the model. By default a small byte-level Llama made on this machine."""
     model_revision: str | None = None
-    """Branch, tag or commit of a hub model; its main branch by default."""
+    """Branch, tag or commit of a hub model. Its main branch by default."""
     weights_dtype: WeightsDtype = "auto"
-    """Dtype in which weights are stored. auto with hift and sft: bf16 under --bf16 (hift: with fp32 master weights, see
-    --master; sft: with fp32 deltas), else the checkpoint's dtype, with fp16 read as bf16. auto with dense: fp32, and
-    --bf16 means autocast. auto with lora, and sft over 4 bits: frozen weights in bf16 under --bf16, else fp32; adapters
-    and deltas always in fp32."""
+    """Dtype in which weights are stored. auto with hift and sft: bf16 under --bf16 (with fp32 master weights for hift,
+    see --master, and fp32 deltas for sft), else the checkpoint's dtype, with fp16 read as bf16. auto with dense: fp32,
+    and --bf16 means autocast. auto with lora, and sft over 4 bits: frozen weights in bf16 under --bf16, else fp32.
+    Adapters and deltas are always in fp32."""
     load_in_4bit: bool = False
     """Lora, sft: store the frozen linear layers of the blocks in 4 bits (bitsandbytes NF4 with double quantisation).
     With --method lora, this is QLoRA. With --method sft, deltas are stored apart from the codes, and --output_dir holds
@@ -113,10 +114,10 @@ class TokenArguments:
     """
 
     token_ratio: float | None = None
-    """Share of each sequence's positions that carry gradient, in (0, 1]; the others are only read (TokenTune, with any
+    """Share of each sequence's positions that carry gradient, in (0, 1]. The others are only read (TokenTune, with any
     method). Off by default."""
     token_pattern: Pattern | None = None
-    """Pattern of these positions: drawn one by one, in chunks, or as one block; by default chunks for causal language
+    """Pattern of these positions: drawn one by one, in chunks, or as one block. By default chunks for causal language
     models and random for others."""
 
     def __post_init__(self) -> None:
@@ -135,7 +136,7 @@ class DataArguments:
     """
 
     dataset: Annotated[list[str] | None, Spelling(words=PartedPaths)] = None
-    """Hub dataset id, local csv, tsv, json, jsonl, txt or parquet file, or folder of such files; with --task causal_lm
+    """Hub dataset id, local csv, tsv, json, jsonl, txt or parquet file, or folder of such files. With --task causal_lm
     also several, each in its own format. builtin:dates (default) and builtin:python-reference need no network."""
     dataset_weights: list[float] | None = None
     """Share of the training rows from each of several datasets, such as 0.7 0.3. Rows are drawn with the seed until
@@ -152,42 +153,42 @@ class DataArguments:
     dataset_config: str | None = None
     """Configuration of a hub dataset, e.g. sst2 of nyu-mll/glue."""
     dataset_cache_dir: str | None = None
-    """Cache folder of prepared data; that of the datasets library by default."""
+    """Cache folder of prepared data. By default that of the datasets library."""
     column_names: Annotated[list[str] | None, Spelling(words=PartedTexts)] = None
     """Column names of a csv or tsv file without a header line, in order."""
     sample_by: SampleBy = "line"
     """Text in a row of a txt file: a line, a paragraph (up to a blank line), or the file."""
     train_split: str = "train"
-    """Split to train on; slices such as train[:1000] work."""
+    """Split to train on. Slices such as train[:1000] work."""
     eval_split: str | None = None
-    """Split to evaluate on; without it and --eval_file, --eval_fraction is held out."""
+    """Split to evaluate on. Without it and --eval_file, --eval_fraction is held out."""
     eval_file: Annotated[str | None, Spelling(value_name="FILE")] = None
     """A local file to evaluate on, in any of the formats."""
     eval_fraction: float = 0.1
     """Fraction of the training rows held out for evaluation, drawn with the seed."""
     task: Annotated[str, Spelling(choices=TASK_OPTIONS)] = "causal_lm"
-    """Causal_lm: language modelling; classification: a classifier head; prompt_classification: a language model scores
-    label words inside a template."""
+    """Task to train for: causal_lm (language modelling), classification (a classifier head), or prompt_classification
+    (a language model scores label words inside a template)."""
     text_column: str | None = None
-    """Column of texts; guessed when unambiguous."""
+    """Column of texts. It is guessed when unambiguous."""
     text_pair_column: str | None = None
     """Column of second texts, for sentence pairs."""
     prompt_column: str | None = None
-    """Column of prompts; carries no loss, and needs --response_column."""
+    """Column of prompts. It carries no loss, and needs --response_column."""
     response_column: str | None = None
-    """Column of responses, which alone carry the loss; needs --prompt_column."""
+    """Column of responses, which alone carry the loss. It needs --prompt_column."""
     response_separator: str = "\n"
     """Text between a prompt and its response."""
     label_column: str | None = None
-    """Column of class labels, integers or words; by default `label` if it exists."""
+    """Column of class labels, integers or words. By default `label` if it exists."""
     template: str | None = None
     """Prompt with {column} placeholders and {mask} for the label word: '{sentence} It was {mask} .'"""
     label_words: str | None = None
     """Words for the labels, in the labels' sorted order (terrible,great) or named (0=terrible,1=great)."""
     max_length: int | None = None
-    """Maximum tokens per row; by default 1024, or less if the model or tokenizer takes less."""
+    """Maximum tokens per row. By default 1024, or less if the model or tokenizer takes less."""
     packing: bool = False
-    """Concatenate rows and cut blocks of --max_length; otherwise rows are padded."""
+    """Concatenate rows and cut blocks of --max_length. Otherwise rows are padded."""
     truncate: bool = False
     """Cut rows longer than --max_length, and say how many, in place of an error."""
     skip_empty_rows: bool = False
@@ -197,7 +198,7 @@ class DataArguments:
     max_eval_samples: int | None = None
     """Use at most this many evaluation rows of each dataset."""
     preprocessing_num_workers: int | None = None
-    """Number of processes that tokenise; by default only the main process."""
+    """Number of processes that tokenise. By default only the main process."""
 
     def __post_init__(self) -> None:
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):

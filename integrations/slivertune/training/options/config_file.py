@@ -30,7 +30,7 @@ class Setting:
 
     key: str
     value: Value
-    """Value as written; None for `null`."""
+    """Value as written. None for `null`."""
     place: str
     """File name, and the line if it is known, for errors."""
 
@@ -44,7 +44,7 @@ _Loader.add_implicit_resolver(f"{_TAG}float", _LOWERCASE_EXPONENT, list("-+.0123
 
 
 def _integer(text: str) -> int | str:
-    """Parse an integer; return the text of one with too many digits, which the option's check then refuses."""
+    """Parse an integer. Return the text of one with too many digits, which the option's check then refuses."""
     try:
         return int(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`slivertune train --help`: our options and the Trainer's common ones; with `all`, every option."""
+"""`slivertune train --help`: our options and the Trainer's common ones. With `all`, it shows every option."""
 
 import argparse
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ class PrintHelp(argparse.Action):
 
 
 def common_options() -> dict[str, Option]:
-    """Return the options that `--help` shows, by name and in its order; imports no torch."""
+    """Return the options that `--help` shows, by name and in its order. This imports no torch."""
     return {option.name: option for _, options in _groups() for option in options}
 
 

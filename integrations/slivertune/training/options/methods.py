@@ -1,4 +1,4 @@
-"""Names of the methods of `slivertune train`, and the options that each alone reads; imports no torch."""
+"""Names of the methods of `slivertune train`, and the options that each alone reads. It imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,11 +21,11 @@ class MethodOptions:
     """The name of a method, and the options that it alone reads."""
 
     name: str
-    """Name after `--method`; also the default folder of its runs."""
+    """Name after `--method`. It is also the default folder of its runs."""
     help: str
     """Description in one clause, for `--help`."""
     options_class: type = NoOptions
-    """Dataclass whose fields are the options; a field's docstring is its help text."""
+    """Dataclass whose fields are the options. A field's docstring is its help text."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Names of options by the fields of `options_class`, where the two differ. None: the field is no option."""
 
@@ -45,7 +45,7 @@ class MethodOptions:
         return self.options_class(**{item: values[name] for item, name in self._named() if name in values})
 
     def values(self, options: Any) -> dict[str, Any]:
-        """Return the values of options by name; plain JSON.
+        """Return the values of options by name, as plain JSON.
 
         Args:
             options: Instance of `options_class`.
@@ -68,7 +68,8 @@ class HiFTOptions(HiFTConfig):
     """paper sets the paper's schedule (--layers_per_group 1 --steps_per_group 1 --order bottom2up), except for options
     that are given as well."""
     gpu: Annotated[str | None, Spelling(value_name="NAME")] = None
-    """GPU for which --layers_per_group auto chooses, by default this machine's; a name as slivertune plan takes it."""
+    """GPU for which --layers_per_group auto chooses, by default this machine's. The name is one that slivertune plan
+    takes."""
 
     def config(self, seed: int) -> HiFTConfig:
         """Return the settings as a `HiFTConfig`.
@@ -85,7 +86,7 @@ class SFTOptions(SFTConfig):
     """Options of `--method sft`: those of `SFTConfig`, and the momentum of SM3."""
 
     momentum: float = 0.0
-    """Momentum of SM3, in [0, 1); only with `selection=momentum`."""
+    """Momentum of SM3, in [0, 1), only with `selection=momentum`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -113,11 +114,11 @@ class LoraOptions:
     lora_rank: int = 16
     """Rank r of an adapter's two matrices."""
     lora_alpha: int | None = None
-    """Numerator of the adapters' scale alpha / rank; twice the rank by default."""
+    """Numerator of the adapters' scale alpha / rank. By default twice the rank."""
     lora_dropout: float = 0.0
     """Dropout on an adapter's input, in [0, 1)."""
     lora_target_modules: list[str] | None = None
-    """Names of the modules that get an adapter, e.g. q_proj v_proj; by default PEFT's all-linear, every linear layer
+    """Names of the modules that get an adapter, e.g. q_proj v_proj. By default PEFT's all-linear, every linear layer
     but the head."""
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ class TrainArguments:
 
 
 def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | None = None) -> TrainArguments:
-    """Read and check the arguments of `slivertune train`; `--help` prints them and exits.
+    """Read and check the arguments of `slivertune train`. `--help` prints them and exits.
 
     Args:
         argv: Words after `slivertune train`: an optional config file, which the first process reads, then options.

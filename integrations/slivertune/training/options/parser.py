@@ -54,7 +54,7 @@ class _TrainParser(OptionParser, HfArgumentParser):
     other_words = _OTHER_WORDS
 
     def add_argument(self, *names: Any, **options: Any) -> Any:
-        """Add an option; allow several trackers, commas in lists, and switches without a value.
+        """Add an option, and allow several trackers, commas in lists, and switches without a value.
 
         For a field that is a text or a list, HfArgumentParser takes one word. A switch with default None needs a value.
         """

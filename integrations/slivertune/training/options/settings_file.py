@@ -26,7 +26,7 @@ _LEFT_OUT = """
 
 
 _LONGEST_NUMBER = 20
-"""Length in digits from which a text is not written as a number; Python can't parse thousands of digits."""
+"""Length in digits from which a text is not written as a number. Python can't parse thousands of digits."""
 
 
 def write_settings(arguments: TrainArguments, path: Path) -> None:

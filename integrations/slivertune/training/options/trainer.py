@@ -1,4 +1,4 @@
-"""The Trainer's options that people set, as `slivertune train --help` shows them; imports no torch."""
+"""The Trainer's options that people set, as `slivertune train --help` shows them. It imports no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -21,7 +21,7 @@ class CommonOptions:
     gradient_accumulation_steps: int = 1
     """Forwards and backwards per update."""
     warmup_steps: float = 0
-    """Warmup updates; below 1, their share of all updates."""
+    """Warmup updates. A value below 1 is their share of all updates."""
     lr_scheduler_type: str = "linear"
     """Schedule of the learning rate: linear, cosine, constant, constant_with_warmup, ..."""
     optim: str = "adamw_torch_fused"
@@ -29,29 +29,29 @@ class CommonOptions:
     weight_decay: float = 0.0
     """Weight decay of all weights except norms and biases."""
     max_grad_norm: float = 1.0
-    """Maximum norm to which gradients are clipped; 0 turns clipping off."""
+    """Maximum norm to which gradients are clipped. 0 turns clipping off."""
     seed: int = 42
     """Seed of the data order, dropout and all other random choices."""
     bf16: bool = False
-    """Train in bfloat16; see --weights_dtype for its effect on each method."""
+    """Train in bfloat16. See --weights_dtype for its effect on each method."""
     gradient_checkpointing: bool | None = None
     """Store only each block's input, and recompute the block in the backward."""
     output_dir: str | None = None
-    """Folder of the run; by default runs/METHOD, or the first free one of runs/METHOD-2, -3, ...; its
+    """Folder of the run. By default runs/METHOD, or the first free one of runs/METHOD-2, -3, and so on. Its
     slivertune_run.yaml repeats the run."""
     resume_from_checkpoint: str | None = None
-    """Checkpoint folder to continue from; true: the newest complete checkpoint; auto: the newest complete checkpoint,
-    or a new run if there is none, so that one command both starts a run and continues it after a kill, in the same
-    folder (by default the newest of runs/METHOD). A finished run continues if max_steps or num_train_epochs was raised.
+    """Checkpoint folder to continue from. true takes the newest complete checkpoint. auto also takes it, or begins a
+    new run if there is none, so that one command both starts a run and continues it after a kill, in the same folder
+    (by default the newest of runs/METHOD). A finished run continues if max_steps or num_train_epochs was raised.
     Otherwise nothing is trained, and a line says so."""
     logging_strategy: Literal["no", "steps", "epoch"] = "steps"
     """Schedule of log lines."""
     logging_steps: float = 500
-    """Updates between two log lines; by default as said below (HiFT: a turn)."""
+    """Updates between two log lines. By default as said below (HiFT: a turn)."""
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
     """Schedule of evaluations, besides those before and after training."""
     eval_steps: float | None = None
-    """Updates between two evaluations; by default logging_steps."""
+    """Updates between two evaluations. By default logging_steps."""
     per_device_eval_batch_size: int = 8
     """Rows per forward of an evaluation."""
     save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
@@ -59,6 +59,6 @@ class CommonOptions:
     save_steps: float = 500
     """Updates between two checkpoints."""
     save_total_limit: int | None = None
-    """Checkpoints to keep; by default all."""
+    """Checkpoints to keep. By default all."""
     report_to: Annotated[str, Spelling(value_name="NAME ...")] = "none"
     """Trackers that receive the log: tensorboard, wandb, ..., all."""

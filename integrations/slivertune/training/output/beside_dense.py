@@ -48,7 +48,7 @@ def measure_dense(run: Run, console: Console) -> Trial | None:
         console: Console that shows the progress.
 
     Returns:
-        What was measured. None if the run is dense, of another model, on several ranks or a row of a comparison, if
+        Measured figures. None if the run is dense, of another model, on several ranks or a row of a comparison, if
         its memory is not measured, or if the dense run fails, which a line says.
     """
     arguments = run.arguments

@@ -51,7 +51,7 @@ class LaunchCoordinator:
         self.is_first = rank == 0
         """Whether this process prints, decides and writes."""
         self.name = "" if world_size == 1 else f" on rank {rank}"
-        """Suffix of error messages, such as " on rank 1"; empty for a single process."""
+        """Suffix of error messages, such as " on rank 1". It is empty for a single process."""
         self._local_rank = local_rank
         self._store = store
         self._stage = 0
@@ -105,7 +105,7 @@ class LaunchCoordinator:
         return do() if is_led else done
 
     def reach(self, stage: int) -> None:
-        """Record that this process has reached a stage: 1, its arguments are valid; 2, it is ready to train.
+        """Record that this process has reached a stage: 1 (its arguments are valid) or 2 (it is ready to train).
 
         Args:
             stage: Number of the stage.
@@ -146,7 +146,7 @@ class LaunchCoordinator:
             time.sleep(1.0)
 
     def _led(self, name: str, do: Callable[[], _Value], *, leads: bool, is_shared: bool) -> _Value:
-        """Call a function on one process while the others wait; if `is_shared`, return its result on all."""
+        """Call a function on one process while the others wait. If `is_shared`, return its result on all."""
         if not leads:
             has_succeeded, shared = self._wait_for(name)
             if not has_succeeded:

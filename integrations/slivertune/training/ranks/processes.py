@@ -80,7 +80,7 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
-    """Refuse bf16 under DeepSpeed without a GPU for it; the Trainer's own error gives advice that does not fit.
+    """Refuse bf16 under DeepSpeed without a GPU for it. The Trainer's own error gives advice that does not fit.
 
     Args:
         values: Values that the user typed, by name.

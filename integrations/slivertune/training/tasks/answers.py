@@ -33,7 +33,7 @@ def _likeliest(logits: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _right_answers(prediction: EvalPrediction) -> dict[str, float]:
-    """Compare what was likeliest after each token with the next label; int arrays of shape (rows, longest)."""
+    """Compare what was likeliest after each token with the next label, as int arrays of shape (rows, longest)."""
     labels = np.asarray(prediction.label_ids)[:, 1:]
     predicted = np.asarray(prediction.predictions)[:, :-1]
     is_answer = labels != IGNORED
