@@ -5,12 +5,39 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
 WORDS = ("What", "Those", "That", "Which", "Who", "Of", "Where", "How")
 WITH_SEMICOLONS = {"deltas/adapter_merge.py", "deltas/adapter_sums.py", "deltas/merge.py", "training/interruption.py"}
 """Files whose summaries have semicolons yet. No other file may join them."""
+PARTS = {
+    "AttributeError",
+    "ChunkedLossError",
+    "DamagedCheckpointError",
+    "SilentError",
+    "UnknownWeightError",
+    "UnsupportedStateError",
+    "UnusableRowError",
+}
+"""Errors whose message is a part of another one, which has the way out, or which nobody reads."""
+QUOTES = {"ending", "error", "not_text", "reason", "said", "text", "way_out"}
+"""Variables with sentences of another error, or with the way out."""
+WITHOUT_WAY_OUT = {
+    "core/output_place.py": (1, "cannot_write names it"),
+    "core/removed_settings.py": (1, "say_removed names it"),
+    "core/saved_state.py": (1, "a part of another message (describe_damage)"),
+    "core/transformers_internals.py": (1, "a part of the message on a row that the chat template refuses"),
+    "hift/gradient_placeholder.py": (1, "torch calls it, and no user does"),
+    "parallel/checkpoint/sidecar.py": (2, "a part of another message (describe_damage)"),
+    "parallel/zero/rank_file.py": (1, "a part of another message (describe_damage)"),
+    "planning/configs.py": (1, "a part of the message on figures that don't hold together"),
+    "planning/hift_run.py": (1, "a fault of the plan itself"),
+    "training/options/parser.py": (2, "names the page of help after a semicolon, as all errors of the parser do"),
+    "training/output/planned_update.py": (2, "a part of the note that the time is not planned"),
+}
+"""Files with messages of one sentence that are neither a rule (`must`) nor quote another error: number and reason."""
 MOST_TERMS = 25
 WITHOUT_COST = {"api", "architecture", "removed", "stability", "troubleshooting"}
 """Pages to look something up in: nobody pays for what stands there."""
@@ -154,6 +181,60 @@ def test_no_summary_of_a_docstring_has_a_semicolon(checkout: Path) -> None:
     read = sorted(files.keys() - WITH_SEMICOLONS)
     found = [f"{name}: {summary(text)}" for name in read for text in as_written(files[name]) if ";" in summary(text)]
     assert found == []
+
+
+def messages(source: str) -> Iterator[ast.expr]:
+    """Yield the texts of the errors that a file raises, except those that are a part of another message."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            name = ast.unparse(node.exc.func)
+            if name.endswith("Error") and name not in PARTS:
+                yield node.exc.args[0]
+
+
+def without_way_out(source: str) -> list[str]:
+    """Return the messages of a file that state a fact and no way out: one sentence that is no rule."""
+    found = []
+    for message in messages(source):
+        parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+        fields = [each for each in parts if isinstance(each, ast.FormattedValue)]
+        if not all(isinstance(each, (ast.FormattedValue, ast.Constant)) for each in parts):
+            continue  # a text that is made elsewhere
+        text = "".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in parts)
+        names = {node.id for each in fields if each.conversion < 0 for node in ast.walk(each) if _is_name(node)}
+        if not (re.search(r"[.?] +\S| must ", text) or names & QUOTES or " " not in text):
+            found.append(text)
+    return found
+
+
+def _is_name(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def test_each_error_has_a_way_out_or_stands_in_the_list_with_a_reason(checkout: Path) -> None:
+    package = checkout / "integrations" / "slivertune"
+    files = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
+    told = ((name, without_way_out(path.read_text(encoding="utf-8"))) for name, path in files.items())
+    found = {name: texts for name, texts in told if texts}
+    # A file that needs no reason any more leaves the list.
+    numbers = {name: len(texts) for name, texts in found.items()}
+    assert numbers == {name: number for name, (number, _) in WITHOUT_WAY_OUT.items()}, found
+
+
+@pytest.mark.parametrize(
+    ("raised", "is_found"),
+    [
+        ('ValueError(f"{path} is empty")', True),
+        ('ValueError(f"{path} is empty. Give a file with rows")', False),
+        ('ValueError(f"{name}={value} must be at least 1")', False),
+        ('ValueError(f"{path} can\'t be read: {error}")', False),
+        ('ValueError(f"{text!r} is no number")', True),
+        ('ValueError("it is empty" if rows else "there is none")', False),
+        ('UnusableRowError("nothing in a column")', False),
+    ],
+)
+def test_an_error_without_a_way_out_is_found(raised: str, is_found: bool) -> None:
+    assert bool(without_way_out(f"raise {raised}")) == is_found
 
 
 def test_a_summary_is_the_first_paragraph_of_a_docstring() -> None:

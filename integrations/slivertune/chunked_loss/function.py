@@ -153,7 +153,8 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"a bias of shape {tuple(bias.shape)} must have one number for each of {weight.shape[0]} classes"
+            f"a bias of shape {tuple(bias.shape)} must have one number for each of {weight.shape[0]} classes. Pass "
+            f"one of shape ({weight.shape[0]},)"
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(

@@ -133,7 +133,8 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         inner = find_transformers_model(model)
         if inner is None:
             raise ValueError(
-                f"{type(model).__name__} holds no transformers model (PreTrainedModel) to chunk the loss of"
+                f"{type(model).__name__} holds no transformers model (PreTrainedModel) to chunk the loss of. Attach "
+                "it to a causal language model of transformers"
             )
         if inner in _attached:
             raise RuntimeError(

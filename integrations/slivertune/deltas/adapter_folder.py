@@ -136,7 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from error
+        raise ValueError(f"{path} can't be read: {error}. Make it readable, or get it again") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no JSON object: it is damaged. Get the adapter again")
     return found

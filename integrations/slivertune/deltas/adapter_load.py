@@ -204,7 +204,10 @@ def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapt
         with quiet_peft():
             adapted: Any = PeftModel.from_pretrained(model, str(adapter.folder), ignore_mismatched_sizes=True)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{base} is not the base of {adapter.folder}: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"{base} is not the base of {adapter.folder}: {said}. Name the base that it was trained on"
+        ) from error
     _check_places(adapted, weights, adapter, base)
     held = {id(names[name]) for key in weights if (name := base_name(key)) in names}
     changed = [name for name, each, sha256 in before if id(each) not in held and hash_tensor(each) != sha256]
@@ -306,7 +309,10 @@ def _check_places(adapted: Any, weights: Mapping[str, torch.Tensor], adapter: Ad
     lost = sorted((held.keys() - weights.keys()) | (weights.keys() - state.keys()))
     if lost:
         more = f" and {len(lost) - _NUM_NAMED} more" if len(lost) > _NUM_NAMED else ""
-        raise ValueError(f"{wrong}: {', '.join(lost[:_NUM_NAMED])}{more} are in only one of the two")
+        raise ValueError(
+            f"{wrong}: {', '.join(lost[:_NUM_NAMED])}{more} are in only one of the two. Name the base that it was "
+            "trained on"
+        )
     other = [name for name in weights if not _is_same(state[name], weights[name])]
     if other:
         raise ValueError(

@@ -147,7 +147,10 @@ def _read(source: Source, number: int) -> DeltaFile:
         return source
     if isinstance(source, Mapping):
         return DeltaFile(deltas=dict(source), config={}, base={}, base_model_name=None, source=f"deltas {number}")
-    raise TypeError(f"deltas are folders or mappings of names to SparseDelta, not {type(source).__name__}")
+    raise TypeError(
+        f"deltas are folders or mappings of names to SparseDelta, not {type(source).__name__}. Name the folder that "
+        "save_pretrained wrote"
+    )
 
 
 def _is_plain(file: DeltaFile, name: str) -> bool:

@@ -28,12 +28,13 @@ class SparseDelta:
     def __post_init__(self) -> None:
         if self.indices.dtype != torch.int32 or self.values.dtype != torch.float32:
             raise ValueError(
-                f"a delta has int32 indices and float32 values, not {self.indices.dtype} and {self.values.dtype}"
+                f"a delta has int32 indices and float32 values, not {self.indices.dtype} and {self.values.dtype}. "
+                "Convert them first"
             )
         if self.indices.ndim != 1 or self.indices.shape != self.values.shape:
             raise ValueError(
                 f"a delta has as many values as indices, in one dimension, not shapes {tuple(self.values.shape)} and "
-                f"{tuple(self.indices.shape)}"
+                f"{tuple(self.indices.shape)}. Flatten both, and pass one value per index"
             )
         check_positions(self.indices, math.prod(self.shape))
 
@@ -55,17 +56,20 @@ def check_positions(indices: torch.Tensor, num_elements: int) -> None:
     """
     if num_elements >= INDEX_LIMIT:
         raise ValueError(
-            f"a tensor of {num_elements} elements exceeds the {INDEX_LIMIT - 1} that int32 positions reach"
+            f"a tensor of {num_elements} elements exceeds the {INDEX_LIMIT - 1} that int32 positions reach. Leave it "
+            "out"
         )
     if indices.numel() == 0:
         return
     if bool((indices[1:] <= indices[:-1]).any()):
-        raise ValueError("indices must be strictly increasing (sorted, none twice): the delta is damaged")
+        raise ValueError(
+            "indices must be strictly increasing (sorted, none twice): the delta is damaged. Use another copy of it"
+        )
     lowest, highest = int(indices[0]), int(indices[-1])
     if lowest < 0 or highest >= num_elements:
         raise ValueError(
             f"indices reach from {lowest} to {highest}, and the tensor has positions 0 to {num_elements - 1}: "
-            "the delta is damaged or of another model"
+            "the delta is damaged or of another model. Use that of this model"
         )
 
 
@@ -118,7 +122,10 @@ def sum_deltas(deltas: Sequence[SparseDelta]) -> tuple[SparseDelta, Overlap]:
     """
     shapes = {delta.shape for delta in deltas}
     if len(shapes) != 1:
-        raise ValueError(f"deltas of one tensor must have one shape, not {sorted(shapes)}: they are of other models")
+        raise ValueError(
+            f"deltas of one tensor must have one shape, not {sorted(shapes)}: they are of other models. Add deltas of "
+            "one model"
+        )
     first = deltas[0]
     if len(deltas) == 1:
         return SparseDelta(first.indices.cpu(), first.values.cpu(), first.shape), Overlap(first.num_weights, 0)

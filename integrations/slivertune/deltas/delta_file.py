@@ -221,7 +221,7 @@ def _base_tensor(path: Path, name: str, said: Mapping[str, Any]) -> BaseTensor:
         problem = f"tied_names {str(tied)[:60]!r}, it must be a list of names"
     else:
         return BaseTensor(dtype, sha256, tuple(tied))
-    raise DeltaFileError(f"{path}: {name!r} has {problem}")
+    raise DeltaFileError(f"{path}: {name!r} has {problem}. Get the file again from its source")
 
 
 def _check_fits(name: str, delta: SparseDelta, base: Mapping[str, torch.Tensor]) -> None:

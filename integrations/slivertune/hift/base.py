@@ -100,7 +100,10 @@ class BaseOptimizer:
         """
         refuse_class(type(optimizer))
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"{optimizer!r} must be an instance of torch.optim.Optimizer, built over the parameters")
+            raise TypeError(
+                f"{optimizer!r} must be an instance of torch.optim.Optimizer, built over the parameters. Pass a class "
+                "to HiFT(model, optimizer_class)"
+            )
         refuse_instance(optimizer)
         arguments = _arguments_of(optimizer)
         rebuilt = _rebuilt(optimizer, arguments)

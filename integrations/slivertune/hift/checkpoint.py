@@ -184,7 +184,9 @@ def check_weights(state: Mapping[str, WeightState], weights: Iterable[Weight], m
     known = {weight.name: weight for weight in weights}
     for name, values in state.items():
         if name not in known:
-            raise StateMismatchError(f"the saved state has {name}, which this model does not train")
+            raise StateMismatchError(
+                f"the saved state has {name}, which this model does not train. Train the parameters of the saved run"
+            )
         _check_weight(known[name], values, meter)
 
 

@@ -221,7 +221,7 @@ class HiFTConfig:
             return
         check_number("max_grad_norm", self.max_grad_norm)
         if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm!r} must be a number over 0, or None for no clipping")
+            raise ValueError(f"max_grad_norm={self.max_grad_norm!r} must be a number over 0. Use None for no clipping")
         if self.gradients == "stepped":
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm:g} needs the norm of all gradients before the first is stepped, "

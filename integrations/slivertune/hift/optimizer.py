@@ -677,7 +677,8 @@ class HiFT(CheckpointedSliver):
         """
         if self.rotation.steps:
             raise RuntimeError(
-                f"HiFT has made {self.rotation.steps} steps, and parameters can only be replaced before the first"
+                f"HiFT has made {self.rotation.steps} steps, and parameters can only be replaced before the first. "
+                "Call slivertune.prepare before it"
             )
         self._take_off()
         release(self._parameters_of_state(), self)

@@ -60,7 +60,10 @@ def read_section(section: Any) -> tuple[list[Setting], float]:
 def _setting(name: str, values: Any) -> Setting:
     kind = _SETTINGS[name]
     if values is not None and not isinstance(values, Mapping):
-        raise ValueError(f"{_SECTION}: {name}: {values!r} must be a mapping of fields of {kind.__name__}")
+        raise ValueError(
+            f"{_SECTION}: {name}: {values!r} must be a mapping of fields of {kind.__name__}. Write one field per line "
+            f"under {name}"
+        )
     setting: Setting = make_setting(kind, values or {}, f"{_SECTION}: {name}")
     return setting
 

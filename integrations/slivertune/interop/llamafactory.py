@@ -116,7 +116,7 @@ def _read(
         if name != "betas":
             check_number(f"{_PLACE}: {name}", value)
         elif not isinstance(value, Sequence) or len(value) != 2:
-            raise ValueError(f"{_PLACE}: betas={value!r} must be two numbers, as in betas: [0.9, 0.999]")
+            raise ValueError(f"{_PLACE}: betas={value!r} must be two numbers. Write them as in betas: [0.9, 0.999]")
         else:
             options[name] = tuple(value)
     return options, make_setting(kind, values, _PLACE, others=known)

@@ -23,6 +23,10 @@ def make_setting(kind: type[Any], fields: Mapping[str, Any], place: str, *, othe
     known = [field.name for field in dataclasses.fields(kind)]
     for field in fields:
         if field not in known:
-            ending = say_removed(str(field)) or did_you_mean(str(field), [*known, *others])
+            ending = (
+                say_removed(str(field))
+                or did_you_mean(str(field), [*known, *others])
+                or f". Use {', '.join([*known, *others])}"
+            )
             raise ValueError(f"{place}: {field} is no field of {kind.__name__}{ending}")
     return kind(**fields)

@@ -139,7 +139,10 @@ def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dic
             settings[key] = value
     zero = settings.get("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise ValueError(f"zero_optimization must be an object in the DeepSpeed config, not {str(zero)[:60]}")
+        raise ValueError(
+            f"zero_optimization must be an object in the DeepSpeed config, not {str(zero)[:60]}. Give its stage, as in "
+            '{"stage": 2}'
+        )
     _fill_sizes(zero, model)
     dtype = next(model.parameters()).dtype
     for name, own in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -159,9 +162,9 @@ def _read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} can't be read as JSON: {error}") from error
+        raise ValueError(f"{name} can't be read as JSON: {error}. Pass a dictionary or a JSON file") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{name} must be a JSON object, not {str(settings)[:60]}")
+        raise ValueError(f"{name} must be a JSON object, not {str(settings)[:60]}. Write its settings by name")
     return settings
 
 

@@ -253,7 +253,9 @@ class PlanArguments:
             other = "--layers_per_group auto" if self.chooses_layers else "--sweep"
             raise ValueError(f"--max {name} is one question, and {other} another. Ask one at a time")
         if self.min_seq_length is not None:
-            raise ValueError(f"--min_seq_length {self.min_seq_length} is for the search of --fit, not for --max")
+            raise ValueError(
+                f"--min_seq_length {self.min_seq_length} is for the search of --fit, not for --max. Leave it out"
+            )
 
     def _check_compare(self) -> None:
         for name in sorted(DECIDED_BY_COMPARISON.intersection(self.given)):

@@ -78,7 +78,7 @@ def _sound(request: PlanRequest, config: Any) -> torch.Tensor:
     if config.model_type != "whisper":
         raise ValueError(
             f"the sound that a {config.model_type!r} takes has no plan, only that of 'whisper', whose encoder takes a "
-            "spectrogram of a fixed length"
+            "spectrogram of a fixed length. Plan a model of that type"
         )
     # Two convolutions precede the encoder's positions. One has stride 2, so the input is twice as long.
     shape = (request.batch_size, config.num_mel_bins, 2 * config.max_source_positions)

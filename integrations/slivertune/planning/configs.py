@@ -145,7 +145,7 @@ def _read_config(file: Path) -> PreTrainedConfig:
     try:
         figures = json.loads(file.read_text(encoding="utf-8"), object_hook=_as_float)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} can't be read as JSON: {error}") from error
+        raise ValueError(f"{file} can't be read as JSON: {error}. Repair the file, or get it again") from error
     if not isinstance(figures, dict) or not isinstance(figures.get("model_type"), str):
         made_by = figures.get("_class_name") if isinstance(figures, dict) else None
         raise ValueError(
@@ -179,8 +179,10 @@ def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
         config: PreTrainedConfig = type(kinds).from_dict(figures)
     # Every model type checks its figures in its own way.
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{name}: the figures of this {kind!r} don't hold together: {reason}") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"{name}: the figures of this {kind!r} don't hold together: {reason}. Correct them, or get the file again"
+        ) from error
     return config
 
 

@@ -102,7 +102,10 @@ def find_largest(
         index = _next(known, low, high, limits)
         low, high = (index, high) if fits(index) else (low, index)
     if low == _MOST_STEPS:
-        raise ValueError(f"{field} {low * step:,} still fits {describe_limits(limits)}; --max found no bound")
+        raise ValueError(
+            f"{field} {low * step:,} still fits {describe_limits(limits)}, so --max found no bound. Plan with a "
+            f"{field} of your choice"
+        )
     after = known.get(high)
     return Largest(
         field=field,

@@ -85,7 +85,9 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any], oldest: int) ->
         floats = dict.fromkeys(("sum", "sum_of_squares"), (extent, weight.phi.dtype))
         _check_tensors(f"{name}'s estimate", estimate, {"indices": (extent, torch.int32), **floats})
         if not is_count(estimate.get("num_steps")):
-            raise StateMismatchError(f"the saved state of {name} is damaged: its estimate has no number of updates")
+            raise StateMismatchError(
+                f"the saved state of {name} is damaged: its estimate has no number of updates. Use another checkpoint"
+            )
     try:
         for each in (state, *estimates):
             check_positions(each["indices"], target.num_elements)

@@ -51,7 +51,10 @@ class Schedule:
             ValueError: If T is not positive.
         """
         if type(total_steps) is not int or total_steps < 1:
-            raise ValueError(f"total_steps={total_steps!r} must be a positive integer, the updates of the whole run")
+            raise ValueError(
+                f"total_steps={total_steps!r} must be a positive integer, the updates of the whole run. Pass the "
+                "number of calls of step()"
+            )
         estimation_steps = config.estimation_steps if config.selection == "accumulated_gradient" else 0
         interval = config.reselection_interval
         return cls(

@@ -40,7 +40,8 @@ def spread_weights(sizes: Sequence[int], total: int) -> list[int]:
     """
     if not len(sizes) <= total <= sum(sizes):
         raise ValueError(
-            f"{total} weights do not fit: the {len(sizes)} target tensors need at least one each and hold {sum(sizes)}"
+            f"{total} weights do not fit: the {len(sizes)} target tensors need at least one each and hold "
+            f"{sum(sizes)}. Choose a number between the two"
         )
     ideal = [total * size / sum(sizes) for size in sizes]
     shares = [max(1, int(value)) for value in ideal]

@@ -355,7 +355,10 @@ def find_model(model: nn.Module) -> Any:
     """
     found = find_transformers_model(model)
     if found is None:
-        raise ValueError(f"{type(model).__name__} holds no transformers model (PreTrainedModel), which TokenTune hooks")
+        raise ValueError(
+            f"{type(model).__name__} holds no transformers model (PreTrainedModel), which TokenTune hooks. Pass a "
+            "model of transformers"
+        )
     return found
 
 
@@ -370,7 +373,8 @@ def _check_supported(model: Any) -> None:
         )
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError(
-            f"{name} attends to another model's tokens (add_cross_attention), which TokenTune can't select"
+            f"{name} attends to another model's tokens (add_cross_attention), which TokenTune can't select. Train it "
+            "without TokenTune"
         )
 
 

@@ -176,7 +176,7 @@ def find_layer_list(model: nn.Module) -> nn.ModuleList:
     if others:
         raise ValueError(
             f"{type(model).__name__} has layers without attention ({', '.join(sorted(set(others)))}), which mix tokens "
-            "in a way that TokenTune does not support"
+            "in a way that TokenTune does not support. Train it without TokenTune"
         )
     return lists[0]
 
@@ -210,7 +210,8 @@ def token_wise_children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, bool
     for child in children_beside_attention(layer):
         if child.convolution is not None:
             raise ValueError(
-                f"{child.convolution} in {child.name} mixes tokens inside a layer, which TokenTune can't split"
+                f"{child.convolution} in {child.name} mixes tokens inside a layer, which TokenTune can't split. Train "
+                "this model without TokenTune"
             )
         if child.places:
             raise ValueError(

@@ -84,7 +84,9 @@ def sealed(folder: str | Path) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:  # of torch's distributed checkpoints; a BaseException, not an Exception
-            raise OSError(f"{folder} could not be written ({error})") from error
+            raise OSError(
+                f"{folder} could not be written ({error}). Name a folder that every rank can write"
+            ) from error
 
     def end() -> None:
         write_manifest(folder, files=[path for path, stamp in _stamps(folder).items() if before.get(path) != stamp])

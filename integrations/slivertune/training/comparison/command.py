@@ -64,7 +64,10 @@ def run_compare(argv: Sequence[str], *, program: Sequence[str] = TRAIN_PROGRAM) 
                 console.print(f"note: no {PICTURE_NAME}: {error}", markup=False)
     failed = [each.row.name for each in results if each.failure]
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(results)} rows failed: {', '.join(failed)}")
+        raise RuntimeError(
+            f"{len(failed)} of {len(results)} rows failed: {', '.join(failed)}. See the notes above, and run "
+            "the same command again"
+        )
 
 
 def _title(arguments: CompareArguments, amount: float | None) -> str:

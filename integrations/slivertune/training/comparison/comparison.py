@@ -192,7 +192,10 @@ class Comparison:
                 raise FailedError("its peak is not measured with --memory_ledger off. Leave that out")
             if peak <= limit:
                 return sized
-        raise FailedError(f"does not fit {self._arguments.budget.describe()} even with one row per forward")
+        raise FailedError(
+            f"does not fit {self._arguments.budget.describe()} even with one row per forward. Raise the limit, or "
+            "leave the row out"
+        )
 
     def _length(self, row: Row, words: Sequence[str]) -> list[str]:
         """Return the options for the number of updates and for evaluations in between."""

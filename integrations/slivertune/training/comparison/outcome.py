@@ -55,7 +55,9 @@ def read_outcome(folder: Path) -> Outcome:
     """
     results = read_results(folder)
     if results is None:
-        raise ValueError(f"{folder} has no results, though its run has ended")
+        raise ValueError(
+            f"{folder} has no results, though its run has ended. Delete the folder, and run the same command again"
+        )
     settings = results["settings"]
     speed, updates_a_second = results["tokens_per_second"], results["steps_per_second"]
     seconds = results["num_steps"] / updates_a_second if updates_a_second else None

@@ -62,7 +62,8 @@ def _parse_row(word: str) -> Row:
     name, colon, options = word.partition(":")
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"--rows {word!r}: a name may have only letters, digits, '.', '+', '_' and '-', for its folder"
+            f"--rows {word!r}: a name may have only letters, digits, '.', '+', '_' and '-', for its folder. Write "
+            "NAME:OPTIONS with such a name"
         )
     if not colon and name not in NAMED_ROWS:
         raise ValueError(

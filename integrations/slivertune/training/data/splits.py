@@ -339,7 +339,9 @@ def _header(file: Path, delimiter: str, quoting: Any, column_names: list[str] | 
             records = (record for record in csv.reader(lines, delimiter=delimiter, quoting=quoting) if record)
             first, second = [*islice(records, 2), [], []][:2]
     except csv.Error as error:
-        raise ValueError(f"{file} can't be read as csv: {error}") from error
+        raise ValueError(
+            f"{file} can't be read as csv: {error}. Repair the file, or write it again as another format"
+        ) from error
     header, row = (first, second) if column_names is None else (column_names, first)
     if not first:
         raise ValueError(f"{file} holds only blank lines. Give a file with at least one row")

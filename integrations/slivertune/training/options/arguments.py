@@ -70,7 +70,7 @@ class RunArguments:
 
     def __post_init__(self) -> None:
         if self.non_finite_limit < 1:
-            raise ValueError(f"non_finite_limit={self.non_finite_limit} must be at least 1")
+            raise ValueError(f"non_finite_limit={self.non_finite_limit} must be at least 1. Leave it out for 10")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(
                 f"early_stopping_patience={self.early_stopping_patience} must be at least 1. Leave it out to train "
@@ -210,7 +210,8 @@ class DataArguments:
             value, tasks = getattr(self, option.name), tasks_reading(option.name)
             if value != option.default and tasks and self.task not in tasks:
                 raise ValueError(
-                    f"{option.name}={value!r} has no effect with task={self.task}, only with {' and '.join(tasks)}"
+                    f"{option.name}={value!r} has no effect with task={self.task}, only with {' and '.join(tasks)}. "
+                    "Leave it out, or choose such a task"
                 )
         if self.chat_template_date is not None and not is_date(self.chat_template_date):
             raise ValueError(f"chat_template_date={self.chat_template_date!r} is not a date. Write it as 2026-01-31")

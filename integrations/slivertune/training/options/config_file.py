@@ -95,11 +95,12 @@ def _read_text(path: Path) -> str:
     except FileNotFoundError:
         beside = user_path(path).parent
         there = [each.name for each in beside.iterdir() if each.suffix in SUFFIXES] if beside.is_dir() else []
-        raise ValueError(f"config file {path} is not there{did_you_mean(path.name, there)}") from None
+        way_out = did_you_mean(path.name, there) or ". Check its path"
+        raise ValueError(f"config file {path} is not there{way_out}") from None
     except IsADirectoryError:
         raise ValueError(f"config file {path} is a folder. Name a file in it") from None
     except OSError as error:
-        raise ValueError(f"config file {path} can't be read: {error.strerror}") from error
+        raise ValueError(f"config file {path} can't be read: {error.strerror}. Name one that can be read") from error
 
 
 def _read_yaml(text: str, path: Path) -> list[Setting]:
@@ -109,7 +110,9 @@ def _read_yaml(text: str, path: Path) -> list[Setting]:
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise ValueError(f"config file {path} must be a mapping with a line per option, as in learning_rate: 1e-4")
+            raise ValueError(
+                f"config file {path} must be a mapping with a line per option. Write lines such as learning_rate: 1e-4"
+            )
         _check_keys(root, path)
         return [
             Setting(str(key.value), _value(str(key.value), node, place := _place(path, key), loader), place)
@@ -118,9 +121,9 @@ def _read_yaml(text: str, path: Path) -> list[Setting]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
-        raise ValueError(f"config file {path} is no valid YAML: {error.problem}{where}") from error
+        raise ValueError(f"config file {path} is no valid YAML: {error.problem}{where}. Correct it there") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"config file {path} is no valid YAML: {error}") from error
+        raise ValueError(f"config file {path} is no valid YAML: {error}. Correct the file") from error
 
 
 def _place(path: Path, node: Any) -> str:
@@ -133,7 +136,10 @@ def _check_keys(root: Any, path: Path) -> None:
         seen: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
-                raise ValueError(f"{_place(path, key)}: a key must be a name, and merging (<<) is not supported")
+                raise ValueError(
+                    f"{_place(path, key)}: a key must be a name, and merging (<<) is not supported. Write each option "
+                    "out"
+                )
             if key.value in seen:
                 raise _said_twice(_place(path, key), key.value, f", first in line {seen[key.value]}")
             seen[key.value] = key.start_mark.line + 1
@@ -176,7 +182,9 @@ def _scalar(key: str, node: Any, place: str) -> str:
 
 
 def _nested(key: str, place: str) -> ValueError:
-    return ValueError(f"{place}: {key} has a list or a mapping inside of a list, which no option takes")
+    return ValueError(
+        f"{place}: {key} has a list or a mapping inside of a list, which no option takes. Write its values in one list"
+    )
 
 
 def _has_no_value(key: str, place: str) -> ValueError:
@@ -195,11 +203,15 @@ def _read_json(text: str, path: Path) -> list[Setting]:
     try:
         root = json.loads(text, object_pairs_hook=_unique_keys(str(path)), parse_int=_integer)
     except json.JSONDecodeError as error:
-        raise ValueError(f"config file {path} is no valid JSON: {error}") from error
+        raise ValueError(f"config file {path} is no valid JSON: {error}. Correct it there") from error
     except RecursionError as error:
-        raise ValueError(f"config file {path} is no valid JSON: it is nested too deeply") from error
+        raise ValueError(
+            f"config file {path} is no valid JSON: it is nested too deeply. Write one key per option"
+        ) from error
     if not isinstance(root, dict):
-        raise ValueError(f'config file {path} must be an object with a key per option, as in {{"learning_rate": 1e-4}}')
+        raise ValueError(
+            f'config file {path} must be an object with a key per option. Write it as in {{"learning_rate": 1e-4}}'
+        )
     return [Setting(key, _json_value(key, value, str(path)), str(path)) for key, value in root.items()]
 
 

@@ -123,7 +123,7 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         if self.lora_rank < 1:
-            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1")
+            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1. Leave it out for 16")
         if self.lora_alpha is not None and self.lora_alpha < 1:
             raise ValueError(f"lora_alpha={self.lora_alpha} must be at least 1. Leave it out for twice the rank")
         if not 0 <= self.lora_dropout < 1:

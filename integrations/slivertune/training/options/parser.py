@@ -221,7 +221,7 @@ def _read_value(option: Option, value: Any, parse: Callable[[Sequence[str]], dic
         return {RENAMED.get(name, name): value}
     if isinstance(value, list):
         if option.item_kind is None:
-            raise ValueError(f"{name} takes one value, not a list of {len(value)}")
+            raise ValueError(f"{name} takes one value, not a list of {len(value)}. Keep one of them")
         # Options that are one word or a list can't be typed as a list.
         return parse([f"--{name}", *value]) if option.takes_words else {name: value}
     if option.is_switch:

@@ -57,7 +57,9 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
         # The rows will show which conversations the template accepts.
         return
     except TemplateSyntaxError as error:
-        raise ValueError(f"chat_template={given!r} is no Jinja: line {error.lineno}: {error.message}") from error
+        raise ValueError(
+            f"chat_template={given!r} is no Jinja: line {error.lineno}: {error.message}. Correct it there"
+        ) from error
 
 
 def encode_conversation(

@@ -68,7 +68,8 @@ def make_probe(
         ids = ids[: task.max_length - 1]
     if not 0 < len(ids) < task.max_length:
         raise ValueError(
-            f"sample_prompt has {len(ids)} tokens, and must have 1 or more and fewer than max_length={task.max_length}"
+            f"sample_prompt has {len(ids)} tokens, and must have 1 or more and fewer than "
+            f"max_length={task.max_length}. Pass another, or leave it out"
         )
     return Probe(
         prompt=str(tokenizer.decode(ids, skip_special_tokens=True)),

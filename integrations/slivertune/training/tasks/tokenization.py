@@ -90,7 +90,7 @@ def resolve_max_length(requested: int | None, config: PreTrainedConfig, tokenize
         logger.info("rows are at most %d tokens long (--max_length)", length)
         return length
     if requested < 2:
-        raise ValueError(f"max_length={requested} must be at least 2 tokens")
+        raise ValueError(f"max_length={requested} must be at least 2 tokens. Leave it out for the default")
     if limit is not None and requested > limit[0]:
         raise ValueError(
             f"max_length={requested} is more than the {limit[0]} positions of the model ({limit[1]}). "
