@@ -45,7 +45,8 @@ def test_the_section_becomes_the_settings_of_attach() -> None:
         ("hift", "with its fields as a mapping"),
         ({"hift": {}, "tokenstune": {}}, r"tokenstune is unknown\. Use .* did you mean tokentune?"),
         ({"hift": {"layer_per_group": 1}}, "layer_per_group is no field of HiFTConfig; did you mean layers_per_group?"),
-        ({"hift": 4}, "hift: 4 must be a mapping of fields of HiFTConfig"),
+        ({"hift": {"zzz": 1}}, "zzz is no field of HiFTConfig. Use layers_per_group, .*, max_grad_norm"),
+        ({"hift": 4}, "hift: 4 must be a mapping of fields of HiFTConfig. Write one field per line under hift"),
         ({"tokentune": {"ratio": 3}}, "ratio=3"),
     ],
 )

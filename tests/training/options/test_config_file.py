@@ -125,7 +125,7 @@ def test_what_is_no_readable_file_is_an_error_that_names_it(tmp_path: Path, monk
         (".", "config file . is a folder. Name a file in it"),
         ("latin.yaml", "config file latin.yaml is not UTF-8 text: line 1 has the byte 0xe9. Convert it"),
         ("qlroa.yaml", "config file qlroa.yaml is not there; did you mean qlora.yaml?"),
-        ("none/at/all.yaml", "config file none/at/all.yaml is not there"),
+        ("none/at/all.yaml", "config file none/at/all.yaml is not there. Check its path"),
         ("qlora.yaml/run.yaml", "config file qlora.yaml/run.yaml can't be read: Not a directory"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

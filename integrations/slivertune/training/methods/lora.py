@@ -1,4 +1,4 @@
-"""`--method lora`: trains small adapters beside frozen weights, by PEFT (Hu et al., 2021), or 4-bit weights (QLoRA)."""
+"""`--method lora`: small adapters beside frozen weights, by PEFT (Hu et al., 2021, and QLoRA with 4-bit weights)."""
 
 import warnings
 from collections.abc import Mapping
