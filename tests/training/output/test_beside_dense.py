@@ -150,4 +150,8 @@ def test_a_run_of_the_embedded_model_has_the_bytes_of_dense_beside_it(
     assert 0 < dense["state"] - 8 * num_parameters < 4 * 64
     assert mine["gradients"] < dense["gradients"]
     assert results["dense"]["num_updates"] == 4 and results["dense"]["seconds_per_update"] > 0
-    assert "evaluation accuracy" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "evaluation accuracy" in out
+    (line,) = [line for line in out.splitlines() if "time per step" in line]
+    seconds = (1 / results["steps_per_second"], results["dense"]["seconds_per_update"])
+    assert [cell.strip() for cell in line.split("│")[2:-1]] == [f"{1e3 * each:,.1f} ms/update" for each in seconds]

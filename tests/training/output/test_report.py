@@ -83,7 +83,7 @@ def test_a_plan_for_longer_rows_than_ran_says_so_in_place_of_a_share(ran: tuple[
 def test_what_was_not_measured_is_not_printed() -> None:
     sizes = dict.fromkeys(("peak", "highest", "planned_peak_bytes", "measured_peak_bytes"))
     text = printed(**sizes, checkpoint=None, sample=None, num_skipped=0, steps_per_second=None)
-    for part in ("peak", "checkpoint", "Sample", "skipped", "tokens/s", "updates/s"):
+    for part in ("peak", "checkpoint", "Sample", "skipped", "time per step", "tokens/s", "updates/s"):
         assert part not in text
 
 
@@ -100,8 +100,22 @@ def test_dense_fine_tuning_has_a_column_beside_the_method() -> None:
     assert by_name["peak state on the device"] == ["0.0 MB", "7.0 MB"]
     assert by_name["peak gradients"] == ["0.0 MB", "6.0 MB"]
     assert by_name["tokens/s"] == ["1,600", "1,024"]
+    assert by_name["time per step"] == ["666.7 ms/update", "500.0 ms/update"]
     assert by_name["updates/s"] == ["1.50", "2.00"]
     assert "dense" not in printed()
+
+
+def test_the_time_per_step_is_the_measured_one_whatever_was_planned() -> None:
+    dense = Trial(
+        num_updates=16, seconds_per_update=1.25, tokens_per_update=512.0, peak_bytes=None, num_rows=4, accumulation=1
+    )  # fmt: skip
+    planned: dict[str, Any] = {"planned_update": PLANNED_UPDATE, "tokens_per_second": 1600.0}
+    for changes in (dict[str, Any](), planned):
+        text = printed(dense=dense, **changes)
+        (line,) = [line for line in text.splitlines() if "time per step" in line]
+        cells = [cell.strip() for cell in line.split("│")[2:-1]]
+        assert cells == ["666.7 ms/update", "1,250.0 ms/update"]
+        assert "666.7 ms/update" in printed(**changes)
 
 
 def test_a_measured_peak_without_a_plan_stands_alone() -> None:

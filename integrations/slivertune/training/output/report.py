@@ -179,6 +179,7 @@ def _measured(results: Results) -> Table:
     rows = (
         ("peak on the device", _measured_and_planned(results)),
         *((f"  peak {title}", _megabytes(size)) for title, size in sizes.items() if size or title != "state on disk"),
+        ("time per step", results.steps_per_second and _milliseconds(1 / results.steps_per_second)),
         ("tokens/s", _measured_and_planned_speed(results)),
         ("updates/s", results.steps_per_second and f"{results.steps_per_second:.2f}"),
     )
@@ -226,6 +227,7 @@ def _dense_cells(dense: Trial | None) -> dict[str, str]:
     return {
         **({} if dense.peak_bytes is None else {"peak on the device": _megabytes(dense.peak_bytes)}),
         **{f"  peak {title}": _megabytes(size) for title, size in sizes.items()},
+        "time per step": _milliseconds(dense.seconds_per_update),
         "tokens/s": f"{dense.tokens_per_update / dense.seconds_per_update:,.0f}",
         "updates/s": f"{1 / dense.seconds_per_update:.2f}",
     }
@@ -263,6 +265,10 @@ def _measured_and_planned_speed(results: Results) -> str | None:
 
 def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms/update"
 
 
 def _print_sample(sample: Sample, console: Console) -> None:
