@@ -11,6 +11,7 @@ from slivertune.core.manifest import (
     DamagedCheckpointError,
     check_whole,
     find_damage,
+    is_of_other_format,
     read_entries,
     write_manifest,
 )
@@ -89,6 +90,19 @@ def test_sizes_alone_are_told_without_reading(folder: Path) -> None:
 def test_a_manifest_that_says_nothing_is_damage(folder: Path, text: str, words: str) -> None:
     (folder / MANIFEST_NAME).write_text(text)
     assert words in str(find_damage(folder))
+
+
+def test_a_manifest_of_another_version_is_told_from_damage_with_the_way_out(folder: Path) -> None:
+    assert not is_of_other_format(folder)
+    path, way_out = folder / MANIFEST_NAME, "Continue with the version of slivertune that wrote it"
+    path.write_text('{"format": 1, "files": {}}')
+    assert is_of_other_format(folder) and str(find_damage(folder)).endswith(f"this version reads 2. {way_out}")
+    with pytest.raises(DamagedCheckpointError, match=way_out):
+        check_whole(folder)
+    path.write_text("{")
+    assert not is_of_other_format(folder)
+    path.unlink()
+    assert not is_of_other_format(folder)
 
 
 def write_by_hand(folder: Path, files: dict[str, object]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import slivertune
 from slivertune import HiFT, HiFTConfig, TokenTune
+from slivertune.core.typed_command import naming_options
 from tests.helpers.models import (
     assert_same_bits,
     assert_same_tree,
@@ -249,6 +251,37 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_altered(which:
     train(model, hift, token_batches(12), 8, start=4)
     train(undisturbed, other, token_batches(12), 8, start=4)
     assert_same_bits(model, undisturbed)
+
+
+def test_a_state_of_the_older_defaults_is_told_their_preset_and_goes_on_with_it() -> None:
+    model, hift = started()  # the paper's schedule, which was the default, in the first version of the saved form
+    saved = reloaded(hift.state_dict())
+    header = {key: value for key, value in saved["hift"].items() if not key.startswith("skipped")}
+    older = {**saved, "hift": {**header, "version": 1}}
+    default = HiFT(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
+    contexts: dict[str, Any] = {"HiFTConfig.paper()": nullcontext(), "--preset paper": naming_options()}
+    for preset, context in contexts.items():
+        with context, pytest.raises(ValueError, match="the saved state has another") as caught:
+            default.load_state_dict(older)
+        for part in ("another grouping (layers_per_group, layers): 5 groups", "another order of turns (order, seed)"):
+            assert part in str(caught.value)
+        assert "another steps_per_group: 1 there, 20 here" in str(caught.value)
+        assert str(caught.value).endswith(f"with the settings of the saved run (its turns are those of {preset})")
+    again_model, again = started(steps=0)
+    again_model.load_state_dict(model.state_dict())
+    again.load_state_dict(older)
+    assert (again.updates, again.skipped_turns) == (4, {})
+    for each, optimizer in ((model, hift), (again_model, again)):
+        train(each, optimizer, token_batches(12), 8, start=4)
+    assert_same_bits(model, again_model)
+
+
+@pytest.mark.parametrize("config", [{"order": "top2down"}, {"order": "random"}, {"steps_per_group": 2}])
+def test_a_state_of_another_schedule_than_the_papers_is_not_told_to_be_the_papers(config: dict[str, Any]) -> None:
+    _, hift = started(steps=1, **config)
+    default = HiFT(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
+    with pytest.raises(ValueError, match=r"with the settings of the saved run$"):
+        default.load_state_dict(reloaded(hift.state_dict()))
 
 
 NAME = "model.layers.0.mlp.up_proj.weight"

@@ -82,6 +82,10 @@ def beyond(indices: torch.Tensor) -> torch.Tensor:
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "not a state of SFT": (lambda state: state.pop("sft"), "no state of SFT: it has no 'sft'"),
     "an unknown version": (lambda state: state["sft"].update(version=99), "version 99, this library reads 1"),
+    "an older version": (
+        lambda state: state["sft"].update(version=0),
+        r"version 0, this library reads 1\. Continue with the version that wrote it",
+    ),
     "another selection": (lambda state: state["sft"].update(selection="momentum"), "selected by 'momentum'"),
     "a broken count": (lambda state: state["sft"].update(updates=-3), "damaged: updates=-3"),
     "negative squares": (

@@ -34,6 +34,10 @@ class DamagedCheckpointError(ValueError):
     """A checkpoint that is not whole. Nothing of it was loaded."""
 
 
+class OtherFormatError(DamagedCheckpointError):
+    """A checkpoint with a manifest of another version of this library."""
+
+
 def write_manifest(
     folder: str | Path,
     entries: Mapping[str, Any] | None = None,
@@ -79,6 +83,7 @@ def read_entries(folder: str | Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: If the manifest is missing or can't be read.
+        OtherFormatError: If another version wrote it.
     """
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
@@ -87,8 +92,9 @@ def read_entries(folder: str | Path) -> dict[str, Any]:
         entries = json.loads(path.read_text(encoding="utf-8"))
         stamps = entries["files"]
         if entries["format"] != FORMAT:
-            raise DamagedCheckpointError(
-                f"its {MANIFEST_NAME} has format {entries['format']!r}, and this version reads {FORMAT}"
+            raise OtherFormatError(
+                f"its {MANIFEST_NAME} has format {entries['format']!r}, and this version reads {FORMAT}. Continue with "
+                "the version of slivertune that wrote it"
             )
         if entries.pop(_OWN_HASH) != _digest_entries(entries):
             raise DamagedCheckpointError(f"its {MANIFEST_NAME} holds other entries than were written")
@@ -102,6 +108,21 @@ def read_entries(folder: str | Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise DamagedCheckpointError(f"its {MANIFEST_NAME} can't be read") from error
     return dict(entries)
+
+
+def is_of_other_format(folder: str | Path) -> bool:
+    """Return whether another version of this library wrote the manifest of a folder.
+
+    Args:
+        folder: The folder, which need not have a manifest.
+    """
+    try:
+        read_entries(folder)
+    except OtherFormatError:
+        return True
+    except DamagedCheckpointError:
+        return False
+    return False
 
 
 def find_damage(folder: str | Path, *, read_files: bool = True, depth: int = 8) -> str | None:

@@ -143,9 +143,10 @@ def check_identity(
 
 def _hint(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Name the preset of a saved schedule that was the default once, if this schedule is another."""
+    # The name of the order, then the groups in it.
     order: Any = theirs.get("order")
-    is_in_order = isinstance(order, (list, tuple)) and list(order) == list(range(len(order)))
-    if not is_in_order or theirs.get("steps_per_group") != 1 or ours.get("steps_per_group") == 1:
+    is_bottom_up = isinstance(order, (list, tuple)) and list(order[:1]) == ["bottom2up"]
+    if not is_bottom_up or theirs.get("steps_per_group") != 1 or ours.get("steps_per_group") == 1:
         return ""
     return f" (its turns are those of {setting_name('--preset paper', 'HiFTConfig.paper()')})"
 

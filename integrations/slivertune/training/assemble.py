@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -36,6 +37,7 @@ from slivertune.training.output.ledger_lines import LedgerLines
 from slivertune.training.planned_request import plan_request
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import settle_layout
+from slivertune.training.resumed_facts import check_facts
 from slivertune.training.tasks.answers import count_right_answers
 from slivertune.training.tasks.prepare import prepare_datasets
 from slivertune.training.tasks.samples import Probe, make_probe
@@ -261,12 +263,8 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
     """Return the facts for checkpoints. For a resumed run, return its checkpoint's, once they match the settings."""
     checkpoint = arguments.folder.checkpoint
     saved = None if checkpoint is None else read_facts(checkpoint)
-    if saved is not None:
-        asked = arguments.given
-        if arguments.model.model_name_or_path is None:
-            # The embedded model's rate and number of updates depend on these, so that other ones are refused.
-            asked = asked.union(arguments.method.kept_settings)
-        arguments.method.follow(saved, asked)
+    if checkpoint is not None and saved is not None:
+        _follow(arguments, checkpoint, saved)
     # A feature that is off is None, as in older checkpoints that do not know it.
     facts: dict[str, Any] = {
         "method": arguments.method.name,
@@ -276,7 +274,7 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "token_pattern": arguments.tokens.token_pattern,
         "built_in_dataset": None if built_in_of(arguments.data.dataset) is None else arguments.data.dataset,
     }
-    if saved is None:
+    if checkpoint is None or saved is None:
         return facts
     if "built_in_dataset" not in saved:
         if "dataset" not in arguments.given:
@@ -285,13 +283,26 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
                 f"--dataset {REFERENCE}, or the run's own"
             )
         saved["built_in_dataset"] = facts["built_in_dataset"]
-    for name, value in facts.items():
-        if saved.get(name) != value:
-            raise ValueError(
-                f"{checkpoint} was trained with {name}={saved.get(name)}, and this run asks for {name}={value}. Repeat "
-                "the first run's settings, or start again without --resume_from_checkpoint"
-            )
+    about = arguments.method.about
+    check_facts(checkpoint, saved, facts, about.values(about.make({})))
     return saved
+
+
+def _follow(arguments: TrainArguments, checkpoint: Path, saved: dict[str, Any]) -> None:
+    """Let the method copy the settings of the first run that were not given now, and keep them in the run file."""
+    method, asked = arguments.method, arguments.given
+    before = method.values()
+    if arguments.model.model_name_or_path is None:
+        # The embedded model's rate and number of updates depend on these, so that other ones are refused.
+        asked = asked.union(before)
+    try:
+        method.follow(saved, asked)
+    except ValueError as error:
+        raise ValueError(
+            f"{checkpoint} can't be resumed with the options given now, or by this version: {error}. Leave these "
+            "options out, or continue with the version of slivertune that wrote it"
+        ) from error
+    arguments.values.update({name: value for name, value in method.values().items() if value != before[name]})
 
 
 def _chat_template_date(arguments: TrainArguments, facts: dict[str, Any], coordinator: LaunchCoordinator) -> str:

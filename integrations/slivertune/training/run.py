@@ -16,7 +16,7 @@ from slivertune.training.early_stopping import check_best_metric
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.options.parser import without_unset
-from slivertune.training.options.settings_file import write_settings
+from slivertune.training.options.settings_file import older_defaults_note, write_settings
 from slivertune.training.output.beside_dense import measure_dense
 from slivertune.training.output.display import describe_metrics
 from slivertune.training.output.folders import (
@@ -120,11 +120,15 @@ def describe_finished(arguments: TrainArguments) -> str:
 def _execute(run: Run, console: Console) -> Results:
     training = run.arguments.training
     output_folder = Path(str(training.output_dir))
+    note = None
     if run.coordinator.is_first:
         output_folder.mkdir(parents=True, exist_ok=True)
         atomic.write_json(output_folder / START_NAME, {"command": run.arguments.command})
+        note = older_defaults_note(run.arguments)  # before the file that was read may be replaced
         write_settings(run.arguments, output_folder / SETTINGS_NAME)
     describe(run)
+    if note is not None:
+        run.display.say(f"note: {note}")
     # Only the first rank measures and prints.
     is_measured = run.arguments.run.memory_ledger != "off" and run.coordinator.is_first
     plan, device_peak, largest_batch = plan_run(run) if is_measured else None, DevicePeak(), LargestBatch()

@@ -30,6 +30,37 @@ def test_a_line_takes_as_many_intervals_as_make_eight_updates(interval: int, upd
     assert SFTMethod(arguments).logging_steps() == updates
 
 
+DEFAULTS = SFT.values(SFTOptions())
+OLDER: dict[str, Any] = {
+    "density": 0.03, "reselection_interval": 30, "estimation_steps": 4, "sft_momentum": 0.5, "train_embeddings": True,
+    "sft_target_modules": ["q_proj"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "own"),
+    [
+        ({}, {}),
+        ({"estimation_steps": 6, "packed": True}, {"estimation_steps": 6, "packed": True}),
+        ({"num_weights": 9}, {"num_weights": 9, "density": None}),
+    ],
+)
+def test_a_run_from_before_goes_on_with_the_settings_that_it_began_with(
+    typed: dict[str, Any], own: dict[str, Any]
+) -> None:
+    method = SFTMethod(SFTOptions(**typed))
+    method.follow({"method": "sft", "sft": {**DEFAULTS, **OLDER, "unknown": 1}}, frozenset(typed))
+    assert method.values() == {**DEFAULTS, **OLDER, **own}
+    assert method.momentum == 0.5
+
+
+def test_a_checkpoint_with_fewer_settings_or_none_leaves_the_others() -> None:
+    method = SFTMethod(SFTOptions(density=0.2))
+    for facts in (dict[str, Any](), {"sft": {"replacement_rate": 0.5}}):
+        method.follow(facts, frozenset({"density"}))
+    assert method.values() == {**DEFAULTS, "density": 0.2, "replacement_rate": 0.5}
+
+
 def test_a_rate_that_nobody_chose_for_sft_is_pointed_at(tmp_path: Path) -> None:
     method = attached(tmp_path)
     (note,) = method.notes(tiny_llama(), learning_rate=5e-5)

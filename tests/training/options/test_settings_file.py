@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slivertune.training.options.config_file import read_settings
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
-from slivertune.training.options.settings_file import settings_text, write_settings
+from slivertune.training.options.settings_file import older_defaults_note, settings_text, write_settings
 from tests.training.tiny_runs import COMBINATIONS
 
 
@@ -58,6 +58,7 @@ def test_the_file_of_a_run_makes_the_same_run(typed: tuple[str, ...]) -> None:
     assert resolved(again) == resolved(first)
     # And so does its own, in turn.
     assert settings_text(again) == settings_text(first)
+    assert older_defaults_note(again) is older_defaults_note(first) is None
 
 
 def test_a_file_written_for_one_folder_names_none() -> None:
@@ -95,6 +96,47 @@ def test_what_was_not_set_stands_there_as_a_comment_with_its_default() -> None:
     # Neither another method's options, nor where the run lies.
     assert "lora_rank" not in text and not re.search(r"^# (output_dir|density):", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) < 120
+
+
+OTHER_DEFAULTS = "was written when other defaults held. To repeat its run, add to it"
+
+
+def test_a_file_of_an_older_version_is_noted_with_the_defaults_that_it_had() -> None:
+    text = settings_text(parse_train_arguments(["--model", "x", "--dataset", "d.csv"]))
+    schedule = "layers_per_group: 0.25\nsteps_per_group: 20\norder: random\n"
+    assert schedule in text and "# non_finite_limit: 10\n" in text
+    older = text.replace(schedule, "update: step\n").replace("# non_finite_limit: 10\n", "# non_finite_limit: 5\n")
+    older += "# layers_per_group: '1'\n# steps_per_group: 1\n# order: bottom2up\n# update: step\n"
+    Path("kept.yaml").write_text(older, encoding="utf-8")
+    note = older_defaults_note(parse_train_arguments(["kept.yaml", "--order", "random"]))
+    assert note == f"kept.yaml {OTHER_DEFAULTS}: non_finite_limit: 5; layers_per_group: '1'; steps_per_group: 1"
+    # Its lines, as the note has them, make it the older run.
+    lines = "layers_per_group: '1'\nsteps_per_group: 1\norder: bottom2up\n"
+    Path("kept.yaml").write_text(lines + older, encoding="utf-8")
+    again = parse_train_arguments(["kept.yaml", "--non_finite_limit", "5"])
+    paper = parse_train_arguments(["--preset", "paper"]).method.values()
+    assert again.method.values() == {**paper, "preset": None} and older_defaults_note(again) is None
+
+
+def test_a_file_from_before_the_data_had_a_name_is_noted_with_the_data_of_then() -> None:
+    text = settings_text(parse_train_arguments([]))
+    older = text.replace("dataset:\n- builtin:dates\n", "")
+    assert older != text
+    Path("kept.yaml").write_text(older, encoding="utf-8")
+    note = f"kept.yaml {OTHER_DEFAULTS}: dataset: builtin:python-reference"
+    assert older_defaults_note(parse_train_arguments(["kept.yaml"])) == note
+    assert older_defaults_note(parse_train_arguments(["kept.yaml", "--dataset", "builtin:dates"])) is None
+
+
+@pytest.mark.parametrize("edited", ["# [no YAML\n", "# - no mapping\n"])
+def test_comments_that_were_edited_are_left_alone(edited: str) -> None:
+    text = settings_text(parse_train_arguments(["--model", "x", "--dataset", "d.csv"]))
+    head, marker, _ = text.partition("# Not set, and so by default:\n")
+    Path("kept.yaml").write_text(f"{head}{marker}{edited}", encoding="utf-8")
+    arguments = parse_train_arguments(["kept.yaml"])
+    assert older_defaults_note(arguments) is None
+    Path("kept.yaml").unlink()
+    assert older_defaults_note(arguments) is None
 
 
 def test_it_is_written_with_the_rights_of_a_new_file_and_replaces_an_older_one() -> None:

@@ -246,6 +246,19 @@ def test_what_a_kill_has_left_of_a_write_does_not_keep_a_run_from_its_folder() -
     assert {choose_run_folder("hift", "mine", resume).path for resume in (None, "auto")} == {Path("mine")}
 
 
+@pytest.mark.parametrize("resume", ["true", "auto", "mine/checkpoint-6"])
+def test_checkpoints_of_another_version_are_refused_and_no_run_starts_over_them(resume: str) -> None:
+    for step in (3, 6):
+        write_json(make_checkpoint(Path("mine"), step) / MANIFEST_NAME, {"format": 1, "files": {}})
+    reason = r"has format 1, and this version reads 2\. Continue with the version of slivertune that wrote it"
+    message = rf"^mine/checkpoint-6 can't be resumed: .* {reason}, or start again in another --output_dir$"
+    with pytest.raises(ValueError, match=message):
+        choose_run_folder("hift", "mine", resume)
+    whole = make_checkpoint(Path("mine"), 9)
+    if "/" not in resume:
+        assert choose_run_folder("hift", "mine", resume).checkpoint == whole
+
+
 def occupy(folder: Path, *names: str) -> None:
     folder.mkdir(parents=True)
     for name in names or ("thesis.txt",):

@@ -25,6 +25,8 @@ RATE_HINT = (
     "the paper trains a 7B model with 1e-4 by AdamW and 1e-3 by SM3 (--selection momentum). --learning_rate was not "
     "given, so {rate:g} is used"
 )
+_AMOUNTS = ("density", "num_weights", "equivalent_lora_rank")
+"""Options that set the number of trained weights. At most one of them is given."""
 _TRAINER_LOG = logging.getLogger(Trainer.__module__)
 
 
@@ -58,7 +60,7 @@ class SFTMethod(SliverMethod):
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a density and its best rate: for AdamW of 1e-3, 4e-3 and 8e-3, for SM3 of 1e-2 to 1e-1."""
         defaults = {"learning_rate": 1e-1 if given.get("selection") == "momentum" else 8e-3}
-        if given.keys().isdisjoint(("density", "num_weights", "equivalent_lora_rank")):
+        if given.keys().isdisjoint(_AMOUNTS):
             defaults["density"] = EMBEDDED_DENSITY
         return defaults
 
@@ -98,6 +100,15 @@ class SFTMethod(SliverMethod):
             unread = ", ".join(f"--{name}" for name in sorted(given.intersection(names)))
             if is_unread and unread:
                 raise ValueError(f"{unread}: {reason}")
+
+    def follow(self, facts: Mapping[str, Any], given: frozenset[str]) -> None:
+        """Copy the settings of the first run, except for what was typed now: its defaults may have been others."""
+        # Each of these replaces the others.
+        asked = given.union(_AMOUNTS) if given.intersection(_AMOUNTS) else given
+        saved = facts.get("sft", {})
+        followed = {name: value for name, value in saved.items() if name not in asked}
+        self.options = self.about.replaced(self.options, followed)
+        self.momentum = self.options.momentum
 
     def facts(self) -> dict[str, Any]:
         """Return all settings, since all decide which weights are trained, and how."""

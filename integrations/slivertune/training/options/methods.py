@@ -1,7 +1,7 @@
 """Names of the methods of `slivertune train`, and the options that each alone reads. It imports no torch."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from slivertune.core.options import Option, Spelling, options_of
@@ -51,6 +51,18 @@ class MethodOptions:
             options: Instance of `options_class`.
         """
         return {name: getattr(options, item) for item, name in self._named()}
+
+    def replaced(self, options: Any, values: Mapping[str, Any]) -> Any:
+        """Return options with other values.
+
+        Args:
+            options: Instance of `options_class`, which is left as it is.
+            values: New values by the names of options; those of other owners are left out.
+
+        Raises:
+            ValueError: If a value is out of range or contradicts another.
+        """
+        return replace(options, **{item: values[name] for item, name in self._named() if name in values})
 
     def _named(self) -> Iterator[tuple[str, str]]:
         """Yield the fields that are options, and the options' names."""

@@ -38,7 +38,7 @@ from slivertune.training.ranks.processes import (
 _Dataclass = TypeVar("_Dataclass")
 
 _TRAINERS = frozenset(item.name for item in dataclasses.fields(TrainingArguments))
-_DERIVED = frozenset(("sample_prompt", "dataloader_pin_memory"))
+DERIVED = frozenset(("sample_prompt", "dataloader_pin_memory"))
 """Options whose defaults follow from the other settings and from the machine."""
 
 
@@ -187,7 +187,7 @@ def _settings_again(values: Mapping[str, Any], given: frozenset[str], mixed: str
     """Return the values that repeat the run in another folder, including the precision of a launcher."""
     precision = {} if mixed == "no" else {mixed: True}
     # A token is not saved; the one that `hf auth login` stores is found without it.
-    left_out = {"output_dir", "resume_from_checkpoint", *filter(is_secret, values), *(_DERIVED - given)}
+    left_out = {"output_dir", "resume_from_checkpoint", *filter(is_secret, values), *(DERIVED - given)}
     kept = {name: value for name, value in {**values, **precision}.items() if name not in left_out}
     # The Trainer fills mappings with values that the user did not set, so they are copied before.
     return copy.deepcopy(kept)

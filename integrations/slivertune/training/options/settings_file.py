@@ -1,6 +1,8 @@
 """Writes a run's settings as a config file, from which `slivertune train` repeats the run."""
 
 import math
+import re
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,11 @@ import yaml
 
 from slivertune.core.atomic import atomic_file
 from slivertune.core.masking import masked
+from slivertune.core.user_path import user_path
+from slivertune.training.embedded.built_in import REFERENCE
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.help import common_options
-from slivertune.training.options.parse import TrainArguments
+from slivertune.training.options.parse import DERIVED, TrainArguments
 from slivertune.training.options.table import RENAMED
 from slivertune.training.options.trainer import CommonOptions
 
@@ -63,6 +67,54 @@ def settings_text(arguments: TrainArguments) -> str:
             text = _dump({name: enum_value(default) if isinstance(default, Enum) else default})
             lines += [f"# {line}\n" for line in text.splitlines()]  # a list has several
     return f"{_HEAD}{_dump(values)}{_LEFT_OUT}{''.join(lines)}"
+
+
+def older_defaults_note(arguments: TrainArguments) -> str | None:
+    """Describe defaults of an older version behind a run's own settings file, which has them as comments.
+
+    Args:
+        arguments: Settings, which may have been read from such a file.
+
+    Returns:
+        One line with the settings to add to the file. None if this version has the same defaults, or if the settings
+        come from elsewhere.
+    """
+    words = arguments.command[2:]
+    if not words or words[0].startswith("-"):
+        return None
+    try:
+        text = user_path(words[0]).read_text(encoding="utf-8-sig")
+        changed = _changed_defaults(text, arguments)
+    except (OSError, ValueError, yaml.YAMLError):
+        # The file is gone, or its comments were edited.
+        return None
+    lines = "; ".join(_dump({name: value}).strip() for name, value in changed.items())
+    return f"{words[0]} was written when other defaults held. To repeat its run, add to it: {lines}" if lines else None
+
+
+def _changed_defaults(text: str, arguments: TrainArguments) -> dict[str, Any]:
+    """Return the recorded defaults that differ from the values of this run, and were not set now."""
+    written, is_own, left_out = text.partition(_LEFT_OUT)
+    if not is_own:
+        return {}
+    recorded, settings = yaml.safe_load(re.sub(r"^# ?", "", left_out, flags=re.MULTILINE)), yaml.safe_load(written)
+    owners = (arguments.run, arguments.model, arguments.data, arguments.tokens)
+    values = {item.name: getattr(owner, item.name) for owner in owners for item in fields(owner)}
+    values |= arguments.method.values()
+    changed = {
+        name: value
+        for name, value in (recorded if isinstance(recorded, dict) else {}).items()
+        if name in values.keys() - arguments.given - DERIVED and not _is_alike(value, values[name])
+    }
+    # Its default was left out of files until it became another.
+    has_dataset = "dataset" in {*(settings or {}), *arguments.given}
+    return changed if has_dataset else {"dataset": REFERENCE, **changed}
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Return whether two values are written alike."""
+    texts = (_dump({"": _plain(enum_value(each) if isinstance(each, Enum) else each)}) for each in (one, other))
+    return len({*texts}) == 1
 
 
 def _settled(arguments: TrainArguments) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slivertune.core.atomic import is_partial
-from slivertune.core.manifest import find_damage, read_entries, remove_manifest
+from slivertune.core.manifest import find_damage, is_of_other_format, read_entries, remove_manifest
 from slivertune.core.output_place import check_place
 from slivertune.core.user_path import user_path
 
@@ -117,6 +118,7 @@ def _continue_newest(method: str, asked: Path | None) -> RunFolder:
     folder = asked or (ours[-1] if ours else _RUNS / method)
     checkpoint, passed_over = newest_whole(folder)
     if checkpoint is None:
+        _refuse_other_format(reversed(checkpoint_folders(folder)))
         reasons = "; ".join(passed_over) or "it holds no checkpoint"
         raise ValueError(
             f"there is nothing whole to resume in {folder}: {reasons}. Start again in another --output_dir"
@@ -147,6 +149,8 @@ def _start_or_continue(method: str, asked: Path | None, goal: Goal) -> RunFolder
             )
     if checkpoint is not None:
         return RunFolder(path=folder, checkpoint=checkpoint, notes=notes)
+    # A start would write over them in the end.
+    _refuse_other_format(reversed(checkpoint_folders(folder)))
     if _is_occupied(folder) and not _is_of_a_run(folder):
         raise FileExistsError(
             f"output_dir {folder} holds no checkpoint, and files that no run of slivertune train wrote, which are "
@@ -210,6 +214,7 @@ def _continue_from(checkpoint: Path, asked: Path | None) -> RunFolder:
         )
     damage = find_damage(checkpoint)
     if damage is not None:
+        _refuse_other_format([checkpoint])
         whole, _ = newest_whole(checkpoint.parent)
         instead = "Start again: no checkpoint beside it is whole" if whole is None else f"Resume from {whole}"
         raise ValueError(f"{checkpoint} can't be resumed: {damage}. {instead}")
@@ -222,6 +227,13 @@ def _continue_from(checkpoint: Path, asked: Path | None) -> RunFolder:
                 f"{path} is newer than {checkpoint} and would be written over. Name another --output_dir to branch off"
             )
     return RunFolder(path=folder, checkpoint=checkpoint)
+
+
+def _refuse_other_format(checkpoints: Iterable[Path]) -> None:
+    """Refuse to resume a checkpoint that another version of this library wrote."""
+    for path in filter(is_of_other_format, checkpoints):
+        damage = find_damage(path, read_files=False)
+        raise ValueError(f"{path} can't be resumed: {damage}, or start again in another --output_dir")
 
 
 def _default_folders(method: str) -> itertools.chain[Path]:
