@@ -9,12 +9,12 @@ from method_tables import LAYOUTS
 from result_files import GIB, kept
 
 Cells = tuple[str, str, str, str]
-_HEADS = ["Measurement", "Result", "Compared with", "Script or file"]
+_HEADS = ["Measurement", "Result", "Compared with", "In `benchmarks/`"]
 
 
 def table() -> str:
     """Make README's rows: a figure, what it is compared with, and what measured it."""
-    rows = [*_gpu("gpu_4096"), _speeds(), _sst2(), *_tokentune(), _sft(), _ranks()]
+    rows = [*_gpu("gpu_4096"), *_speeds(), _sst2(), *_tokentune(), *_sft(), _ranks()]
     return _table(rows)
 
 
@@ -24,7 +24,7 @@ def hift_table() -> str:
 
 
 def _table(rows: list[Cells]) -> str:
-    return markdown_table(_HEADS, ((*cells, f"`benchmarks/{by}`") for *cells, by in rows))
+    return markdown_table(_HEADS, ((*cells, f"`{by}`") for *cells, by in rows))
 
 
 def _gpu(name: str) -> list[Cells]:
@@ -72,14 +72,16 @@ def _speed_cell(way: str, tokens: int) -> str:
     return f"{max(found):,.0f}" if found else ""
 
 
-def _speeds() -> Cells:
-    m1, m8, lora = (f"{_speed_cell(way, 4096)} ({_speed_cell(way, 32768)})" for way in ("m1", "m8", "lora"))
-    return (
-        "HiFT, Llama-3.1-8B, 4,096 (or 32,768) tokens per update, H200, 24 GiB allowed: tokens/s, 1 layer per group",
-        m1,
-        f"8 layers per group: {m8}; LoRA, rank 64: {lora}; torchao's AdamW: {_speed_cell('torchao', 4096)}",
-        "curve_measured.py",
-    )
+def _speeds() -> list[Cells]:
+    """Make a row for each number of tokens per update. A way that was not run with as many is left out."""
+    rows, others = [], {"m8": "8 layers", "lora": "LoRA, rank 64", "torchao": "torchao's AdamW"}
+    for tokens in (4096, 32768):
+        label = "HiFT (1 layer per group), Llama-3.1-8B, H200, 24 GiB allowed" if not rows else "Same card and model"
+        beside = {title: _speed_cell(way, tokens) for way, title in others.items()}
+        compared = "; ".join(f"{title}: {speed}" for title, speed in beside.items() if speed)
+        what = f"{label}, {tokens:,} tokens per update"
+        rows.append((what, f"{_speed_cell('m1', tokens)} tokens/s", compared, "curve_measured.py"))
+    return rows
 
 
 _FEATURES = {
@@ -149,7 +151,7 @@ def _sst2_of_one_seed() -> list[Cells]:
         best = max(runs, key=lambda run: float(run["dev_accuracy"]))
         layers = f"{layers_per_group} layer{'s' * (layers_per_group > 1)} per group"
         what = f"HiFT, MiniLM on SST-2, {layers}, {best['num_steps']} updates, seed {seed}: accuracy"
-        rates = f"rates tried: {', '.join(f'{rate:g}' for rate in sorted(run['learning_rate'] for run in runs))}"
+        rates = f"rates {', '.join(f'{rate:g}' for rate in sorted(run['learning_rate'] for run in runs))}"
         beside = f"dense, {dense['num_steps']} updates: {_percent(dense)}"
         rows.append((what, f"{_percent(best)} ({rates})", beside, "results/sst2.json"))
     return rows
@@ -175,22 +177,27 @@ def _tokentune() -> list[Cells]:
             "dense",
             "tokentune.py",
         ),
-        (
-            f"{label}: cosine of its gradient, chunks of 16 (single tokens)",
-            f"{cosines['chunks']} ({cosines['random']})",
-            "dense gradient",
-            "results/token_gradients.json",
+        *(
+            (
+                f"{label}, {drawn}: cosine of its gradient",
+                cosines[name],
+                "dense gradient",
+                "results/token_gradients.json",
+            )
+            for name, drawn in (("chunks", "chunks of 16 tokens"), ("random", "single tokens"))
         ),
     ]
 
 
-def _sft() -> Cells:
+def _sft() -> list[Cells]:
     content = kept("sft")
     times = content["plain"]["times"]["variants"]
-    ag, ma = (f"{times[name]['plain_ratio_to_lora']:.2f}" for name in ("sft_ag", "sft_ma"))
     processor = content["environment"]["processor"].replace("(R)", "").removesuffix(" Processor")
     lora = f"LoRA of as many weights (rank {content['rank']}), {processor}"
-    return "SFT, bf16: step by gradients (by momentum)", f"{ag} ({ma}) of the CPU time", lora, "sft.py"
+    return [
+        (f"SFT by {by}, bf16: step", f"{times[name]['plain_ratio_to_lora']:.2f} of the CPU time", lora, "sft.py")
+        for name, by in (("sft_ag", "gradients"), ("sft_ma", "momentum"))
+    ]
 
 
 def _ranks() -> Cells:
@@ -200,5 +207,5 @@ def _ranks() -> Cells:
         share = methods["hift"]["bytes_per_step"] / methods["dense"]["bytes_per_step"]
         alike.setdefault(f"{share:.3f}", []).append(title)
     shares = "; ".join(f"{', '.join(titles)}: {share}" for share, titles in alike.items())
-    what = "HiFT (1 layer per group), several ranks: bytes sent per rank and step, share of dense"
-    return what, shares, "dense, same layout", "ranks.py"
+    what = "HiFT (1 layer per group), several ranks: bytes sent per rank and step"
+    return what, shares, "share of dense", "ranks.py"

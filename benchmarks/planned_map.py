@@ -90,10 +90,10 @@ def time_table() -> str:
             measured = [_at_equal_time(of_task, name, allowed) for of_task in results.values()]
             if any(measured):
                 need, least = (points[way, tokens]["need_bytes"] for way in (each["way"], SMALLEST))
-                memory = f"{need / GIB:.1f} GiB, {need / least:.2f} of m = 1's"
+                memory = f"{need / GIB:.1f} GiB ({need / least:.2f})"
                 rows.append([f"{tokens:,}", each["title"], memory, f"{allowed:.1f}", *measured])
     rows.append(["any", "all: dense", "", "1", *(f"`dense`: {of_task['dense']}" for of_task in results.values())])
-    heads = ["Tokens per update", "Trained", "GPU needs", "updates for one of all layers"]
+    heads = ["Tokens per update", "Trained", "GPU memory (of m = 1's)", "updates for one of all layers"]
     return markdown_table([*heads, *(TITLES[task] for task in results)], rows)
 
 

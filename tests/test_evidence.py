@@ -102,7 +102,7 @@ def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.Monk
     assert found[10:] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`"]
     assert [row[3] for row in cells[:4]] == ["4.5", "3.6", "2.2", "18.0"]
     assert [row[4].rpartition(" ")[2] for row in cells[2:4]] == ["**+1.0%**", "**-1.0%**"]
-    assert cells[0][2] == "6.0 GiB, 1.20 of m = 1's"
+    assert cells[0][2] == "6.0 GiB (1.20)"
 
 
 def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not_fit(
@@ -126,7 +126,7 @@ def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not
     heads, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in [lines[0], *lines[2:]])
     shown = [{head: cell for head, cell in zip(heads, row, strict=True) if cell} for row in rows]
     assert shown == [
-        {"Card": "4090", "Tokens per update": "512", "all: dense": "1 (9.00 s)", "5 layers of 34 (m = 1 of 8)": "4.5"},
+        {"Card": "4090", "Tokens per update": "512", "all: dense": "1 (9.00 s)", "m = 1": "4.5"},
         {"Card": "H100", "Tokens per update": "4,096", "all: dense": "1 (3.00 s)", "LoRA, r 64": "0.8"},
     ]
 

@@ -39,6 +39,10 @@ WITHOUT_WAY_OUT = {
 }
 """Files with messages of one sentence that are neither a rule (`must`) nor quote another error: number and reason."""
 MOST_TERMS = 25
+WIDE = 160
+"""Characters of a table's row that do not fit on a page: a reader scrolls, on a phone more than on a screen."""
+MOST_WIDE_ROWS = 16
+"""As many as there are today, nearly all of them of measured ranges; it may only fall."""
 WITHOUT_COST = {"api", "architecture", "removed", "stability", "troubleshooting"}
 """Pages to look something up in: nobody pays for what stands there."""
 PER = re.compile(r"\b(?:tokens|bytes|updates|seconds|rows|layers|weights|sequences|times|GB|GiB) an? \w+")
@@ -126,6 +130,31 @@ def test_no_paragraph_is_longer_than_four_lines_of_a_hundred_characters(pages: l
         if len(textwrap.wrap(paragraph, 100)) > 4
     ]
     assert found == []
+
+
+def rows_shown(text: str) -> Iterator[str]:
+    """Yield the rows of a page's tables as they are read: links by their words, and no marks of code or bold text."""
+    for line in _CODE.sub("", text).splitlines():
+        if line.startswith("|") and not set(line) <= set("|-: "):
+            shown = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", line).replace("`", "").replace("**", "")
+            yield "  ".join(cell.strip() for cell in re.split(r"(?<!\\)\|", shown.strip("|")))
+
+
+def test_the_rows_of_a_table_are_shown_without_marks() -> None:
+    assert list(rows_shown("| A | B |\n|---|---|\n| [a `b`](c.md) | **d**: e |\n\n```\n| code |\n```\n")) == [
+        "A  B",
+        "a b  d: e",
+    ]
+
+
+def test_few_rows_of_tables_are_wider_than_a_page(pages: list[Path]) -> None:
+    wide = [
+        f"{page.name}: {row}"
+        for page in pages
+        for row in rows_shown(page.read_text(encoding="utf-8"))
+        if len(row) > WIDE
+    ]
+    assert len(wide) <= MOST_WIDE_ROWS, "\n".join(wide)
 
 
 def test_each_page_that_is_used_says_at_its_top_what_it_costs(pages: list[Path]) -> None:
