@@ -322,11 +322,6 @@ OTHER_REFUSALS = {
     "planning/methods.py": {"--load_in_4bit does not go with --method {}": "any method by name, for plan and train"},
     "planning/request.py": {
         "optimizer={} does not go with method={}": "any method by name, in one request",
-        "{} both set how many weights are trained": "one setting, given twice",
-    },
-    "planning/train_words.py": {
-        "--optim_args {} takes effect only with --optim": "an option that completes another",
-        "{} means --{} {} here, and --{} {} says otherwise. Leave out one of the two": "one option, given twice",
     },
     "sft/config.py": {"{} set the same thing": "one setting, given twice"},
     "training/methods/hift.py": {
@@ -348,6 +343,10 @@ OTHER_REFUSALS = {
         "--bf16 and --fp16 exclude each other": "two of the Trainer's arguments",
         "--{} {} does not go with {}": "an argument of the Trainer and a built-in dataset",
         "--{} {} has no effect on --task {}": "an argument of the Trainer and a task",
+    },
+    "training/options/plan_words.py": {
+        "--optim_args {} takes effect only with --optim": "an option that completes another",
+        "{} means --{} {} here, and --{} {} says otherwise. Leave out one of the two": "one option, given twice",
     },
     "training/options/parser.py": {
         "{} {} resets what --{} {} sets. Leave out one of the two": "one option, given twice"
@@ -397,7 +396,7 @@ COMMAND = re.compile(
     r"\bslivertune (?:train|plan|compare|merge|unmerge|report|path) (?:[-{$]|[A-Z]{2}|\w+\.yaml)"
 )
 """A command with the program's name."""
-HELP = ("planning/parser.py", "training/comparison/arguments.py", "training/options/help.py")
+HELP = ("training/comparison/arguments.py", "training/options/help.py", "training/options/plan_help.py")
 """Files of help texts, whose examples name the program as it is installed."""
 NAMES_THE_PROGRAM = {
     "axolotl_plan.py": (2, "errors that name a page of help"),
@@ -405,14 +404,10 @@ NAMES_THE_PROGRAM = {
     "hift/rotation.py": (1, "an error in a script, which names a command"),
     "parallel/layout.py": (1, "the library, not the program"),
     "planning/answer.py": (2, "words that are kept, of which report.py prints a command; a note on a command"),
-    "planning/arguments.py": (1, "an error that compares two commands"),
     "planning/layers_per_group.py": (1, "an error that names options"),
     "training/methods/sft.py": (1, "words that are kept, of which report.py prints a command"),
     "training/options/parse.py": (1, "words that are kept, of which run.py prints a command"),
-    "training/options/parser.py": (
-        4,
-        "errors that name a page of help or show an order of words, and the parser's name",
-    ),
+    "training/options/plan_words.py": (2, "errors that name a page of help or compare two commands"),
     "training/options/settings_file.py": (1, "a head of a file, which is read elsewhere"),
     "training/planned_request.py": (1, "a note that names an option"),
     "training/run.py": (1, "a module's name, for a launcher"),

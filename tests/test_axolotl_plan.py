@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from slivertune import axolotl_plan
 from slivertune.axolotl_plan import plan_words
-from slivertune.planning.arguments import parse_plan_arguments
+from slivertune.training.options.plan_words import parse_plan_arguments
 from tests.helpers.models import tiny_llama
 
 HIFT: dict[str, Any] = {"base_model": "llama-2-7b", "slivertune": {"hift": {}}}
@@ -207,7 +207,7 @@ def test_the_command_prints_the_plan_and_the_words_that_make_it(run_file: Path) 
     testing = pytest.importorskip("click.testing")
     done = testing.CliRunner().invoke(axolotl_plan.plan, [str(run_file), "--json", "--batch_size", "2"])
     assert done.exit_code == 0, done.output
-    assert "same as slivertune plan --model " in done.stderr and "--layers_per_group 2" in done.stderr
+    assert "same as slivertune plan --model_name_or_path " in done.stderr and "--layers_per_group 2" in done.stderr
     request = json.loads(done.stdout)["request"]
     assert (request["batch_size"], request["layers_per_group"], request["seq_length"]) == (2, 2, 16)
     run_file.write_text("slivertune: {hift: {}}\nrl: dpo", encoding="utf-8")

@@ -17,10 +17,9 @@ import slivertune
 from slivertune.cli import _make_parser, main
 from slivertune.core.manifest import DamagedCheckpointError
 from slivertune.core.presets import preset_path
-from slivertune.planning.arguments import parse_plan_arguments
 from slivertune.training.comparison.arguments import parse_compare_arguments
 from slivertune.training.options.parser import given_values
-from slivertune.training.options.plan_words import plan_words
+from slivertune.training.options.plan_words import parse_plan_arguments
 from tests.conftest import CHECKOUT
 from tests.helpers.models import VOCAB, tiny_llama
 from tests.training.tiny import quiet_arguments
@@ -64,7 +63,7 @@ def test_every_option_of_a_command_is_one_that_there_is(
     Path("runs/mine/slivertune_run.yaml").write_text("model_name_or_path: PATH", encoding="utf-8")
     parse: dict[str, Any] = {
         "train": given_values,
-        "plan": lambda words: parse_plan_arguments(plan_words(words)[0]),
+        "plan": parse_plan_arguments,
         "compare": lambda words: (given_values(parse_compare_arguments(words).common),),
     }
     if words[0] in parse:

@@ -22,26 +22,28 @@ from slivertune.core.terminal_text import print_line
 from slivertune.core.typed_command import typed_command
 from slivertune.hift import HiFTConfig
 from slivertune.interop.axolotl import read_section
-from slivertune.planning.arguments import DECIDED_BY_COMPARISON, argument_fields
+from slivertune.planning.arguments import DECIDED_BY_COMPARISON
+from slivertune.planning.request import REQUEST_OPTIONS
 from slivertune.sft import SFTConfig
+from slivertune.sft.config import NAMES_OF_OPTIONS
 from slivertune.tokentune import TokenTune
+from slivertune.training.options.plan_words import NAMES_OF_FIELDS, plan_options
+from slivertune.training.options.table import option_named, train_options
 
 _SAME = {
-    "base_model": "model",
-    "sequence_len": "seq_length",
-    "micro_batch_size": "batch_size",
+    "base_model": "model_name_or_path",
+    "sequence_len": "max_length",
+    "micro_batch_size": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "optimizer": "optim",
 }
-"""Options of `slivertune plan` by axolotl's name."""
+"""Options by axolotl's name."""
 _LORA = {
     "lora_r": "lora_rank",
     "lora_dropout": "lora_dropout",
     "lora_target_modules": "lora_target_modules",
     "load_in_4bit": "load_in_4bit",
 }
-_RENAMED = {"targets": "sft_target_modules", "embeddings": "train_embeddings"}
-"""Options by the name of the field of `SFTConfig`, if they differ."""
 _METHODS: Mapping[type, str] = {HiFTConfig: "hift", SFTConfig: "sft"}
 _WITHOUT_PLAN = ("rl", "reward_model", "process_reward_model", "load_in_8bit", "unfrozen_parameters", "fp16", "float16")
 """Settings of axolotl that change a run's memory in a way that no plan knows."""
@@ -77,11 +79,8 @@ def plan_words(config: Mapping[str, Any], more: Sequence[str] = ()) -> list[str]
 
 def _typed(more: Sequence[str]) -> dict[str, str]:
     """Return the options that were typed, by the names that this module writes, with their first words."""
-    names_of = {
-        spelling.removeprefix("--"): item.name
-        for item, _ in argument_fields()
-        for spelling in (item.metadata["names"] or (f"--{item.name}",))
-    }
+    options = {**train_options(), **plan_options()}
+    option_of = {field: name for name, field in NAMES_OF_FIELDS.items() if name in options}
     typed = dict[str, str]()
     for word, following in pairwise([*more, "--"]):
         if not word.startswith("--"):
@@ -89,12 +88,15 @@ def _typed(more: Sequence[str]) -> dict[str, str]:
         name, _, value = word[2:].partition("=")
         value = value or ("" if following.startswith("--") else following)
         name = name.replace("-", "_")
-        name = names_of.get(name, name.removeprefix("no_"))
+        option = option_named(name, options) or option_named(name.removeprefix("no_"), options)
+        name = name if option is None else option.name
         typed[_ALIKE.get(name, name)] = value
-        if name in ("sweep", "largest"):  # the field that is swept over, or made as large as fits
-            typed[value.partition("=")[0]] = ""
+        fields = set[str]()
+        if name in ("sweep", "max"):  # the field that is swept over, or made as large as fits
+            fields = {value.partition("=")[0]}
         if name == "compare":
-            typed.update(dict.fromkeys(DECIDED_BY_COMPARISON, ""))
+            fields = {*DECIDED_BY_COMPARISON}
+        typed.update({option_of.get(field, field): "" for field in fields})
     return typed
 
 
@@ -128,15 +130,15 @@ def _options(config: Mapping[str, Any], typed: Mapping[str, str]) -> Iterator[tu
 
 def _own_options(setting: HiFTConfig | SFTConfig) -> Iterator[tuple[str, Any]]:
     """Yield the options for the fields that are not at their defaults and on which a plan depends."""
-    known = {*_RENAMED, *(item.name for item, _ in argument_fields())}
     for item in fields(setting):
+        name = NAMES_OF_OPTIONS.get(item.name, item.name)
         value = getattr(setting, item.name)
         default = None if item.default is MISSING else item.default
-        if item.name not in known or value in (default, "auto"):
+        if name not in REQUEST_OPTIONS or value in (default, "auto"):
             continue
         if item.name == "layers":
             value = [parts if isinstance(parts, str) else "+".join(parts) for parts in value]
-        yield _RENAMED.get(item.name, item.name), value
+        yield name, value
 
 
 def _precision(config: Mapping[str, Any], settings: Sequence[Any]) -> str:

@@ -85,10 +85,9 @@ def _act(options: argparse.Namespace, arguments: list[str]) -> None:
         print(preset_path(options.preset))
     elif options.command == "plan":
         from slivertune.planning.command import run_plan
-        from slivertune.training.options.plan_words import plan_words
+        from slivertune.training.options.plan_words import parse_plan_arguments
 
-        words, unread = plan_words(arguments)
-        run_plan(words, unread)
+        run_plan(parse_plan_arguments(arguments))
     elif options.command == "compare":
         from slivertune.training.comparison.command import run_compare
 

@@ -10,7 +10,6 @@ from transformers import Trainer
 from slivertune.core.layout import Layout
 from slivertune.core.presets import preset_path
 from slivertune.planning.answer import DATASET, train_command
-from slivertune.planning.arguments import parse_plan_arguments
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
@@ -18,6 +17,7 @@ from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
+from slivertune.training.options.plan_words import parse_plan_arguments
 from tests.training.made_runs import planned_back
 
 NUM_RANDOM = 50

@@ -14,11 +14,12 @@ import yaml  # type: ignore[import-untyped]
 
 from slivertune.core import presets
 from slivertune.planning import make
-from slivertune.planning.arguments import PlanArguments, parse_plan_arguments
+from slivertune.planning.arguments import PlanArguments
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
+from slivertune.training.options.plan_words import parse_plan_arguments
 
 pytestmark = pytest.mark.slow
 

@@ -51,6 +51,7 @@ RULES = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"), COUNT),
     **dict.fromkeys(("save_total_limit", "token_tile_size", "steps_per_group", "estimation_steps"), COUNT),
     **dict.fromkeys(("equivalent_lora_rank", "lora_rank"), COUNT),
+    **dict.fromkeys(("image_size", "num_labels", "num_gpus", "min_seq_length"), COUNT),
     **dict.fromkeys(("images", "keep_activations", "reselection_interval"), FROM_ZERO),
     "num_train_epochs": ABOVE_ZERO,
     **dict.fromkeys(("sft_momentum", "lora_dropout"), SHARE),

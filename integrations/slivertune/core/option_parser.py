@@ -13,8 +13,8 @@ from slivertune.core.removed_settings import say_removed, say_removed_value
 from slivertune.core.suggestions import did_you_mean
 
 _NEGATIVE = re.compile(r"-(?:\.?\d|(?:inf|infinity|nan)$)", re.IGNORECASE)
-_NO_NUMBER = re.compile(r"argument (--[\w-]+)\S*: invalid (int|float) value: (.+)", re.DOTALL)
-_NOT_READ = re.compile(r"argument (--[\w-]+)\S*: ('.*' must be .+)", re.DOTALL)
+_NO_NUMBER = re.compile(r"argument (--\S+): invalid (int|float) value: (.+)", re.DOTALL)
+_NOT_READ = re.compile(r"argument (--\S+): ('.*' must be .+)", re.DOTALL)
 _NO_VALUE = re.compile(r"argument (\S+): expected (?:at least )?one argument")
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 
@@ -91,11 +91,22 @@ class OptionParser(argparse.ArgumentParser):
     """Names of options of this program, by the names that other programs have for them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._names: list[str] = []
         # The meaning of a prefix would change with every option that is added.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._typed: list[str] = []
         # argparse takes -1e-4, -1,5 and -inf for options, and reports that the option before lacks its value.
         self._negative_number_matcher = _NEGATIVE
+
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        """Add an option, and keep its names for suggestions.
+
+        Args:
+            names: As for argparse.
+            options: As for argparse.
+        """
+        self._names += names
+        return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments, and keep the typed words for suggestions."""
@@ -120,10 +131,11 @@ class OptionParser(argparse.ArgumentParser):
             message: The complaint of argparse.
         """
         if wrong := _NO_NUMBER.fullmatch(message):
-            rule = self.describe_number(wrong[1].strip("-").replace("-", "_"), _NUMBERS[wrong[2]])
-            message = f"{wrong[1]} {wrong[3]} must be {rule}"
+            typed = self._typed_name(wrong[1])
+            rule = self.describe_number(typed.strip("-").replace("-", "_"), _NUMBERS[wrong[2]])
+            message = f"{typed} {wrong[3]} must be {rule}"
         elif unread := _NOT_READ.fullmatch(message):
-            message = f"{unread[1]} {unread[2]}"
+            message = f"{self._typed_name(unread[1])} {unread[2]}"
         return f"{message}{self._suggestion(message)}{self._value_behind(message)}; see {self.prog} --help"
 
     def describe_number(self, option: str, kind: str) -> str:
@@ -148,6 +160,11 @@ class OptionParser(argparse.ArgumentParser):
         name = self.other_words.get(word.strip("-").replace("-", "_"))
         shown = next((each for each in known if name is not None and each.strip("-") == name), None)
         return did_you_mean(word, known) if shown is None else f"; did you mean {shown}?"
+
+    def _typed_name(self, listed: str) -> str:
+        """Choose the name that was typed from all names of an option, as argparse lists them."""
+        names, typed = listed.split("/"), {word.partition("=")[0] for word in self._typed}
+        return next((name for name in names if name in typed), names[0])
 
     def _suggestion(self, message: str) -> str:
         # argparse 3.11 to 3.13 names the unknown word and the choices in its message alone.
@@ -181,4 +198,4 @@ class OptionParser(argparse.ArgumentParser):
         return "".join(f"; there is no {each}{ask}" for each, ask in zip(unknown, meant, strict=True))
 
     def _options(self) -> list[str]:
-        return re.findall(r"--[a-zA-Z]\w*", self.format_usage())
+        return [each for each in self._names if each.startswith("--") and "-" not in each[2:]]

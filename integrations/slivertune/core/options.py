@@ -35,6 +35,8 @@ class Spelling:
     """Further names, with underscores."""
     choices: tuple[str, ...] = ()
     """All values, of a field that may be any text by its type."""
+    alone: Any = None
+    """Value of the option without a value; None: it needs one."""
     words: type[PartedWords] = PartedWords
     """Way in which a list is split into words."""
 
@@ -77,6 +79,8 @@ class Option:
     """Name of the value in the help. None names it by its type."""
     may_stand_alone: bool = False
     """Whether the option without a value means true."""
+    alone: Any = None
+    """Value of the option without a value, if it is not true; None if there is none."""
     read: Callable[[str], Any] | None = None
     """Function that reads the value. None reads it by its type."""
     words: type[PartedWords] = PartedWords
@@ -132,6 +136,7 @@ def options_of(owner: type, names: Mapping[str, str | None] | None = None) -> It
             choices=tuple(listed) if listed or spelling.read else next(filter(None, map(_choices, kinds)), ()),
             value_name=item.metadata.get("metavar") or spelling.value_name,
             may_stand_alone=isinstance(item.default, bool) or kinds == (bool,) or item.metadata.get("nargs") == "?",
+            alone=spelling.alone,
             read=spelling.read,
             words=spelling.words,
         )
@@ -146,7 +151,7 @@ def add_option(parser: Any, option: Option) -> None:
     """
     words: dict[str, Any] = {"dest": option.name, "default": option.default}
     if option.is_switch:
-        words |= {"type": _reader(_true_or_false), "nargs": "?", "const": True}
+        words |= {"type": read_switch, "nargs": "?", "const": True}
     elif option.takes_words:
         words |= {"nargs": "+", "action": option.words, "type": option.item_kind}
     elif option.choices:
@@ -155,6 +160,8 @@ def add_option(parser: Any, option: Option) -> None:
         words |= {"type": _reader(option.read)}
     else:
         words |= {"type": next((kind for kind in option.kinds if kind in (int, float)), str)}
+    if option.alone is not None:
+        words |= {"nargs": "?", "const": option.alone}
     parser.add_argument(*(typed for name in (option.name, *option.aliases) for typed in _typed(name)), **words)
     if option.is_switch and option.default is True:
         parser.add_argument(*_typed(f"no_{option.name}"), dest=option.name, default=True, action="store_false")
@@ -244,10 +251,18 @@ def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_or_complain
 
 
-def _true_or_false(text: str) -> bool:
+def read_switch(text: str) -> bool:
+    """Read a value that is true or false.
+
+    Args:
+        text: The text as typed.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is neither.
+    """
     if text.lower() in _TRUE or text.lower() in _FALSE:
         return text.lower() in _TRUE
-    raise ValueError(f"{text!r} must be true or false")
+    raise argparse.ArgumentTypeError(f"{text!r} must be true or false")
 
 
 _TRUE = ("true", "t", "yes", "y", "1")

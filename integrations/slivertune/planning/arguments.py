@@ -1,31 +1,26 @@
-"""Arguments of `slivertune plan`, read from the command line."""
+"""Questions of `slivertune plan`."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 from slivertune.core.byte_text import parse_memory_size
 from slivertune.core.number_rule import RULES
+from slivertune.core.options import Spelling
 from slivertune.core.output_place import check_file_place
 from slivertune.core.suggestions import did_you_mean
-from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, card_named, known_cards
+from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, card_named
 from slivertune.planning.largest import LargestField
-from slivertune.planning.methods import check_options_are_read, planned_methods, planned_options
-from slivertune.planning.parser import make_parser
-from slivertune.planning.request import KINDS, PlanRequest, check_value, kinds_of, option
-from slivertune.planning.shipped import SHIPPED_MODELS
-from slivertune.planning.train_words import WORD_KINDS, TrainWords
+from slivertune.planning.request import REQUEST_OPTIONS, check_value
 
-SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
-    item.name: item.metadata["read"] or (KINDS[item.name] if KINDS[item.name] in (int, float) else str)
-    for item in fields(PlanRequest)
-    if KINDS[item.name] in (int, float, str) or get_origin(KINDS[item.name]) is Literal
+SWEPT_FIELDS = {
+    option.name: option.read or (option.kinds[0] if option.kinds[0] in (int, float) else str)
+    for option in REQUEST_OPTIONS.values()
+    if option.kinds[0] in (int, float, str) or get_origin(option.kinds[0]) is Literal
 }
 """Fields of `PlanRequest` that are numbers or names, each with the function that reads a value."""
-_REQUEST_FIELDS = {item.name: item for item in fields(PlanRequest)}
-_QUESTION = "what to find out"
 DECIDED_BY_COMPARISON = frozenset(
     {
         "method", "precision", "layers_per_group", "steps_per_group", "gradients", "selection", "load_in_4bit",
@@ -33,7 +28,7 @@ DECIDED_BY_COMPARISON = frozenset(
     }
 )  # fmt: skip
 """Fields of `PlanRequest` that differ between the rows of `--compare`, or that follow from a row's method."""
-_OF_CARD = -1
+OF_CARD = "card"
 """Value of `--fit` without a size, which means the memory of the card."""
 
 
@@ -47,7 +42,15 @@ class Sweep:
     """Values of the field, in the order given."""
 
 
-def _sweep(text: str) -> Sweep:
+def read_sweep(text: str) -> Sweep:
+    """Read `--sweep`, such as `seq_length=512,2048`.
+
+    Args:
+        text: The text as typed.
+
+    Raises:
+        ValueError: If it names no field, or if the field can't take a value. The message begins with the text.
+    """
     name, separator, listed = text.partition("=")
     read = SWEPT_FIELDS.get(name)
     if read is None or not separator:
@@ -57,7 +60,7 @@ def _sweep(text: str) -> Sweep:
         values = tuple(read(value) for value in listed.split(","))
         for value in values:
             if value != "auto":
-                check_value(_REQUEST_FIELDS[name], KINDS[name], value)
+                check_value(REQUEST_OPTIONS[name], value)
     except ValueError as error:
         raise ValueError(f"{text!r} has a value that {name} can't take: {error}") from error
     if len(set(values)) < len(values):
@@ -65,8 +68,15 @@ def _sweep(text: str) -> Sweep:
     return Sweep(field=name, values=values)
 
 
-def _count(text: str) -> int:
-    """Read a count of at least 1, such as 3e6 or 3_000_000."""
+def read_count(text: str) -> int:
+    """Read a count of at least 1, such as 3e6 or 3_000_000.
+
+    Args:
+        text: The text as typed.
+
+    Raises:
+        ValueError: If it is no such number. The message begins with the text.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -76,142 +86,93 @@ def _count(text: str) -> int:
     return round(value)
 
 
+def read_limit(text: str) -> int | str:
+    """Read `--fit`: a size, or `card`.
+
+    Args:
+        text: The text as typed.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    return text if text == OF_CARD else parse_memory_size(text)
+
+
+MemorySize = Annotated[int, Spelling(value_name="SIZE", read=parse_memory_size)]
+NAMES_OF_QUESTIONS: Mapping[str, str | None] = {
+    "model": None,
+    "given": None,
+    "defaults": None,
+    "follows_checkpoint": None,
+    "chooses_layers": None,
+    "fits_card": None,
+    "unread": None,
+    "num_tokens": "tokens",
+    "fit_bytes": "fit",
+    "fit_host_bytes": "fit_host",
+    "fit_disk_bytes": "fit_disk",
+    "largest": "max",
+}
+"""Options by the fields of `PlanArguments`, where the two differ. None: the field is no option."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanArguments:
-    """Arguments of `slivertune plan`."""
+    """Arguments of `slivertune plan`. A field's docstring is the help text of its option.
 
+    Raises:
+        ValueError: If two arguments contradict each other, a card is not known, or `plot` can't be written.
+    """
+
+    model: str
+    """Folder with config.json, hub id, or a name in `planning.shipped.SHIPPED_MODELS`."""
     given: dict[str, Any]
     """Fields of `PlanRequest` that the user set, by name."""
-    model: str = field(
-        metadata=option(
-            "the run",
-            f"folder with config.json, hub id, or one of {', '.join(SHIPPED_MODELS)}",
-            names=("--model", "--model_name_or_path"),
-            metavar="MODEL",
-            required=True,
-        ),
-    )
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields that a run file leaves to `slivertune train`; `seq_length` only as far as the model goes."""
+    follows_checkpoint: bool = False
+    """Whether a run file leaves the precision to the dtype of the model's weights."""
     chooses_layers: bool = False
-    """Whether `layers_per_group` was given as `auto`. `given` then lacks it."""
-    gpu: str | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            f"GPU, one of {', '.join(known_cards())}: report the time per update there, and whether the run fits its "
-            "memory, also the limit of --fit without a size; by default this machine's GPU",
-            metavar="NAME",
-        ),
-    )
-    efficiency: float = field(
-        default=EFFICIENCY,
-        metadata=option(_QUESTION, "share of the card's peak that matrix products are assumed to reach, in (0, 1]"),
-    )
-    disk_bandwidth: float = field(
-        default=DISK_BANDWIDTH,
-        metadata=option(_QUESTION, "bytes/s that reads and writes share on the disk of --state disk"),
-    )
-    num_tokens: int | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            "tokens of the data, on all GPUs together (3e6): report the hours of the run",
-            names=("--tokens",),
-            read=_count,
-            metavar="N",
-        ),
-    )
-    num_train_epochs: float = field(
-        default=1.0, metadata=option(_QUESTION, "with --tokens: passes over them", metavar="N")
-    )
+    """Whether `layers_per_group` was given as `auto`; `given` then lacks it."""
     fits_card: bool = False
     """Whether `--fit` was given without a size."""
-    fit_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            "find settings that fit a GPU of this size (24GiB; by default that of --gpu), the least costly first, and "
-            "print the command to run. Settings that are given here stay as they are, except the batch, which may be "
-            "split. With --sweep: mark what fits",
-            names=("--fit",),
-            read=parse_memory_size,
-            metavar="SIZE",
-            nargs="?",
-            const=_OF_CARD,
-        ),
-    )
-    fit_host_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            "with --fit: limit of host memory (64GiB) per process; by default the free memory here if a GPU is here, "
-            "else no limit, with a warning",
-            names=("--fit_host",),
-            read=parse_memory_size,
-            metavar="SIZE",
-        ),
-    )
-    fit_disk_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            "with --fit: limit of disk (500GiB) for --state disk; by default as --fit_host",
-            names=("--fit_disk",),
-            read=parse_memory_size,
-            metavar="SIZE",
-        ),
-    )
-    min_seq_length: int | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            "with --fit: shortest sequence length to which --fit may go; by default it changes none",
-        ),
-    )
-    sweep: Sweep | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            f"plan for several values of one of {', '.join(SWEPT_FIELDS)}",
-            read=_sweep,
-            metavar="FIELD=V1,V2,...",
-        ),
-    )
-    largest: LargestField | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            "find the largest value of this with which the run fits --gpu or --fit SIZE, all else as given",
-            names=("--max",),
-        ),
-    )
-    compare: bool = field(
-        default=False,
-        metadata=option(
-            _QUESTION,
-            "plan every way of training the model on --gpu, each with the largest batch that fits, and recommend one; "
-            "takes minutes for a large model",
-        ),
-    )
-    plot: Path | None = field(
-        default=None,
-        metadata=option(
-            _QUESTION,
-            "draw the parts of the peak; with --sweep by value, with --compare beside the speeds",
-            read=Path,
-            metavar="FILE.png",
-        ),
-    )
-    json: bool = field(
-        default=False,
-        metadata=option(_QUESTION, "print one JSON object on standard output, and everything else on standard error"),
-    )
+    unread: tuple[str, ...] = ()
+    """Options that were given and on which a plan does not depend."""
+    gpu: Annotated[str | None, Spelling(value_name="NAME")] = None
+    """GPU: report the time per update there, and whether the run fits its memory, also the limit of --fit without a
+    size; by default this machine's GPU."""
+    efficiency: Annotated[float, Spelling(value_name="SHARE")] = EFFICIENCY
+    """Share of the card's peak that matrix products are assumed to reach, in (0, 1]."""
+    disk_bandwidth: float = DISK_BANDWIDTH
+    """Bytes/s that reads and writes share on the disk of --state disk."""
+    num_tokens: Annotated[int | None, Spelling(value_name="N", read=read_count)] = None
+    """Tokens of the data, on all GPUs together (3e6): report the hours of the run."""
+    num_train_epochs: Annotated[float, Spelling(value_name="N")] = 1.0
+    """Passes over the tokens of --tokens."""
+    fit_bytes: Annotated[int | None, Spelling(value_name="[SIZE]", read=read_limit, alone=OF_CARD)] = None
+    """Find settings that fit a GPU of this size (24GiB; by default that of --gpu), the least costly first, and print
+    the command to run. Settings that are given here stay as they are, except the batch, which may be split. With
+    --sweep: mark what fits."""
+    fit_host_bytes: MemorySize | None = None
+    """Limit of host memory (64GiB) per process, with --fit; by default the free memory here if a GPU is here, else no
+    limit, with a warning."""
+    fit_disk_bytes: MemorySize | None = None
+    """Limit of disk (500GiB) for --state disk, with --fit; by default as --fit_host."""
+    min_seq_length: int | None = None
+    """Shortest sequence length to which --fit may go; by default it changes none."""
+    sweep: Annotated[Sweep | None, Spelling(value_name="FIELD=V1,V2,...", read=read_sweep)] = None
+    """Plan for several values of one field."""
+    largest: LargestField | None = None
+    """Find the largest value of this with which the run fits --gpu or --fit SIZE, all else as given."""
+    compare: bool = False
+    """Plan every way of training the model on --gpu, each with the largest batch that fits, and recommend one; takes
+    minutes for a large model."""
+    plot: Annotated[Path | None, Spelling(value_name="FILE.png", read=Path)] = None
+    """Draw the parts of the peak; with --sweep by value, with --compare beside the speeds."""
+    json: bool = False
+    """Print one JSON object on standard output, and everything else on standard error."""
 
     def __post_init__(self) -> None:
-        for item, kind in argument_fields():
-            if item.name in self.given and item.name in KINDS:
-                check_value(item, kind, self.given[item.name], is_typed=True)
-            elif item.name in QUESTION_KINDS:
-                check_value(item, kind, getattr(self, item.name), is_typed=True)
         for name, value in (
             ("fit_host", self.fit_host_bytes),
             ("fit_disk", self.fit_disk_bytes),
@@ -279,72 +240,3 @@ class PlanArguments:
     def has_limit(self) -> bool:
         """Whether `--fit` was given."""
         return self.fit_bytes is not None or self.fits_card
-
-
-QUESTION_KINDS = kinds_of(PlanArguments)
-"""Types of the arguments beside a request's fields, by name."""
-
-
-def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
-    """Read the arguments of `slivertune plan`, or print them and exit for `--help`.
-
-    Args:
-        argv: Words of the command line after `slivertune plan`.
-
-    Returns:
-        Arguments; `PlanRequest` checks the values of its own fields.
-
-    Raises:
-        ValueError: If an argument is unknown or unreadable, or if two arguments contradict each other.
-    """
-    # Arguments that the user did not type are absent.
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(make_parser(argument_fields()).parse_args(map(_with_underscores, argv))).items()
-    }
-    for item, _ in argument_fields():
-        value = values.get(item.name)
-        if value == "" or (isinstance(value, tuple) and "" in value):
-            name = (item.metadata["names"] or (f"--{item.name}",))[0]
-            raise ValueError(f"{name} '' is empty. It must be a name; give one, or leave it out")
-    given = {name: values.pop(name) for name in tuple(values) if name in KINDS}
-    words = TrainWords(**{name: values.pop(name) for name in tuple(values) if name in WORD_KINDS})
-    sweep: Sweep | None = values.get("sweep")
-    if words.bf16 is not None and (values.get("compare") or (sweep is not None and sweep.field == "method")):
-        raise ValueError(
-            f"--bf16 {str(words.bf16).lower()} means another precision for each method. Leave it out with --compare, "
-            "which plans each method as slivertune train --bf16 does. Give --precision with --sweep method=..."
-        )
-    _check_method_reads(given, sweep, is_comparison="compare" in values)
-    given = words.settle(given)
-    chooses_layers = given.get("layers_per_group") == "auto"
-    if chooses_layers:
-        del given["layers_per_group"]
-    fits_card = values.get("fit_bytes") == _OF_CARD
-    if fits_card:
-        del values["fit_bytes"]
-    return PlanArguments(given=given, chooses_layers=chooses_layers, fits_card=fits_card, **values)
-
-
-def _check_method_reads(given: dict[str, Any], sweep: Sweep | None, *, is_comparison: bool) -> None:
-    """Refuse options that only other methods read, as `slivertune train` does (`--compare` plans every method)."""
-    methods = {given.get("method", PlanRequest().method)}
-    names = {*given}
-    if sweep is not None and sweep.field == "method":
-        methods = set(sweep.values)
-    elif sweep is not None:
-        names.add(sweep.field)
-    check_options_are_read(set(planned_methods()) if is_comparison else methods, names, planned_options())
-
-
-def _with_underscores(word: str) -> str:
-    """Replace the hyphens in an option's name by underscores (`slivertune train` takes both)."""
-    name, equals, value = word.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
-
-
-def argument_fields() -> list[tuple[Field[Any], Any]]:
-    """List the arguments of `slivertune plan` in the order of its help: each field, with the type of its values."""
-    model, *questions = [item for item in fields(PlanArguments) if item.metadata]
-    kinds = {**QUESTION_KINDS, **WORD_KINDS, **KINDS}
-    return [(item, kinds[item.name]) for item in (model, *fields(PlanRequest), *fields(TrainWords), *questions)]

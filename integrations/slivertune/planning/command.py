@@ -1,16 +1,16 @@
 """`slivertune plan`: find the model, plan the run, print the result."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from slivertune.core.byte_text import format_bytes
 from slivertune.core.masking import masked
 from slivertune.planning.answer import Answer, SweepAnswer
-from slivertune.planning.arguments import PlanArguments, Sweep, parse_plan_arguments
+from slivertune.planning.arguments import PlanArguments, Sweep
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, Card, card_here, card_named, find_card
 from slivertune.planning.compare import Comparison, Question, compare, in_order
@@ -21,35 +21,34 @@ from slivertune.planning.largest import LargestField, find_largest
 from slivertune.planning.layers_per_group import check_has_copies, choose_layers_per_group
 from slivertune.planning.limits import limits_of, trains_here
 from slivertune.planning.make import make_plan
+from slivertune.planning.methods import planned
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.plot import draw, require_matplotlib, save
 from slivertune.planning.quiet import quiet_libraries
 from slivertune.planning.report import line_printer, print_answer, print_sweep
-from slivertune.planning.request import PlanRequest
+from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import Found, Tell, search, start_of_search
 
 _WIDTH_WITHOUT_TERMINAL = 120
 
 
-def run_plan(argv: Sequence[str], unread: Sequence[str] = ()) -> None:
+def run_plan(arguments: PlanArguments) -> None:
     """Run `slivertune plan`.
 
     Args:
-        argv: Words of the command line after `slivertune plan`.
-        unread: Names of options that were given and that a plan does not depend on, which a line at the end tells.
+        arguments: The settings of the run, and the questions.
 
     Raises:
-        ValueError: If the arguments contradict each other, the run can't be planned, or nothing fits.
+        ValueError: If the run can't be planned, or nothing fits.
         ImportError: If a required library is not installed; the message names it.
     """
-    arguments = parse_plan_arguments(argv)
     if arguments.plot is not None:
         require_matplotlib()
     answer = _answer(arguments)
     _print(answer, arguments)
-    if unread:
-        _console(stderr=True).print(f"not read: {', '.join(unread)}", markup=False, soft_wrap=True)
+    if arguments.unread:
+        _console(stderr=True).print(f"not read: {', '.join(arguments.unread)}", markup=False, soft_wrap=True)
 
 
 def _print(answer: Answer | SweepAnswer | Comparison, arguments: PlanArguments) -> None:
@@ -76,7 +75,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
     console = _console(stderr=True)
     with quiet_libraries(), console.status("planning ..."):
         model = find_model(arguments.model)
-        given = {"task": _task(model, arguments.given.get("task")), **arguments.given}
+        given = _settings(arguments, model)
         # Refuse unknown names before anything is planned.
         card = card_here() if arguments.gpu is None else card_named(arguments.gpu)
         if arguments.fits_card or arguments.chooses_layers or arguments.compare or arguments.num_tokens is not None:
@@ -232,6 +231,32 @@ def _sweep(
         tell(f"{sweep.field}={value}: {format_bytes(requirement.device_bytes)} with the allowance")
         requirements.append((value, requirement))
     return tuple(requirements)
+
+
+def _settings(arguments: PlanArguments, model: ModelFigures) -> dict[str, Any]:
+    """Return the fields of the request that the user set, or that a run file leaves to `slivertune train`."""
+    task = _task(model, arguments.given.get("task"))
+    given = {"task": task, **({} if arguments.compare else arguments.defaults), **arguments.given}
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and "seq_length" not in arguments.given and "seq_length" in given:
+        given["seq_length"] = min(given["seq_length"], most)
+    if arguments.follows_checkpoint:
+        given["precision"] = _precision_of_checkpoint(model, given)
+    return given
+
+
+def _precision_of_checkpoint(model: ModelFigures, given: dict[str, Any]) -> PrecisionName:
+    """Return the precision of a run that loads weights in the dtype of their checkpoint."""
+    dtype = model.config.dtype or model.config.get_text_config().dtype
+    if dtype is None:
+        raise ValueError(
+            f"the run file leaves the dtype to the checkpoint, and the config of {model.name} names none. Give "
+            "--weights_dtype bf16 or fp32"
+        )
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "fp32"
+    has_masters = "master" in planned(given.get("method", PlanRequest().method)).settings
+    return "mixed_hi" if has_masters and given.get("master") != "none" else "bf16"
 
 
 def _task(model: ModelFigures, asked: Any) -> Any:

@@ -1,11 +1,12 @@
 """HiFT's optimizer for a planned run, over a model of fake tensors."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift import HiFT
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.request import PlanRequest
@@ -29,21 +30,10 @@ def hift_over(
         max_grad_norm: As in `HiFTConfig`.
     """
     optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
-    config = HiFTConfig(
-        layers_per_group=request.layers_per_group,
-        layers=request.layers,
-        steps_per_group=updates_a_turn,
-        order="bottom2up",  # a turn is begun by its group's number
-        state="host" if request.state == "disk" else request.state,
-        master=request.master_kind,
-        stream_bytes=request.stream_bytes,
-        gradients=request.gradients,
-        waiting=request.waiting,
-        weights=request.weights,
-        resident_bytes=request.resident_bytes,
-        prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
-        max_grad_norm=max_grad_norm,
-    )
+    # A turn is begun by its group's number.
+    config = request.hift_config(steps_per_group=updates_a_turn, order="bottom2up", max_grad_norm=max_grad_norm)
+    if config.state == "disk":
+        config = replace(config, state="host", state_dir=None, state_ram_bytes=0)
     with FakeOverrides():
         return HiFT(model, optimizer_class, config=config, **arguments)
 

@@ -40,7 +40,7 @@ from slivertune.planning.step import (
 )
 from slivertune.planning.step_work import Place, UpdateWork
 
-NAMED_ALIKE = (
+_NAMED_ALIKE = (
     "layers_per_group",
     "layers",
     "steps_per_group",
@@ -306,7 +306,7 @@ def _is_part(trained: set[int], run: set[int], place: Place) -> bool:
 class PlannedHiFT(PlannedMethod):
     """HiFT: runs the steps of the equal groups that may have the largest peak."""
 
-    settings = frozenset({*NAMED_ALIKE, "master", "save_total_limit"})
+    settings = frozenset({*_NAMED_ALIKE, "master", "save_total_limit"})
     bf16_precision = "mixed_hi"
     trains_in_groups = True
     averages_in_buckets = True
@@ -352,7 +352,7 @@ class PlannedHiFT(PlannedMethod):
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Return the options of HiFT: its groups, and the place of their state."""
-        arguments = given_arguments(request, (*NAMED_ALIKE, "save_total_limit"))
+        arguments = given_arguments(request, (*_NAMED_ALIKE, "save_total_limit"))
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
         # fp32 weights never have masters; bf16 weights have fp32 masters by default.

@@ -115,10 +115,6 @@ _NOT_IN_4BIT = {
 }
 
 
-_OF_ANY_RUN = frozenset({"save_total_limit"})
-"""Options of the Trainer that every run takes but only some methods' plans read."""
-
-
 def register_planned(name: str, method: PlannedMethod) -> None:
     """Register a method of another package with `slivertune plan`.
 
@@ -164,11 +160,6 @@ def check_options_are_read(
         unused = [f"--{name}" for name in names if name in given]
         if other not in methods and unused:
             raise ValueError(f"{', '.join(unused)}: only --method {other} reads this. Leave it out or choose {other}")
-
-
-def planned_options() -> dict[str, list[str]]:
-    """Return the options of `slivertune plan` that only one method reads, by its name."""
-    return {name: sorted(planned(name).settings - _OF_ANY_RUN) for name in planned_methods()}
 
 
 def given_arguments(request: PlanRequest, names: Sequence[str]) -> list[str]:

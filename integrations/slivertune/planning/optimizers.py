@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 
 from slivertune.core.missing_library import missing_library
+from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.kernels import Kernels
 
 OptimizerName = Literal["adamw", "sgd_momentum", "sgd", "adafactor", "adagrad", "adamw8bit"]
@@ -21,6 +22,22 @@ OPTIM_NAMES: dict[str, OptimizerName] = {
 """Names of `transformers.TrainingArguments.optim` that a plan knows."""
 
 _LEARNING_RATE = 1e-4
+
+
+def optimizer_named(optim: str, optim_args: str) -> OptimizerName:
+    """Return the plan's optimizer for a `TrainingArguments.optim`.
+
+    Args:
+        optim: Value of `TrainingArguments.optim`.
+        optim_args: Value of `TrainingArguments.optim_args`.
+
+    Raises:
+        ValueError: If a plan does not know it.
+    """
+    if optim not in OPTIM_NAMES:
+        meant = did_you_mean(optim, OPTIM_NAMES)
+        raise ValueError(f"a plan does not know --optim {optim}: it must be one of {', '.join(OPTIM_NAMES)}{meant}")
+    return "sgd_momentum" if optim == "sgd" and "momentum=" in optim_args else OPTIM_NAMES[optim]
 
 
 def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -24,7 +24,7 @@ from slivertune.planning.replayed import VectorSize, replay, replaying
 from slivertune.planning.request import COUNTS, PlanRequest
 from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
 from slivertune.planning.step_work import StepWork, UpdateWork, Work
-from slivertune.sft import SFT, SFTConfig, adam
+from slivertune.sft import SFT, adam
 from slivertune.sft import selection as real
 from slivertune.sft.communicator import ALONE, Communicator
 from slivertune.sft.growth import GrowthEstimator
@@ -321,20 +321,7 @@ def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int) ->
         steps: Updates per estimation phase (gamma).
         interval: Updates between two reselections (S); 0 for no reselection.
     """
-    config = SFTConfig(
-        density=request.density,
-        num_weights=request.num_weights,
-        equivalent_lora_rank=request.equivalent_lora_rank,
-        targets=request.sft_target_modules,
-        embeddings=request.train_embeddings,
-        redistribute=request.redistribute,
-        packed=request.packed,
-        selection=request.selection,
-        estimation_steps=steps,
-        reselection_interval=interval,
-        replacement_rate=request.replacement_rate,
-        form="auto",
-    )
+    config = request.sft_config(estimation_steps=steps, reselection_interval=interval)
     with FakeOverrides():
         return SizedSFT(model, config=config, lr=1e-4, total_steps=1000, momentum=request.sft_momentum)
 

@@ -14,6 +14,9 @@ PhiGradient = Literal["chunked", "sampled"]
 DEFAULT_LORA_RANK = 64
 """LoRA rank that sets the number of weights if no setting does, the paper's best (appendix A)."""
 
+NAMES_OF_OPTIONS = {"targets": "sft_target_modules", "embeddings": "train_embeddings"}
+"""Options of a command by the fields of `SFTConfig`, where the two differ."""
+
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
 SM3_EPS = 1e-30
@@ -149,6 +152,18 @@ def _is_module_class(target: object) -> bool:
     from torch import nn
 
     return issubclass(target, nn.Module)
+
+
+def momentum_without_sm3(setting: str) -> str:
+    """Return the error of a momentum that AdamW does not have.
+
+    Args:
+        setting: The momentum, as it was given.
+    """
+    return (
+        f'{setting} is for SM3, and selection="accumulated_gradient" trains by AdamW. Use selection="momentum", or '
+        "leave it out"
+    )
 
 
 def checked_options(

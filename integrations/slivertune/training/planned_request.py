@@ -1,29 +1,21 @@
 """Converts a run of `slivertune train` to a request of `slivertune plan`."""
 
+from dataclasses import asdict
 from typing import Any, get_args
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainingArguments
 
-from slivertune.planning.optimizers import OptimizerName
+from slivertune.planning.optimizers import OptimizerName, optimizer_named
 from slivertune.planning.request import AttentionName, PlanRequest, PrecisionName, TaskName
-from slivertune.planning.train_words import optimizer_named
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
+from slivertune.training.options.plan_words import WITHOUT_PLAN, request_values
 from slivertune.training.tasks.task import Task
 
-_OF_THE_TRAINER = (
-    "label_smoothing_factor",
-    "use_liger_kernel",
-    "neftune_noise_alpha",
-    "auto_find_batch_size",
-    "use_cache",
-    "full_determinism",
-)
-"""Arguments of the Trainer that change memory in ways that a plan does not model."""
 _COPIES_TO_DECAY: tuple[OptimizerName, ...] = ("sgd", "sgd_momentum", "adagrad")
 """Optimizers that apply weight decay in a copy of all gradients."""
 
@@ -44,32 +36,36 @@ def plan_request(
         ValueError: If the run has settings that a plan does not support.
     """
     _check(arguments, layout)
-    training = arguments.training
-    settings: dict[str, Any] = {
+    training, method = arguments.training, arguments.method
+    options = (asdict(each) for each in (arguments.run, arguments.tokens, arguments.model))
+    values = {
+        "method": method.name,
+        **method.values(),
+        **{name: each for part in options for name, each in part.items()},
+    }
+    given, _ = request_values(values)
+    if given.get("layers_per_group") == "auto":
+        given["layers_per_group"] = 1
+    given |= {
         "layout": layout,
         "num_gpus": training.world_size,
         "offload_parameters": _offloads(trainer, layout),
-        "method": arguments.method.name,
         "precision": _precision(arguments, trainer.model),
         "task": arguments.data.task,
         "batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "seq_length": _longest_row(task),
         "gradient_checkpointing": training.gradient_checkpointing,
-        "keep_activations": arguments.run.keep_activations or 0,
-        "offload_activations": arguments.run.offload_activations,
-        "token_tile_size": arguments.run.token_tile_size,
         "chunked_cross_entropy": is_chunked,
-        "token_ratio": arguments.tokens.token_ratio,
-        "attn_implementation": arguments.model.attn_implementation,
-        "load_in_4bit": arguments.model.load_in_4bit,
         "kernels": "cpu" if training.device.type == "cpu" else "gpu",
     }
+    if given["precision"] == "bf16" and given.get("master", "none") != "none":
+        given["precision"] = "mixed_hi"
     if task.id2label is not None:
-        settings["num_labels"] = len(task.id2label)
-    if not arguments.method.is_optimizer:
-        settings["optimizer"] = _optimizer(training)
-    return PlanRequest(**settings | arguments.method.plan_settings(settings["precision"]))
+        given["num_labels"] = len(task.id2label)
+    if not method.is_optimizer:
+        given["optimizer"] = _optimizer(training)
+    return PlanRequest(**given)
 
 
 def _offloads(trainer: Trainer, layout: str) -> bool:
@@ -85,7 +81,9 @@ def _check(arguments: TrainArguments, layout: str) -> None:
     method = arguments.method
     training, attention = arguments.training, arguments.model.attn_implementation
     others = [f"--{name}" for name in method.not_planned if name in arguments.given]
-    others += [f"--{name}" for name in _OF_THE_TRAINER if getattr(training, name)]
+    others += [
+        f"--{name}" for name in WITHOUT_PLAN if name not in ("fp16", "torch_compile") and getattr(training, name)
+    ]
     checkpointing: Any = training.gradient_checkpointing_kwargs or {}
     decays = training.weight_decay and not method.is_optimizer and _optimizer(training) in _COPIES_TO_DECAY
     planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)

@@ -146,7 +146,7 @@ def test_json_is_taken_too() -> None:
             "line 2: --learning_rate 'much' must be a number, at least 0 and at most 100; see",
         ),
         ("max_steps: 1e3", "--max_steps '1e3' must be a whole number, at least 1 and"),
-        ("bf16: maybe", "Truthy value expected: got maybe"),
+        ("bf16: maybe", "--bf16 'maybe' must be true or false"),
         ("seed: [1, 2]", "run.yaml, line 1: seed takes one value, not a list of 2"),
         ("order: {first: random}", "run.yaml, line 1: order takes one value, not a mapping. Options are not nested"),
         (

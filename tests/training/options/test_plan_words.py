@@ -8,8 +8,8 @@ import pytest
 
 from slivertune.cli import main
 from slivertune.core.presets import preset_path, run_file_names
-from slivertune.planning.arguments import parse_plan_arguments
-from slivertune.training.options.plan_words import plan_words
+from slivertune.training.options.plan_words import parse_plan_arguments
+from tests.training.tiny import llama_config
 from tests.training.tiny_runs import Runs
 
 RUN = """\
@@ -35,9 +35,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(*words: str) -> tuple[dict[str, Any], list[str]]:
-    mine, unread = plan_words(words)
-    arguments = parse_plan_arguments(mine)
-    return {"model": arguments.model, **arguments.given}, unread
+    arguments = parse_plan_arguments(words)
+    return {"model": arguments.model, **arguments.given}, list(arguments.unread)
 
 
 def test_a_run_file_is_planned_as_it_stands() -> None:
@@ -56,6 +55,29 @@ def test_a_run_file_is_planned_as_it_stands() -> None:
     assert unread == ["prefetch_bytes", "learning_rate", "dataset"]
 
 
+@pytest.mark.filterwarnings("ignore")  # SFT's advice on a model that is not pretrained
+def test_what_a_run_file_leaves_out_is_as_train_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    config = llama_config(positions=48)
+    for dtype, words, precision in (
+        ("float32", (), "fp32"),
+        ("bfloat16", (), "mixed_hi"),
+        ("bfloat16", ("--master", "none"), "bf16"),
+        ("bfloat16", ("--method", "sft"), "bf16"),
+        ("bfloat16", ("--method", "dense"), "fp32"),
+        ("bfloat16", ("--weights_dtype", "fp32"), "fp32"),
+    ):
+        config.dtype = dtype
+        config.save_pretrained("model")
+        Path("short.yaml").write_text("model_name_or_path: model\n", encoding="utf-8")
+        assert main(["plan", "short.yaml", *words, "--json"]) == 0
+        request = json.loads(capsys.readouterr().out)["request"]
+        assert [request[name] for name in ("batch_size", "seq_length", "precision")] == [8, 48, precision], words
+    config.dtype = None
+    config.save_pretrained("model")
+    assert main(["plan", "short.yaml"]) == 2
+    assert "leaves the dtype to the checkpoint" in capsys.readouterr().err
+
+
 def test_typed_options_win_under_any_of_their_names() -> None:
     words = ("--batch-size", "2", "--max_length=64", "--learning-rate", "1e-3", "--seed=3", "--layers_per_group", "1")
     given, unread = planned("run.yaml", *words)
@@ -66,7 +88,7 @@ def test_typed_options_win_under_any_of_their_names() -> None:
 def test_options_of_train_alone_are_read_over_without_a_file() -> None:
     given, unread = planned("--model", "m", "--learning_rate", "-0", "--dataset", "a", "b", "--preset", "paper")
     assert (given["model"], given["layers_per_group"], given["steps_per_group"]) == ("m", 1, 1)
-    assert unread == ["learning_rate", "preset", "dataset", "order"]
+    assert unread == ["learning_rate", "dataset", "order"]
 
 
 @pytest.mark.parametrize("name", run_file_names())

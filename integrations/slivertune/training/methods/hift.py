@@ -14,7 +14,6 @@ from slivertune.hift import keep_blocks_on_host, quantize_layers
 from slivertune.hift.config import HiFTConfig
 from slivertune.interop.methods import check_base_optimizer, check_hift_settings
 from slivertune.planning.cards import Card, find_card
-from slivertune.planning.hift_run import NAMED_ALIKE
 from slivertune.planning.layers_per_group import choose_layers_per_group
 from slivertune.planning.plan import Limits
 from slivertune.planning.request import PlanRequest
@@ -155,17 +154,6 @@ class HiFTMethod(SliverMethod):
             },
             "layers": options.layers,
         }
-
-    def plan_settings(self, precision: str) -> dict[str, Any]:
-        """Return the settings that decide memory. Weights in bf16 have fp32 master weights unless `--master none`."""
-        settings = {name: getattr(self.options, name) for name in NAMED_ALIKE}
-        settings["layers_per_group"] = 1 if self.options.layers_per_group == "auto" else self.options.layers_per_group
-        settings["layers"] = None if self.options.layers is None else tuple(self.options.layers)
-        for name in ("prefetch_bytes", "resident_bytes"):
-            settings[name] = 0 if settings[name] == "auto" else settings[name]
-        if precision == "bf16" and self.options.master != "none":
-            settings |= {"precision": "mixed_hi", "master": self.options.master}
-        return settings
 
     def cycle(self, state: TrainerState) -> tuple[int, str]:
         """Count the lines of the memory ledger: whole cycles of all groups, labelled by the number of the last."""

@@ -56,15 +56,6 @@ class LoraMethod(TrainingMethod):
             }
         }
 
-    def plan_settings(self, precision: str) -> dict[str, Any]:
-        """Return the adapted modules, and the adapters' rank and dropout."""
-        names = self.options.lora_target_modules
-        return {
-            "lora_rank": self.options.lora_rank,
-            "lora_dropout": self.options.lora_dropout,
-            "lora_target_modules": None if names is None else tuple(names),
-        }
-
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Freeze the model and insert the adapters."""
         from peft import LoraConfig, get_peft_model

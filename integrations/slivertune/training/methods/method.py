@@ -175,15 +175,6 @@ class TrainingMethod:
         """
         return enum_value(training.optim)
 
-    def plan_settings(self, precision: str) -> dict[str, Any]:
-        """Return the method's fields of `planning.request.PlanRequest`.
-
-        Args:
-            precision: Precision as the plan names it. `bf16` has no fp32 master weights, so a method that keeps them
-                returns `precision="mixed_hi"`.
-        """
-        return {}
-
     def claim_state(self) -> None:
         """Claim the optimizer state in a memory ledger that was just entered, if the optimizer does not show it."""
 

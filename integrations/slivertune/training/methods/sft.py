@@ -114,12 +114,6 @@ class SFTMethod(SliverMethod):
         """Return all settings, since all decide which weights are trained, and how."""
         return {"sft": self.values()}
 
-    def plan_settings(self, precision: str) -> dict[str, Any]:
-        """Return all settings. A plan has each under the same name."""
-        values = self.values()
-        names = values["sft_target_modules"]
-        return {**values, "sft_target_modules": None if names is None else tuple(names)}
-
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Refuse a model with untrained weights, which sparse deltas can't make useful."""
         model: Any = loaded.model

@@ -1,7 +1,7 @@
 """`slivertune train --help`: our options and the Trainer's common ones. With `all`, it shows every option."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slivertune.core.option_help import ON_SPELLING, HelpEntry, HelpGroup, describe_option, render_help
@@ -59,11 +59,20 @@ _UNSET = HelpEntry("--unset NAME ...", "ignore these options of RUN.yaml, and us
 
 
 class PrintHelp(argparse.Action):
-    """Prints the help and ends the program."""
+    """Prints the help and ends the program.
+
+    Args:
+        help_text: Function that returns the text. Its argument says whether `all` was typed.
+        options: As for `argparse.Action`.
+    """
+
+    def __init__(self, *args: Any, help_text: Callable[[bool], str], **options: Any) -> None:
+        self._help_text = help_text
+        super().__init__(*args, **options)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Print the help, with all options if `all` was given, and exit."""
-        print(help_text(has_all=values == "all"), end="")
+        print(self._help_text(values == "all"), end="")
         parser.exit()
 
 
@@ -79,12 +88,12 @@ def help_text(*, has_all: bool, width: int | None = None) -> str:
         has_all: Whether to include the rarely used options of the Trainer, which imports torch.
         width: Characters per line; by default the terminal's.
     """
-    groups = [HelpGroup(title, [_entry(each, has_all=has_all) for each in members]) for title, members in _groups()]
+    groups = [HelpGroup(title, [help_entry(each, has_all=has_all) for each in members]) for title, members in _groups()]
     if has_all:
         from slivertune.training.options.table import train_options
 
         shown = common_options()
-        others = [_entry(each, has_all=True) for name, each in train_options().items() if name not in shown]
+        others = [help_entry(each, has_all=True) for name, each in train_options().items() if name not in shown]
         groups.append(HelpGroup("every other field of transformers.TrainingArguments", others))
     asked = HelpEntry("-h, --help [all]", "show this text; with all, also every option of the Trainer")
     return render_help(
@@ -111,7 +120,13 @@ def _groups() -> Iterator[tuple[str, list[Option]]]:
     yield "output and resume", [option for name, option in runs.items() if name not in placed]
 
 
-def _entry(option: Option, *, has_all: bool) -> HelpEntry:
+def help_entry(option: Option, *, has_all: bool = False) -> HelpEntry:
+    """Describe an option.
+
+    Args:
+        option: The option.
+        has_all: Whether to list all choices, also where they are many.
+    """
     names = [f"--{name}" for name in (option.name, *option.aliases)]
     default = " ".join(map(str, option.default)) if isinstance(option.default, list) else option.default
     choices = option.choices if has_all or len(option.choices) <= _MOST_CHOICES else ()
@@ -132,6 +147,8 @@ def _value_of(option: Option) -> str:
         return "[true|false]" if option.may_stand_alone else "true|false"
     if option.takes_mapping:
         return "JSON"
+    if option.choices:
+        return "NAME"
     if option.takes_words:
         return "N ..." if option.item_kind in (int, float) else "NAME ..."
     if int in option.kinds:

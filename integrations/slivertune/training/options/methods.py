@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from slivertune.core.options import Option, Spelling, options_of
 from slivertune.hift.config import HiFTConfig
-from slivertune.sft.config import SFTConfig
+from slivertune.sft.config import NAMES_OF_OPTIONS, SFTConfig, momentum_without_sm3
 
 _ALL_LINEAR = "all-linear"
 
@@ -103,6 +103,8 @@ class SFTOptions(SFTConfig):
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"sft_momentum={self.momentum} must lie in [0, 1). Use 0 for none")
+        if self.momentum and self.selection != "momentum":
+            raise ValueError(momentum_without_sm3(f"sft_momentum={self.momentum}"))
         SFTConfig.__post_init__(self)
 
     def config(self, seed: int) -> SFTConfig:
@@ -165,8 +167,7 @@ SFT = MethodOptions(
     help="a sparse choice of weights, reselected during training, with deltas in --output_dir/delta",
     options_class=SFTOptions,
     names={
-        "targets": "sft_target_modules",
-        "embeddings": "train_embeddings",
+        **NAMES_OF_OPTIONS,
         "momentum": "sft_momentum",
         **dict.fromkeys(("form", "phi_gradient", "max_grad_norm", "seed")),
     },

@@ -52,12 +52,13 @@ def number_rule(option: Option) -> NumberRule | None:
     return _RULES.get(option.name, FROM_ZERO if option.owner is TrainingArguments else ANY)
 
 
-def check_number(option: Option, value: Any) -> None:
+def check_number(option: Option, value: Any, typed: str) -> None:
     """Refuse a number that an option does not take.
 
     Args:
         option: Option of `slivertune train`.
         value: Parsed value: a number, a list of numbers, or anything else that the option takes.
+        typed: Name of the option as it was typed.
 
     Raises:
         ValueError: If the rule does not allow a number; names the option, the value and the rule.
@@ -65,7 +66,7 @@ def check_number(option: Option, value: Any) -> None:
     rule = number_rule(option)
     for each in value if isinstance(value, list) else [value]:
         if rule is not None and isinstance(each, int | float) and not rule.allows(each):
-            raise ValueError(f"--{option.name} {each} must be {rule.describe()}")
+            raise ValueError(f"--{typed} {each} must be {rule.describe()}")
 
 
 def check_text(option: Option, value: Any) -> None:

@@ -85,15 +85,15 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     learn(values=typed)
     _check_secrets(typed)
     method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
-    typed |= _preset_values(method_class, typed, argv)
+    typed |= values_of_preset(method_class, typed, argv)
     given = frozenset(typed)
     check_method(method_class, given)
     values = {"method": method_class.about.name, **default_values(method_class, typed), **typed}
     method = method_class(method_class.about.make(values))
-    model = _build(ModelArguments, values)
+    model = build(ModelArguments, values)
     if model.load_in_4bit:
         check_method_takes_4bit(method_class)
-    run, tokens, data = _build(RunArguments, values), _build(TokenArguments, values), _build(DataArguments, values)
+    run, tokens, data = build(RunArguments, values), build(TokenArguments, values), build(DataArguments, values)
     mixed = _mixed_precision(values)
     precision = choose_precision(
         method.bf16_use,
@@ -107,7 +107,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     folder = coordinator.decide(
         "the run's folder",
         lambda: choose_run_folder(
-            method.name, values.get("output_dir"), values.get("resume_from_checkpoint"), _build(Goal, values)
+            method.name, values.get("output_dir"), values.get("resume_from_checkpoint"), build(Goal, values)
         ),
     )
     kept = {name: value for name, value in method.values().items() if name in method.kept_settings}
@@ -120,7 +120,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     }
     # These values are not saved with the settings, which may repeat the run on a machine with a GPU.
     values |= precision_values(values, (mixed, precision.autocast))
-    training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
+    training = build(TrainingArguments, values | device_values(values, coordinator.world_size))
     _check_engine_secrets(training)
     check_processes(training, coordinator.world_size, four_bit=model.load_in_4bit)
     for name in filter(is_secret, _TRAINERS):
@@ -131,7 +131,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     method.check(given, training)
     check_fp16(values)
     _check_task(data, training)
-    _check_pairs(data, tokens, run, training)
+    check_pairs(values)
     _check_kept(run, training)
     check_early_stopping(run.early_stopping_patience, training)
     return TrainArguments(
@@ -176,8 +176,14 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
     return defaults
 
 
-def _preset_values(method: type[TrainingMethod], given: Mapping[str, Any], argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values that the method's preset sets. Typed values win over it, and a typed preset over a run file."""
+def values_of_preset(method: type[TrainingMethod], given: Mapping[str, Any], argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values that the method's preset sets. Typed values win over it, and a typed preset over a run file.
+
+    Args:
+        method: Class of the method.
+        given: Values by option, of the command line and of its run file.
+        argv: Words after the command's name.
+    """
     typed = {word.partition("=")[0].strip("-").replace("-", "_") for word in argv if word.startswith("--")}
     others = typed if "preset" in typed else given.keys()
     return {name: value for name, value in method.preset_values(given).items() if name not in others}
@@ -255,25 +261,47 @@ def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
         check_can_measure(training.device.type, training.world_size)
 
 
-def _check_pairs(data: DataArguments, tokens: TokenArguments, run: RunArguments, training: TrainingArguments) -> None:
-    """Refuse offloading without checkpointing, and pairs of settings that do not go together."""
-    smoothing = training.label_smoothing_factor
-    if run.offload_activations and not training.gradient_checkpointing:
+def check_pairs(values: Mapping[str, Any]) -> None:
+    """Refuse offloading without checkpointing, and pairs of settings that do not go together.
+
+    Args:
+        values: Values by option, without those at their defaults.
+
+    Raises:
+        ValueError: If it is refused. The message names both settings.
+    """
+    checkpointing = next((values[name] for name in _CHECKPOINTING if name in values), False)
+    if values.get("offload_activations") and not checkpointing:
         raise ValueError(offloading_without_checkpointing())
+    smoothing, task = values.get("label_smoothing_factor"), values.get("task")
     refuse_together(
         {
-            "offload_activations": "--offload_activations" if run.offload_activations else None,
-            "keep_activations='auto'": "--keep_activations auto" if run.keep_activations == "auto" else None,
-            "tile_tokens": "--token_tile_size" if run.token_tile_size is not None else None,
-            "torch.compile": "--torch_compile" if training.torch_compile else None,
-            "use_liger_kernel": "--use_liger_kernel" if training.use_liger_kernel else None,
-            "TokenTune": None if tokens.token_ratio is None else "--token_ratio",
+            "offload_activations": "--offload_activations" if values.get("offload_activations") else None,
+            "keep_activations='auto'": "--keep_activations auto" if values.get("keep_activations") == "auto" else None,
+            "tile_tokens": None if values.get("token_tile_size") is None else "--token_tile_size",
+            "torch.compile": "--torch_compile" if any(map(values.get, _COMPILATION)) else None,
+            "use_liger_kernel": "--use_liger_kernel" if values.get("use_liger_kernel") else None,
+            "TokenTune": None if values.get("token_ratio") is None else "--token_ratio",
             "label_smoothing_factor": f"--label_smoothing_factor {smoothing}" if smoothing else None,
-            "task='prompt_classification'": f"--task {data.task}" if data.task == "prompt_classification" else None,
+            "task='prompt_classification'": f"--task {task}" if task == "prompt_classification" else None,
         }
     )
 
 
-def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:
+# The Trainer compiles, too, if one of the other two is set.
+_COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+
+
+def build(kind: type[_Dataclass], values: Mapping[str, Any]) -> _Dataclass:
+    """Make a dataclass of options.
+
+    Args:
+        kind: The dataclass.
+        values: Values by option; those of other classes are left out.
+
+    Raises:
+        ValueError: If a value is refused.
+    """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     return kind(**{item.name: values[item.name] for item in fields if item.init and item.name in values})

@@ -1,8 +1,9 @@
-"""Reads the values that the user typed after `slivertune train` or wrote in a config file."""
+"""Reads the values that the user typed after `slivertune train` or `slivertune plan`, or wrote in a config file."""
 
 import argparse
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -10,10 +11,10 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from slivertune.core.option_parser import AddedWords, OptionParser, PartedWords
-from slivertune.core.options import Option, add_option
+from slivertune.core.options import Option, add_option, read_switch
 from slivertune.core.removed_settings import is_only_value
 from slivertune.training.options.config_file import SUFFIXES, Setting, read_settings
-from slivertune.training.options.help import PrintHelp
+from slivertune.training.options.help import PrintHelp, help_text
 from slivertune.training.options.number_rules import check_mapping, check_number, check_text, number_rule
 from slivertune.training.options.table import RENAMED, option_named, train_options
 
@@ -50,8 +51,34 @@ UNSET = "--unset"
 """Option that resets options of a config file to their defaults."""
 
 
-class _TrainParser(OptionParser, HfArgumentParser):
-    other_words = _OTHER_WORDS
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verb:
+    """A verb of the program that takes the options of `slivertune train`."""
+
+    name: str
+    """The word after `slivertune`."""
+    own: Mapping[str, Option]
+    """Options beside those of `slivertune train`, by name; they replace its options of the same name."""
+    other_words: Mapping[str, str]
+    """Names of options by their names elsewhere."""
+    help_text: Callable[[bool], str]
+    """Text of `--help`; the argument says whether `all` was typed."""
+
+    @property
+    def prog(self) -> str:
+        """Program and verb."""
+        return f"slivertune {self.name}"
+
+    def options(self) -> dict[str, Option]:
+        """Return all options by name."""
+        return {**train_options(), **self.own}
+
+
+TRAIN = Verb(name="train", own={}, other_words=_OTHER_WORDS, help_text=lambda has_all: help_text(has_all=has_all))
+
+
+class _Parser(OptionParser, HfArgumentParser):
+    verb = TRAIN
 
     def add_argument(self, *names: Any, **options: Any) -> Any:
         """Add an option, and allow several trackers, commas in lists, and switches without a value.
@@ -61,7 +88,7 @@ class _TrainParser(OptionParser, HfArgumentParser):
         if "--report_to" in names:
             options["nargs"] = "+"
         if options.get("type") is string_to_bool:
-            options = {"nargs": "?", "const": True, **options}
+            options = {"nargs": "?", "const": True, **options, "type": read_switch}
         if get_origin(options.get("type")) is dict:
             options["type"] = str
         if options.get("nargs") == "+" and not options.get("choices"):
@@ -72,49 +99,60 @@ class _TrainParser(OptionParser, HfArgumentParser):
         """Add to an error message the option that may be meant, or that a config file comes first."""
         words = message.partition("unrecognized arguments: ")[2].split()
         if any(word == "--config" or word.endswith(SUFFIXES) for word in words):
-            return f"{message}. Name a config file before all options: slivertune train run.yaml --seed 3"
+            return f"{message}. Name a config file before all options: {self.prog} run.yaml --seed 3"
         return super().explain(message)
 
     def describe_number(self, option: str, kind: str) -> str:
         """Add an option's range to its kind of number."""
-        known = option_named(option, train_options())
+        known = option_named(option, self.verb.options())
         rule = None if known is None else number_rule(known)
         return kind if rule is None else f"{kind}, {rule.describe()}"
 
 
-def make_parser() -> HfArgumentParser:
-    """Make the parser of `slivertune train`, with every option."""
-    parser = _TrainParser(TrainingArguments, prog="slivertune train", add_help=False)
-    for option in train_options().values():
+def make_parser(verb: Verb = TRAIN) -> HfArgumentParser:
+    """Make the parser of a verb, with every option.
+
+    Args:
+        verb: The verb.
+    """
+    kind = type("_Parser", (_Parser,), {"verb": verb, "other_words": verb.other_words})
+    # An option of the verb replaces that of the Trainer with the same name.
+    parser: HfArgumentParser = kind(TrainingArguments, prog=verb.prog, add_help=False, conflict_handler="resolve")
+    for option in verb.options().values():
         if option.owner is not TrainingArguments:
             add_option(parser, option)
-    parser.add_argument("-h", "--help", nargs="?", choices=("all",), action=PrintHelp)
+    parser.add_argument("-h", "--help", nargs="?", choices=("all",), action=PrintHelp, help_text=verb.help_text)
     parser.add_argument(UNSET, nargs="+", action=AddedWords)
     return parser
 
 
-def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = read_settings) -> dict[str, Any]:
+def given_values(
+    argv: Sequence[str], read: Callable[[Path], list[Setting]] = read_settings, verb: Verb = TRAIN
+) -> dict[str, Any]:
     """Return the user's values by field name, without defaults. Typed values win over those of the config file.
 
     An option of the file that `--unset` names is treated as if the file did not have it.
 
     Args:
-        argv: Words after `slivertune train`: an optional config file, then options.
+        argv: Words after the command's name: an optional config file, then options.
         read: Function that reads the config file.
+        verb: The verb.
 
     Raises:
         ValueError: If an option is unknown, or its value can't be read; names the line of a file.
     """
-    parser, options = make_parser(), train_options()
+    parser, options = make_parser(verb), verb.options()
     # argparse fills in a default only if the namespace does not have the name.
     absent = object()
     nothing = dict.fromkeys(vars(parser.parse_args([])), absent)
 
     def parse(words: Sequence[str]) -> dict[str, Any]:
         given = vars(parser.parse_args(list(words), argparse.Namespace(**nothing)))
+        names = [word.partition("=")[0].strip("-").replace("-", "_") for word in words if word.startswith("--")]
+        spelled = {option.name: name for name in names if (option := option_named(name, options)) is not None}
         for name, value in given.items():
             if value is not absent and name in options:
-                check_number(options[name], value)
+                check_number(options[name], value, spelled.get(name, name))
                 check_mapping(options[name], value)
                 check_text(options[name], value)
                 if options[name].takes_mapping and str not in options[name].kinds:
@@ -129,8 +167,8 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
     unset: list[str] = typed.pop(UNSET.strip("-"), [])
     if unset and not has_file:
         raise ValueError(f"{UNSET} {unset[0]}: no run file is read. Name one before all options, or leave it out")
-    written = _written_values(read(Path(argv[0])), parser, parse) if has_file else {}
-    taken_back = {_name_to_unset(word, parser): word for word in unset}
+    written = _written_values(read(Path(argv[0])), verb, parser, parse) if has_file else {}
+    taken_back = {_name_to_unset(word, verb, parser): word for word in unset}
     for name, word in taken_back.items():
         if name in typed:
             raise ValueError(f"{UNSET} {word} resets what --{name} {typed[name]} sets. Leave out one of the two")
@@ -139,13 +177,13 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
     return {**{name: value for name, value in written.items() if name not in taken_back}, **typed}
 
 
-def _name_to_unset(word: str, parser: Any) -> str:
+def _name_to_unset(word: str, verb: Verb, parser: Any) -> str:
     """Return the field name of an option that `--unset` names."""
-    options = train_options()
+    options = verb.options()
     option = option_named(word.strip("-").replace("-", "_"), options)
     if option is None:
         meant = parser.suggest_option(word, options)
-        raise ValueError(f"{UNSET} {word}: there is no such option{meant}; see slivertune train --help")
+        raise ValueError(f"{UNSET} {word}: there is no such option{meant}; see {verb.prog} --help")
     return RENAMED.get(option.name, option.name)
 
 
@@ -177,10 +215,10 @@ def without_unset(words: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def _written_values(
-    settings: Sequence[Setting], parser: Any, parse: Callable[[Sequence[str]], dict[str, Any]]
+    settings: Sequence[Setting], verb: Verb, parser: Any, parse: Callable[[Sequence[str]], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the values of a config file, each checked as if it had been typed."""
-    options = train_options()
+    options = verb.options()
     values: dict[str, Any] = {}
     for setting in settings:
         option = option_named(setting.key, options)
@@ -193,7 +231,7 @@ def _written_values(
         if option is None:
             known = [*options, *(alias for each in options.values() for alias in each.aliases)]
             meant = parser.suggest_option(setting.key, known)
-            raise ValueError(f"{setting.place}: there is no option {setting.key!r}{meant}; see slivertune train --help")
+            raise ValueError(f"{setting.place}: there is no option {setting.key!r}{meant}; see {verb.prog} --help")
         if setting.value is None:
             if option.default is not None:
                 raise ValueError(

@@ -1,108 +1,235 @@
-"""Run files and options of `slivertune train`, as `slivertune plan` takes them."""
+"""Words of `slivertune plan`: the options of `slivertune train`, those of a plan alone, and its questions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from slivertune.planning.arguments import argument_fields
+from slivertune.core.options import Option, options_of
+from slivertune.planning.arguments import NAMES_OF_QUESTIONS, OF_CARD, PlanArguments, Sweep
+from slivertune.planning.methods import check_options_are_read, planned_methods
+from slivertune.planning.optimizers import optimizer_named
+from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, PrecisionName
 from slivertune.training.methods.method import TrainingMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
-from slivertune.training.options.arguments import enum_value
-from slivertune.training.options.methods import DEFAULT_METHOD
-from slivertune.training.options.parser import given_values
-from slivertune.training.options.table import option_named, train_options
+from slivertune.training.models import Precision, choose_precision
+from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments, enum_value
+from slivertune.training.options.methods import DEFAULT_METHOD, METHOD_OPTIONS, method_option
+from slivertune.training.options.parse import build, check_pairs, values_of_preset
+from slivertune.training.options.parser import Verb, given_values
+from slivertune.training.options.plan_help import plan_help
+from slivertune.training.options.table import OLD_NAMES
+from slivertune.training.options.trainer import CommonOptions
+from slivertune.training.tasks.tokenization import DEFAULT_MAX_LENGTH
 
-_LAYOUTS = ("deepspeed", "fsdp", "fsdp_config")
-_WITHOUT_PLAN = (
+NAMES_OF_FIELDS = {
+    "per_device_train_batch_size": "batch_size",
+    "max_length": "seq_length",
+}
+"""Fields of `PlanRequest` by the options of `slivertune train`, where the two differ."""
+IN_PLACE_OF = {"precision": ("bf16", "weights_dtype"), "optimizer": ("optim", "optim_args"), "kernels": ("use_cpu",)}
+"""Options of `slivertune train` that set the same as an option of a plan alone."""
+WITHOUT_PLAN = (
     *("fp16", "torch_compile", "use_liger_kernel", "neftune_noise_alpha", "label_smoothing_factor"),
-    *("auto_find_batch_size", "full_determinism"),
+    *("auto_find_batch_size", "use_cache", "full_determinism"),
 )
-"""Options of the Trainer that change a run's memory and that a plan does not model."""
-_SETTLED_IN_TRAINING = ("prefetch_bytes", "resident_bytes")
-"""Options whose value `auto` fills memory that is left free, which no plan counts."""
+"""Options of the Trainer that change a run's memory in ways that a plan does not model."""
+_DEFAULTS_OF_TRAIN = {"batch_size": CommonOptions().per_device_train_batch_size, "seq_length": DEFAULT_MAX_LENGTH}
+_LAYOUTS = ("deepspeed", "fsdp", "fsdp_config")
+_OTHER_WORDS = {
+    "batch": "batch_size",
+    "max_seq_length": "seq_length",
+    "fp16": "precision",
+    "optimizer_name": "optimizer",
+    "lora_r": "lora_rank",
+    "checkpointing": "gradient_checkpointing",
+    "card": "gpu",
+    "gpus": "num_gpus",
+    "epochs": "num_train_epochs",
+}
+"""Names of options elsewhere."""
 
 
-def plan_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Translate a command line of `slivertune plan` that names a run file or options of `slivertune train` alone.
+def plan_options() -> dict[str, Option]:
+    """Return the options of `slivertune plan` that `slivertune train` does not have, or has in another way, by name."""
+    names = {field: name for name, field in NAMES_OF_FIELDS.items()}
+    options = [*options_of(PlanRequest, names), *options_of(PlanArguments, NAMES_OF_QUESTIONS)]
+    # A field without a text is declared by `slivertune train`.
+    own = {option.name: option for option in options if option.text}
+    for name, field in NAMES_OF_FIELDS.items():
+        own[name] = replace(own[name], aliases=(field,))
+    return {"method": replace(method_option(), choices=planned_methods(), text="Training method."), **own}
 
-    These options are checked as `slivertune train` checks them. Typed options win over those of the file.
+
+def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
+    """Read the words of `slivertune plan`, or print its help and exit.
+
+    They are checked as `slivertune train` checks them. Typed options win over those of a run file.
 
     Args:
-        argv: Words after `slivertune plan`: an optional run file, then options.
-
-    Returns:
-        The words without the file and without options that a plan does not read, and the names of these options.
+        argv: Words after `slivertune plan`: an optional run file of `slivertune train`, then options.
 
     Raises:
-        ValueError: If an option of the file is unknown, a value is refused, or a setting has no plan.
+        ValueError: If an option is unknown, a value is refused, two contradict each other, or a setting has no plan.
     """
-    dest_of = _plans_options()
-    file = argv[:1] if argv and not argv[0].startswith("-") else []
-    typed = [(_name_of(words[0]), words) for words in _split(argv[len(file) :])]
-    trains, options = [], train_options()
-    for name, words in typed:
-        if name not in dest_of and option_named(name, options) is not None:
-            trains += words
-    values = {**(given_values(file) if file else {}), **given_values(trains)}
-    values |= {name: words[-1].partition("=")[2] or words[-1] for name, words in typed if name == "method"}
-    typed_dests = {dest_of[name] for name, _ in typed if name in dest_of}
-    _check(values, typed_dests)
-    words, unread = list[str](), list[str]()
-    for name, value in _with_preset(values).items():
-        dest = dest_of.get(name)
-        if dest is None or (value == "auto" and name in _SETTLED_IN_TRAINING):
+    own = plan_options()
+    verb = Verb(name="plan", own=own, other_words=_OTHER_WORDS, help_text=lambda _: plan_help(own))
+    values = given_values(argv, verb=verb)
+    has_file = bool(argv) and not argv[0].startswith("-")
+    typed = given_values(argv[1:], verb=verb) if has_file else values
+    values |= values_of_preset(_method(values), values, argv)
+    values.pop("preset", None)
+    for name, others in IN_PLACE_OF.items():
+        alike = {name, *others}
+        if alike & typed.keys():
+            values = {key: each for key, each in values.items() if key in typed or key not in alike}
+    questions, unread = _questions(values, typed)
+    if "model_name_or_path" not in values:
+        raise ValueError("the following arguments are required: --model; see slivertune plan --help")
+    model = values.pop("model_name_or_path")
+    _check(values, questions)
+    given, others = request_values(values)
+    chooses_layers = given.get("layers_per_group") == "auto"
+    if chooses_layers:
+        del given["layers_per_group"]
+    defaults = {field: value for field, value in _DEFAULTS_OF_TRAIN.items() if field not in given}
+    return PlanArguments(
+        model=model,
+        given=given,
+        defaults=defaults if has_file else {},
+        follows_checkpoint=has_file and "precision" not in given and _precision(values).loading == "stored",
+        chooses_layers=chooses_layers,
+        fits_card=questions.get("fit_bytes") == OF_CARD,
+        unread=(*unread, *others),
+        **{name: each for name, each in questions.items() if each != OF_CARD},
+    )
+
+
+def request_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Translate options into fields of `PlanRequest`.
+
+    Args:
+        values: Values by option.
+
+    Returns:
+        Values by field, and the names of the options on which a plan does not depend.
+
+    Raises:
+        ValueError: If two options contradict each other, or a plan does not know an optimizer.
+    """
+    given, unread = dict[str, Any](), list[str]()
+    replaced = {other for others in IN_PLACE_OF.values() for other in others}
+    for name, value in values.items():
+        old_name = OLD_NAMES.get(name, name)
+        field = NAMES_OF_FIELDS.get(old_name, old_name)
+        if field in REQUEST_OPTIONS and (value != "auto" or name == "layers_per_group"):
+            if value is not None:
+                given[field] = tuple(value) if isinstance(value, list) else value
+        elif name not in replaced:
             unread.append(name)
-        elif dest not in typed_dests and value is not None:
-            words += _typed(name, value)
-    return [*words, *(word for name, each in typed if name in dest_of or name not in options for word in each)], unread
+    dtype = values.get("weights_dtype", "auto")
+    if "bf16" in values or dtype != "auto":
+        _set(given, "precision", precision_of(values), values)
+    if values.get("optim") is not None:
+        _set(given, "optimizer", optimizer_named(enum_value(values["optim"]), values.get("optim_args") or ""), values)
+    elif values.get("optim_args") is not None:
+        raise ValueError(f"--optim_args {values['optim_args']} takes effect only with --optim. Name the optimizer")
+    if values.get("use_cpu"):
+        _set(given, "kernels", "cpu", values)
+    return given, unread
 
 
-def _plans_options() -> dict[str, str]:
-    """Return the field that each option of a plan sets, by its spellings without hyphens."""
-    found = {
-        spelling.removeprefix("--"): item.name
-        for item, _ in argument_fields()
-        for spelling in (item.metadata["names"] or (f"--{item.name}",))
-    }
-    return found | {f"no_{name}": dest for name, dest in found.items()} | {"help": "help", "h": "help"}
+def precision_of(values: Mapping[str, Any]) -> PrecisionName:
+    """Return the precision of a plan that `--bf16` and `--weights_dtype` stand for.
+
+    Args:
+        values: Values by option: these two, the method, its masters, 4 bits and the layout. fp32 weights are assumed
+            if `slivertune train` would follow the checkpoint.
+    """
+    chosen = _precision(values)
+    if chosen.loading != "bf16":
+        return "fp32" if chosen.autocast == "no" else "mixed"
+    about = METHOD_OPTIONS.get(values.get("method", DEFAULT_METHOD.name))
+    has_masters = about is not None and any(option.name == "master" for option in about.options())
+    return "mixed_hi" if has_masters and values.get("master") != "none" else "bf16"
 
 
-def _split(words: Sequence[str]) -> Iterator[list[str]]:
-    """Split a command line into options, each with its values."""
-    option = list[str]()
-    for word in words:
-        if word.startswith("--") and option:
-            yield option
-            option = []
-        option.append(word)
-    if option:
-        yield option
+def _precision(values: Mapping[str, Any]) -> Precision:
+    """Return the precision that `slivertune train` chooses."""
+    return choose_precision(
+        _method(values).bf16_use,
+        values.get("weights_dtype", "auto"),
+        bf16=values.get("bf16", False),
+        fp16=False,
+        four_bit=values.get("load_in_4bit", False),
+        deepspeed=values.get("layout", "single").startswith("zero"),
+    )
 
 
-def _name_of(word: str) -> str:
-    return word.partition("=")[0].strip("-").replace("-", "_")
+def _method(values: Mapping[str, Any]) -> type[TrainingMethod]:
+    return TRAIN_METHODS.get(values.get("method", DEFAULT_METHOD.name), TrainingMethod)
 
 
-def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    method = TRAIN_METHODS.get(values.get("method", DEFAULT_METHOD.name), TrainingMethod)
-    return {**values, **{name: each for name, each in method.preset_values(values).items() if name not in values}}
+def _questions(values: dict[str, Any], typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Take the questions out of the values, by field of `PlanArguments`. Return also options that are then unread."""
+    unread = []
+    if "tokens" not in values and "num_train_epochs" in values and "num_train_epochs" not in typed:
+        del values["num_train_epochs"]
+        unread.append("num_train_epochs")
+    fields = {option: field for field, option in NAMES_OF_QUESTIONS.items() if option is not None}
+    own = {option.name for option in options_of(PlanArguments, NAMES_OF_QUESTIONS)}
+    return {fields.get(name, name): values.pop(name) for name in [*values] if name in own}, unread
 
 
-def _check(values: Mapping[str, Any], typed: set[str]) -> None:
-    """Refuse settings that change a run's memory and have no plan."""
-    method = TRAIN_METHODS.get(values.get("method", DEFAULT_METHOD.name), TrainingMethod)
-    for name in (*_WITHOUT_PLAN, *method.not_planned):
+def _check(values: Mapping[str, Any], questions: Mapping[str, Any]) -> None:
+    """Refuse what `slivertune train` refuses, by the same sentence, and settings that have no plan."""
+    method = _method(values)
+    for name in (*WITHOUT_PLAN, *method.not_planned):
         if values.get(name):
             raise ValueError(f"{name} {values[name]} has no plan, and changes the memory of a run. Leave it out here")
     for name in _LAYOUTS:
-        if values.get(name) and "layout" not in typed:
+        if values.get(name) and "layout" not in values:
             raise ValueError(
                 f"{name} {values[name]} distributes the run. Say how, for example by --layout zero2 --num_gpus 2"
             )
-    if values.get("keep_activations") == "auto" and "keep_activations" not in typed:
+    if values.get("keep_activations") == "auto":
         raise ValueError("keep_activations auto fills the memory that the device has left. Give a number for the plan")
+    sweep: Sweep | None = questions.get("sweep")
+    sweeps_methods = sweep is not None and sweep.field == "method"
+    if "bf16" in values and (questions.get("compare") or sweeps_methods):
+        raise ValueError(
+            f"--bf16 {str(values['bf16']).lower()} means another precision for each method. Leave it out with "
+            "--compare, which plans each method as slivertune train --bf16 does. Give --precision with --sweep "
+            "method=..."
+        )
+    methods = {values.get("method", DEFAULT_METHOD.name)}
+    if questions.get("compare"):
+        methods = {*planned_methods()}
+    elif sweep is not None and sweep.field == "method":
+        methods = {*sweep.values}
+    own = {
+        name: [option.name for option in each.options() if option.name not in NAMES_OF_QUESTIONS]
+        for name, each in METHOD_OPTIONS.items()
+    }
+    check_options_are_read(methods, {*values, *(() if sweep is None else (sweep.field,))}, own)
+    # A plan writes no files, so that it needs no folder for them.
+    folder = {"state_dir": "."} if values.get("state") == "disk" else {}
+    for name in methods & METHOD_OPTIONS.keys():
+        METHOD_OPTIONS[name].make({**folder, **values})
+    for kind in (RunArguments, TokenArguments, ModelArguments):
+        build(kind, values)
+    check_pairs(values)
 
 
-def _typed(name: str, value: Any) -> list[str]:
-    if isinstance(value, list):
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}={str(value).lower() if isinstance(value, bool) else enum_value(value)}"]
+def _set(given: dict[str, Any], name: str, value: str, values: Mapping[str, Any]) -> None:
+    """Set a field, unless it is set to another value."""
+    if given.get(name, value) != value:
+        words = [f"--{each} {_typed(values[each])}" for each in IN_PLACE_OF[name] if each in values]
+        raise ValueError(
+            f"{' '.join(words)} means --{name} {value} here, and --{name} {given[name]} says otherwise. Leave out one "
+            "of the two"
+        )
+    given[name] = value
+
+
+def _typed(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else enum_value(value)

@@ -19,6 +19,7 @@ RENAMED = {
     if new in _FIELDS
 }
 """New names by old ones. transformers 5.23 renamed these options and warns of the names in older command lines."""
+OLD_NAMES = {new: old for old, new in RENAMED.items()}
 
 
 def train_options() -> dict[str, Option]:

@@ -4,11 +4,12 @@ from itertools import product
 
 import pytest
 
-from slivertune.planning.arguments import argument_fields, parse_plan_arguments
-from slivertune.planning.methods import planned_methods, planned_options
-from slivertune.planning.parser import make_parser as make_plan_parser
+from slivertune.planning.methods import planned_methods
+from slivertune.planning.request import REQUEST_OPTIONS
 from slivertune.training.methods.registry import TRAIN_METHODS, check_method
+from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.parser import make_parser as make_train_parser
+from slivertune.training.options.plan_words import IN_PLACE_OF, NAMES_OF_FIELDS, parse_plan_arguments, plan_options
 from slivertune.training.options.table import RENAMED
 from tests.helpers.plan_requests import paper_request
 
@@ -69,10 +70,10 @@ OUTSIDE_OF_UPDATES = {
 SAID_OTHERWISE = {
     # --layout, --num_gpus and --offload_parameters, and what a launcher sets.
     *("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "ddp_find_unused_parameters"),
-    *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout", "use_cpu"),
+    *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout"),
     # A plan's rows are all full, as packed ones are.
     "packing",
-    # A plan reads no run file.
+    # It takes an option back.
     "unset",
     # --layers_per_group and --steps_per_group.
     "preset",
@@ -88,10 +89,11 @@ NOT_PLANNED = {
 
 
 def test_every_option_of_train_is_planned_under_its_name_or_has_a_reason_not_to_be() -> None:
-    planned = make_plan_parser(argument_fields())._option_string_actions
+    planned = {*REQUEST_OPTIONS, *plan_options(), *NAMES_OF_FIELDS, "activation_checkpointing", "model_name_or_path"}
+    planned |= {name for others in IN_PLACE_OF.values() for name in others}
     options = {action.option_strings[0].removeprefix("--") for action in make_train_parser()._actions} - {"-h"}
     options = {name.removeprefix("no_") for name in options}
-    same_name = {name for name in options if f"--{name}" in planned}
+    same_name = options & planned
     others = [NEITHER_MEMORY_NOR_TIME, OUTSIDE_OF_UPDATES, SAID_OTHERWISE, NOT_PLANNED]
     listed = [same_name, *others]
     assert sum(map(len, listed)) == len(set().union(*listed)), "a reason is given for what is planned, or two"
@@ -128,7 +130,12 @@ def test_names_may_be_written_with_hyphens_as_train_takes_them(
     assert parse_plan_arguments(["--model", "x", *words]).given == given
 
 
-OWN = [(owner, name) for owner, names in planned_options().items() for name in names]
+OWN = [
+    (owner, option.name)
+    for owner, about in METHOD_OPTIONS.items()
+    for option in about.options()
+    if option.name in REQUEST_OPTIONS
+]
 
 
 def value_of(name: str) -> str:

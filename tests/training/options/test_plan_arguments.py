@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.planning.arguments import Sweep, parse_plan_arguments
-from slivertune.planning.methods import planned_options
+from slivertune.planning.arguments import Sweep
 from slivertune.planning.request import PlanRequest
+from slivertune.training.options.methods import METHOD_OPTIONS
+from slivertune.training.options.plan_words import parse_plan_arguments
 
 MODEL = ("--model", "llama-2-7b")
+OWN = {name: {option.name for option in method.options()} for name, method in METHOD_OPTIONS.items()}
+"""Options that one method alone reads, by its name."""
 
 
 def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed() -> None:
@@ -65,14 +68,18 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "offload_parameters": True,
     }
     assert typed.keys() == {item.name for item in fields(PlanRequest)}
-    of_methods = planned_options()
-    for method, own in of_methods.items():
-        others = {name for names in of_methods.values() for name in names} - set(own)
+    for method, own in OWN.items():
+        others = {name for names in OWN.values() for name in names} - own
+        # One of three settings gives the number of weights.
+        others |= {"num_weights", "equivalent_lora_rank"}
         of_method = {name: value for name, value in {**typed, "method": method}.items() if name not in others}
         words = list(MODEL)
         for name, value in of_method.items():
             words += [f"--{name}", *(value if isinstance(value, tuple) else [str(value).lower()])]
         assert parse_plan_arguments(words).given == of_method
+    for name in ("num_weights", "equivalent_lora_rank"):
+        given = parse_plan_arguments([*MODEL, "--method", "sft", f"--{name}", str(typed[name])]).given
+        assert given == {"method": "sft", name: typed[name]}
     assert parse_plan_arguments(MODEL).given == {}
 
 
@@ -115,7 +122,7 @@ def test_every_numeric_field_can_be_swept() -> None:
     numeric -= {item.name for item in fields(PlanRequest) if isinstance(item.default, bool)}
     for name in (*numeric, "token_ratio", "density"):
         one = "0.5" if name in ("token_ratio", "density", "sft_momentum", "lora_dropout") else "1"
-        method = next((owner for owner, own in planned_options().items() if name in own), "dense")
+        method = next((owner for owner, own in OWN.items() if name in own), "dense")
         sweep = parse_plan_arguments([*MODEL, "--method", method, "--sweep", f"{name}={one}"]).sweep
         assert sweep == Sweep(field=name, values=(float(one),))
 

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from slivertune.planning.arguments import parse_plan_arguments
-from slivertune.planning.train_words import precision_of
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.models import choose_precision
+from slivertune.training.options.plan_words import parse_plan_arguments, precision_of
 from tests.helpers.plan_requests import paper_request
 
 MODEL = ("--model", "x")
@@ -26,7 +25,7 @@ def test_the_precision_is_what_train_makes_of_the_same_words(method: str, layout
         chosen = choose_precision(
             train.bf16_use, dtype, bf16=bf16, fp16=False, four_bit=four_bit, deepspeed=layout != "single"
         )
-        found = precision_of(given, bf16, dtype)
+        found = precision_of({**given, "bf16": bf16, "weights_dtype": dtype})
         loading = "bf16" if found in ("bf16", "mixed_hi") else "fp32"
         # Where nothing is said, train follows the checkpoint.
         assert chosen.loading in (loading, "stored"), (bf16, dtype)
