@@ -87,7 +87,7 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
         raise ValueError("the following arguments are required: --model; see slivertune plan --help")
     model = values.pop("model_name_or_path")
     _check(values, questions)
-    given, others = request_values(values)
+    given, not_read = request_values(values)
     chooses_layers = given.get("layers_per_group") == "auto"
     if chooses_layers:
         del given["layers_per_group"]
@@ -99,7 +99,7 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
         follows_checkpoint=has_file and "precision" not in given and _precision(values).loading == "stored",
         chooses_layers=chooses_layers,
         fits_card=questions.get("fit_bytes") == OF_CARD,
-        unread=(*unread, *others),
+        unread=(*unread, *not_read),
         **{name: each for name, each in questions.items() if each != OF_CARD},
     )
 
