@@ -85,6 +85,13 @@ def test_typed_options_win_under_any_of_their_names() -> None:
     assert unread == ["prefetch_bytes", "learning_rate", "dataset", "seed"]
 
 
+def test_an_option_of_a_run_file_is_taken_back_or_replaced_by_another_of_the_same_meaning() -> None:
+    given, unread = planned("run.yaml", "--unset", "bf16", "learning_rate", "--seed", "3")
+    assert "precision" not in given and unread == ["prefetch_bytes", "dataset", "seed"]
+    assert planned("run.yaml", "--precision", "bf16")[0]["precision"] == "bf16"
+    assert planned("run.yaml", "--weights_dtype", "fp32")[0]["precision"] == "mixed"
+
+
 def test_options_of_train_alone_are_read_over_without_a_file() -> None:
     given, unread = planned("--model", "m", "--learning_rate", "-0", "--dataset", "a", "b", "--preset", "paper")
     assert (given["model"], given["layers_per_group"], given["steps_per_group"]) == ("m", 1, 1)

@@ -1,6 +1,6 @@
 """Words of `slivertune plan`: the options of `slivertune train`, those of a plan alone, and its questions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from slivertune.training.options.methods import DEFAULT_METHOD, METHOD_OPTIONS, 
 from slivertune.training.options.parse import build, check_pairs, values_of_preset
 from slivertune.training.options.parser import Verb, given_values
 from slivertune.training.options.plan_help import plan_help
-from slivertune.training.options.table import OLD_NAMES
+from slivertune.training.options.table import OLD_NAMES, option_named
 from slivertune.training.options.trainer import CommonOptions
 from slivertune.training.tasks.tokenization import DEFAULT_MAX_LENGTH
 
@@ -74,14 +74,14 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     own = plan_options()
     verb = Verb(name="plan", own=own, other_words=_OTHER_WORDS, help_text=lambda _: plan_help(own))
     values = given_values(argv, verb=verb)
-    has_file = bool(argv) and not argv[0].startswith("-")
-    typed = given_values(argv[1:], verb=verb) if has_file else values
+    has_file, options = bool(argv) and not argv[0].startswith("-"), verb.options()
+    words = [word.partition("=")[0].strip("-").replace("-", "_") for word in argv if word.startswith("--")]
+    typed = {option.name for word in words if (option := option_named(word, options)) is not None}
     values |= values_of_preset(_method(values), values, argv)
     values.pop("preset", None)
     for name, others in IN_PLACE_OF.items():
-        alike = {name, *others}
-        if alike & typed.keys():
-            values = {key: each for key, each in values.items() if key in typed or key not in alike}
+        beaten = others if name in typed else (name,) if typed.intersection(others) else ()
+        values = {key: each for key, each in values.items() if key in typed or key not in beaten}
     questions, unread = _questions(values, typed)
     if "model_name_or_path" not in values:
         raise ValueError("the following arguments are required: --model; see slivertune plan --help")
@@ -169,7 +169,7 @@ def _method(values: Mapping[str, Any]) -> type[TrainingMethod]:
     return TRAIN_METHODS.get(values.get("method", DEFAULT_METHOD.name), TrainingMethod)
 
 
-def _questions(values: dict[str, Any], typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _questions(values: dict[str, Any], typed: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Take the questions out of the values, by field of `PlanArguments`. Return also options that are then unread."""
     unread = []
     if "tokens" not in values and "num_train_epochs" in values and "num_train_epochs" not in typed:
