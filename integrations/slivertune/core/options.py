@@ -36,7 +36,7 @@ class Spelling:
     choices: tuple[str, ...] = ()
     """All values, of a field that may be any text by its type."""
     alone: Any = None
-    """Value of the option without a value; None: it needs one."""
+    """Value of the option without a value. None: it needs one."""
     words: type[PartedWords] = PartedWords
     """Way in which a list is split into words."""
 
@@ -80,7 +80,7 @@ class Option:
     may_stand_alone: bool = False
     """Whether the option without a value means true."""
     alone: Any = None
-    """Value of the option without a value, if it is not true; None if there is none."""
+    """Value of the option without a value, if it is not true. None if there is none."""
     read: Callable[[str], Any] | None = None
     """Function that reads the value. None reads it by its type."""
     words: type[PartedWords] = PartedWords

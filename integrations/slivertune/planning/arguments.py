@@ -129,18 +129,18 @@ class PlanArguments:
     given: dict[str, Any]
     """Fields of `PlanRequest` that the user set, by name."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields that a run file leaves to `slivertune train`; `seq_length` only as far as the model goes."""
+    """Values of fields that a run file leaves to `slivertune train`. `seq_length` ends where the model does."""
     follows_checkpoint: bool = False
     """Whether a run file leaves the precision to the dtype of the model's weights."""
     chooses_layers: bool = False
-    """Whether `layers_per_group` was given as `auto`; `given` then lacks it."""
+    """Whether `layers_per_group` was given as `auto`. `given` then lacks it."""
     fits_card: bool = False
     """Whether `--fit` was given without a size."""
     unread: tuple[str, ...] = ()
     """Options that were given and on which a plan does not depend."""
     gpu: Annotated[str | None, Spelling(value_name="NAME")] = None
     """GPU: report the time per update there, and whether the run fits its memory, also the limit of --fit without a
-    size; by default this machine's GPU."""
+    size. By default this machine's GPU."""
     efficiency: Annotated[float, Spelling(value_name="SHARE")] = EFFICIENCY
     """Share of the card's peak that matrix products are assumed to reach, in (0, 1]."""
     disk_bandwidth: float = DISK_BANDWIDTH
@@ -150,25 +150,25 @@ class PlanArguments:
     num_train_epochs: Annotated[float, Spelling(value_name="N")] = 1.0
     """Passes over the tokens of --tokens."""
     fit_bytes: Annotated[int | None, Spelling(value_name="[SIZE]", read=read_limit, alone=OF_CARD)] = None
-    """Find settings that fit a GPU of this size (24GiB; by default that of --gpu), the least costly first, and print
+    """Find settings that fit a GPU of this size (24GiB, by default that of --gpu), the least costly first, and print
     the command to run. Settings that are given here stay as they are, except the batch, which may be split. With
     --sweep: mark what fits."""
     fit_host_bytes: MemorySize | None = None
-    """Limit of host memory (64GiB) per process, with --fit; by default the free memory here if a GPU is here, else no
+    """Limit of host memory (64GiB) per process, with --fit. By default the free memory here if a GPU is here, else no
     limit, with a warning."""
     fit_disk_bytes: MemorySize | None = None
-    """Limit of disk (500GiB) for --state disk, with --fit; by default as --fit_host."""
+    """Limit of disk (500GiB) for --state disk, with --fit. By default as --fit_host."""
     min_seq_length: int | None = None
-    """Shortest sequence length to which --fit may go; by default it changes none."""
+    """Shortest sequence length to which --fit may go. By default it changes none."""
     sweep: Annotated[Sweep | None, Spelling(value_name="FIELD=V1,V2,...", read=read_sweep)] = None
     """Plan for several values of one field."""
     largest: LargestField | None = None
     """Find the largest value of this with which the run fits --gpu or --fit SIZE, all else as given."""
     compare: bool = False
-    """Plan every way of training the model on --gpu, each with the largest batch that fits, and recommend one; takes
-    minutes for a large model."""
+    """Plan every way of training the model on --gpu, each with the largest batch that fits, and recommend one. This
+    takes minutes for a large model."""
     plot: Annotated[Path | None, Spelling(value_name="FILE.png", read=Path)] = None
-    """Draw the parts of the peak; with --sweep by value, with --compare beside the speeds."""
+    """Draw the parts of the peak, with --sweep by value, with --compare beside the speeds."""
     json: bool = False
     """Print one JSON object on standard output, and everything else on standard error."""
 

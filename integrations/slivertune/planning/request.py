@@ -46,13 +46,13 @@ class PlanRequest:
     """
 
     task: TaskName = "causal_lm"
-    """Training task, which decides the model's head; by default what the model was made for."""
+    """Training task, which decides the model's head. By default what the model was made for."""
     method: str = "hift"
     optimizer: OptimizerName = "adamw"
-    """In place of optim: the optimizer of the trained weights; sft is an optimizer itself, and takes only adamw."""
+    """In place of optim: the optimizer of the trained weights. sft is an optimizer itself, and takes only adamw."""
     precision: PrecisionName = "fp32"
-    """In place of bf16 and weights_dtype. fp32: fp32 weights; mixed: fp32 weights under bf16 autocast; mixed_hi: bf16
-    weights with fp32 masters, hift only (Mixed^Hi of its paper); bf16: bf16 weights without masters. Adapters of lora
+    """In place of bf16 and weights_dtype. fp32 weights are fp32 or, under bf16 autocast, mixed. bf16
+    weights are mixed_hi with fp32 masters (hift only, Mixed^Hi of its paper), or bf16 without masters. Adapters of lora
     and deltas of sft stay fp32. With --fit by default mixed_hi for hift, mixed for dense, else bf16."""
     batch_size: int = 1
     """Sequences per forward on each GPU."""
@@ -60,9 +60,9 @@ class PlanRequest:
     seq_length: int = 512
     """Unpadded tokens per sequence."""
     images: int = 0
-    """Images per sequence with --task image_text; their tokens are among seq_length."""
+    """Images per sequence with --task image_text. Their tokens are among seq_length."""
     image_size: int | None = None
-    """Pixels per side of an image with --task image_text; by default the size in the model's config."""
+    """Pixels per side of an image with --task image_text. By default the size in the model's config."""
     num_labels: int = 2
     """Classes of a classifier."""
     attn_implementation: AttentionName | None = None
@@ -106,7 +106,7 @@ class PlanRequest:
     layout: Layout = "single"
     """Distribution of the run over GPUs."""
     num_gpus: int = 1
-    """GPUs of the layout; all figures are per GPU, and per process on the host."""
+    """GPUs of the layout. All figures are per GPU, and per process on the host."""
     offload_parameters: bool = False
     """Fsdp2, zero3: offload parameters to the host and stream them layer by layer (FSDP2's CPU offload, ZeRO-3's
     offload_param)."""
@@ -158,7 +158,7 @@ class PlanRequest:
 
     @property
     def master_kind(self) -> MasterKind:
-        """Kind of master weights behind 16-bit weights; fp32 weights have none."""
+        """Kind of master weights behind 16-bit weights. fp32 weights have none."""
         return (self.master or "fp32") if self.precision == "mixed_hi" else "none"
 
     @property

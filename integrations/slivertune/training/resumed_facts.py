@@ -6,7 +6,7 @@ from typing import Any
 
 _INSTEAD = "start again without --resume_from_checkpoint"
 _OFF = (None, False)
-"""Values of a setting that is off; 0 is one of them, too."""
+"""Values of a setting that is off. 0 is one of them, too."""
 
 
 def check_facts(

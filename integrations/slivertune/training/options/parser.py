@@ -58,11 +58,11 @@ class Verb:
     name: str
     """The word after `slivertune`."""
     own: Mapping[str, Option]
-    """Options beside those of `slivertune train`, by name; they replace its options of the same name."""
+    """Options beside those of `slivertune train`, by name. They replace its options of the same name."""
     other_words: Mapping[str, str]
     """Names of options by their names elsewhere."""
     help_text: Callable[[bool], str]
-    """Text of `--help`; the argument says whether `all` was typed."""
+    """Function that returns the text of `--help`. Its argument says whether `all` was typed."""
 
     @property
     def prog(self) -> str:
