@@ -84,7 +84,10 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
         values = {key: each for key, each in values.items() if key in typed or key not in beaten}
     questions, unread = _questions(values, typed)
     if "model_name_or_path" not in values:
-        raise ValueError("the following arguments are required: --model; see slivertune plan --help")
+        raise ValueError(
+            "the following arguments are required: --model. Name a folder with config.json, a hub id, or a model of "
+            "slivertune plan --help"
+        )
     model = values.pop("model_name_or_path")
     _check(values, questions)
     given, not_read = request_values(values)
