@@ -16,9 +16,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from slivertune.cli import main
 from slivertune.training.data.columns import ROW_COLUMN, usable_rows
 from slivertune.training.options.arguments import DataArguments
+from slivertune.training.options.tasks import TASK_OPTIONS
 from slivertune.training.tasks import prepare
 from slivertune.training.tasks.prepare import register_train_task
-from slivertune.training.tasks.registry import TASK_OPTIONS
 from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import Columns, encode_rows, padding_id, resolve_max_length
 from tests.training.tiny import bert_config, word_tokenizer

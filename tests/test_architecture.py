@@ -4,7 +4,8 @@ import ast
 import importlib
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TypeGuard
 
@@ -29,9 +30,18 @@ FLOORS = {
 }
 
 
-def imported_modules(source: str, package: str) -> Iterator[str]:
+def nodes_that_run_on_import(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not is_for_types and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from nodes_that_run_on_import(child)
+
+
+def imported_modules(source: str, package: str, *, at_once: bool = False) -> Iterator[str]:
     """Full names of what a file of `package` imports anywhere in it, as far as the import statement tells."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in nodes_that_run_on_import(tree) if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -92,6 +102,52 @@ def test_every_file_imports_only_from_floors_below_its_own(checkout: Path) -> No
     assert len(list(root.rglob("*.py"))) > 1 and violations(root) == []
 
 
+def circle(root: Path, places: Mapping[str, str]) -> list[str]:
+    """Return places that import each other in a circle, or nothing; imports in functions and for types aside.
+
+    Args:
+        root: Folder of the package.
+        places: Places by the full names of modules.
+    """
+    imports: dict[str, set[str]] = {}
+    for name, place in places.items():
+        source = root.parent.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        for each in imported_modules(source, name.rpartition(".")[0], at_once=True):
+            target = places.get(each) or places.get(each.rpartition(".")[0])
+            if target not in (None, place):
+                imports.setdefault(place, set()).add(str(target))
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def modules_of(root: Path) -> list[str]:
+    names = (path.relative_to(root.parent).with_suffix("").parts for path in sorted(root.rglob("*.py")))
+    return [".".join(parts) for parts in names if parts[-1] != "__init__"]
+
+
+def test_no_files_import_each_other_and_no_folders_of_training(checkout: Path) -> None:
+    root = checkout / "integrations" / "slivertune"
+    names = modules_of(root)
+    assert len(names) > 200 and circle(root, {name: name for name in names}) == []
+    in_training = [name.split(".") for name in names if name.startswith("slivertune.training.")]
+    assert circle(root, {".".join(parts): parts[2] for parts in in_training}) == []
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    root = tmp_path / "slivertune"
+    root.mkdir()
+    sources = {"a": "from slivertune.b import x", "b": "from slivertune import c", "c": "def f(): import slivertune.a"}
+    for name, source in sources.items():
+        (root / f"{name}.py").write_text(source, encoding="utf-8")
+    places = {name: name for name in modules_of(root)}
+    assert circle(root, places) == []
+    (root / "c.py").write_text("import slivertune.a", encoding="utf-8")
+    assert len(circle(root, places)) == 4
+
+
 @pytest.mark.parametrize(
     ("file", "source", "found"),
     [
@@ -101,7 +157,7 @@ def test_every_file_imports_only_from_floors_below_its_own(checkout: Path) -> No
         ("hift/optimizer.py", "from ..tokentune import hook", 1),
         ("hift/optimizer.py", "from slivertune import cli", 1),
         ("hift/optimizer.py", "from slivertune import HiFT", 1),
-        ("hift/optimizer.py", "if TYPE_CHECKING:\n    import slivertune.training.options.parse", 1),
+        ("hift/optimizer.py", "if TYPE_CHECKING:\n    import slivertune.training.command_line.parse", 1),
         ("interop/trainer.py", "from slivertune.training import arguments", 1),
         ("loose.py", "", 1),
         ("__init__.py", "from slivertune.hift import HiFT", 0),
@@ -339,12 +395,12 @@ OTHER_REFUSALS = {
         "text_column={} and prompt_column={} exclude each other": "columns of data",
         "{}={} has no effect with task={}": "a column and the task that reads it",
     },
-    "training/options/parse.py": {
+    "training/command_line/parse.py": {
         "--bf16 and --fp16 exclude each other": "two of the Trainer's arguments",
         "--{} {} does not go with {}": "an argument of the Trainer and a built-in dataset",
         "--{} {} has no effect on --task {}": "an argument of the Trainer and a task",
     },
-    "training/options/plan_words.py": {
+    "training/command_line/plan_words.py": {
         "--optim_args {} takes effect only with --optim": "an option that completes another",
         "{} means --{} {} here, and --{} {} says otherwise. Leave out one of the two": "one option, given twice",
     },
@@ -396,7 +452,7 @@ COMMAND = re.compile(
     r"\bslivertune (?:train|plan|compare|merge|unmerge|report|path) (?:[-{$]|[A-Z]{2}|\w+\.yaml)"
 )
 """A command with the program's name."""
-HELP = ("training/comparison/arguments.py", "training/options/help.py", "training/options/plan_help.py")
+HELP = ("training/comparison/arguments.py", "training/options/help.py", "training/command_line/plan_help.py")
 """Files of help texts, whose examples name the program as it is installed."""
 NAMES_THE_PROGRAM = {
     "axolotl_plan.py": (2, "errors that name a page of help"),
@@ -406,9 +462,9 @@ NAMES_THE_PROGRAM = {
     "planning/answer.py": (2, "words that are kept, of which report.py prints a command; a note on a command"),
     "planning/layers_per_group.py": (1, "an error that names options"),
     "training/methods/sft.py": (1, "words that are kept, of which report.py prints a command"),
-    "training/options/parse.py": (1, "words that are kept, of which run.py prints a command"),
-    "training/options/plan_words.py": (2, "errors that name a page of help or compare two commands"),
-    "training/options/settings_file.py": (1, "a head of a file, which is read elsewhere"),
+    "training/command_line/parse.py": (1, "words that are kept, of which run.py prints a command"),
+    "training/command_line/plan_words.py": (2, "errors that name a page of help or compare two commands"),
+    "training/command_line/settings_file.py": (1, "a head of a file, which is read elsewhere"),
     "training/planned_request.py": (1, "a note that names an option"),
     "training/run.py": (1, "a module's name, for a launcher"),
 }

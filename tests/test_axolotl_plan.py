@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from slivertune import axolotl_plan
 from slivertune.axolotl_plan import plan_words
-from slivertune.training.options.plan_words import parse_plan_arguments
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 from tests.helpers.models import tiny_llama
 
 HIFT: dict[str, Any] = {"base_model": "llama-2-7b", "slivertune": {"hift": {}}}

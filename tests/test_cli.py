@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from slivertune import __version__
 from slivertune.cli import main
 from slivertune.deltas import merge as merging
-from slivertune.training.output.folders import newest_whole
+from slivertune.training.folders import newest_whole
 from slivertune.training.run import describe_interruption
 from tests.deltas.files import UP, bits_of, damage, deltas_of, naive_sum, same_bits, write_deltas
 from tests.helpers.models import tiny_llama

@@ -17,9 +17,9 @@ import slivertune
 from slivertune.cli import _make_parser, main
 from slivertune.core.manifest import DamagedCheckpointError
 from slivertune.core.presets import preset_path
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 from slivertune.training.comparison.arguments import parse_compare_arguments
 from slivertune.training.options.parser import given_values
-from slivertune.training.options.plan_words import parse_plan_arguments
 from tests.conftest import CHECKOUT
 from tests.helpers.models import VOCAB, tiny_llama
 from tests.training.tiny import quiet_arguments

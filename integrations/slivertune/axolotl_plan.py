@@ -27,7 +27,7 @@ from slivertune.planning.request import REQUEST_OPTIONS
 from slivertune.sft import SFTConfig
 from slivertune.sft.config import NAMES_OF_OPTIONS
 from slivertune.tokentune import TokenTune
-from slivertune.training.options.plan_words import NAMES_OF_FIELDS, plan_options
+from slivertune.training.command_line.plan_words import NAMES_OF_FIELDS, plan_options
 from slivertune.training.options.table import option_named, train_options
 
 _SAME = {

@@ -85,7 +85,7 @@ def _act(options: argparse.Namespace, arguments: list[str]) -> None:
         print(preset_path(options.preset))
     elif options.command == "plan":
         from slivertune.planning.command import run_plan
-        from slivertune.training.options.plan_words import parse_plan_arguments
+        from slivertune.training.command_line.plan_words import parse_plan_arguments
 
         run_plan(parse_plan_arguments(arguments))
     elif options.command == "compare":
@@ -205,8 +205,8 @@ def _train(argv: list[str], *, debug: bool) -> int:
     try:
         coordinator = join_launch()
         from slivertune.training.assemble import assemble
-        from slivertune.training.options.parse import parse_train_arguments
-        from slivertune.training.output.display import make_console, one_voice
+        from slivertune.training.command_line.parse import parse_train_arguments
+        from slivertune.training.display import make_console, one_voice
         from slivertune.training.run import describe_finished, execute
 
         console = make_console(quiet=not coordinator.is_first)

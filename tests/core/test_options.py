@@ -18,10 +18,10 @@ from slivertune.core.options import (
     in_words,
     options_of,
 )
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
 from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.parser import given_values
-from slivertune.training.options.plan_words import parse_plan_arguments
 
 
 @dataclass(kw_only=True)

@@ -23,7 +23,7 @@ from slivertune.core.refused_pairs import REFUSED_PAIRS, Feature, Member, Refuse
 from slivertune.interop import compilation
 from slivertune.interop.compilation import BlockCompilation
 from slivertune.training import assemble
-from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.ranks.processes import check_processes
 from tests.helpers.compilation import IGNORED
 from tests.helpers.models import tiny_llama, token_batches

@@ -9,8 +9,8 @@ import pytest
 from slivertune import HiFTConfig
 from slivertune.core.removed_settings import is_only_value, refuse_removed, say_removed, say_removed_value
 from slivertune.interop.axolotl import read_section
-from slivertune.training.options.parse import parse_train_arguments
-from slivertune.training.options.plan_words import parse_plan_arguments
+from slivertune.training.command_line.parse import parse_train_arguments
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 
 UPDATE = "update was removed: step() always applies the update. Leave it out"
 SPLIT = "'split' was removed: fp32 trains with the same bits and stores 2 bytes more per parameter. Use that, and an"

@@ -15,9 +15,9 @@ from slivertune.planning.methods import planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
 from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
+from slivertune.training.command_line.parse import TrainArguments, parse_train_arguments
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 from slivertune.training.options.arguments import enum_value
-from slivertune.training.options.parse import TrainArguments, parse_train_arguments
-from slivertune.training.options.plan_words import parse_plan_arguments
 from tests.training.made_runs import planned_back
 
 NUM_RANDOM = 50

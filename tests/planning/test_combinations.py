@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slivertune.planning.make import make_plan
-from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.command_line.parse import parse_train_arguments
 from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA, run_for_real
 

@@ -19,7 +19,7 @@ from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
-from slivertune.training.options.plan_words import parse_plan_arguments
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from slivertune.planning.request import PlanRequest
-from slivertune.training.options.parse import TrainArguments
+from slivertune.training.command_line.parse import TrainArguments
 from slivertune.training.planned_request import plan_request
 
 

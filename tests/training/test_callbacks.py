@@ -14,10 +14,10 @@ from slivertune.hift import HiFTConfig
 from slivertune.interop import attach
 from slivertune.sft import SFTConfig
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
-from slivertune.training.output.folders import checkpoint_folders, read_facts
+from slivertune.training.folders import checkpoint_folders, read_facts
 from tests.helpers.models import assert_same_bits, tiny_llama
 from tests.helpers.ranks import run_ranks
-from tests.training.output.test_folders import make_checkpoint
+from tests.training.test_folders import make_checkpoint
 from tests.training.tiny import quiet_arguments
 
 ROWS = [{name: [(7 * row + 3 * i) % 97 for i in range(8)] for name in ("input_ids", "labels")} for row in range(16)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slivertune.deltas import load
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.early_stopping import EarlyStopping, check_best_metric
-from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.models import differing
 from tests.training.tiny_runs import COMBINATIONS, UNMEASURED, Runs, saved_weights
 

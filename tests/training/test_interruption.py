@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM, Trainer
 from slivertune.cli import main
 from slivertune.core.manifest import write_manifest
 from slivertune.training import interruption
+from slivertune.training.folders import newest_whole
 from slivertune.training.interruption import Interruption
-from slivertune.training.output.folders import newest_whole
 from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits
 
 

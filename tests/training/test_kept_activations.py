@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from slivertune.core import activation_room
 from slivertune.core.activation_room import DeviceMemory
 from slivertune.core.kept_activations import KeptActivationsHandle
-from slivertune.training.options import parse
+from slivertune.training.command_line import parse
 from slivertune.training.options.arguments import RunArguments
 from slivertune.training.output.plan_line import request_of
 from tests.training.tiny_runs import CHECKPOINTED, CHECKPOINTED_METHODS, TINY_CYCLE, UNMEASURED, Runs, assert_same_bits

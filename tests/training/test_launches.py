@@ -16,7 +16,7 @@ import torch
 
 from slivertune.core.manifest import find_damage
 from slivertune.training import interruption
-from slivertune.training.output.folders import checkpoint_step, newest_whole
+from slivertune.training.folders import checkpoint_step, newest_whole
 from tests.helpers.launching import build_deepspeed_collectives, environment
 from tests.helpers.models import differing
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, exact_sums

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slivertune.planning.cards import card_named
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.methods import hift
-from slivertune.training.options.parse import parse_train_arguments
 from tests.training.tiny_runs import TINY_CYCLE, UNMEASURED, Runs, assert_same_bits
 
 AUTO = ("--layers_per_group", "auto", "--gpu", "4090")

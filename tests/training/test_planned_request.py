@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.command_line.parse import parse_train_arguments
 from tests.training.made_runs import planned_back
 
 

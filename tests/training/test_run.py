@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
 from slivertune.core.manifest import find_damage, read_entries, write_manifest
-from slivertune.training.output.folders import SETTINGS_NAME, START_NAME
+from slivertune.training.folders import SETTINGS_NAME, START_NAME
 from tests.helpers.models import differing
 from tests.training.tiny_runs import (
     METHODS,
@@ -200,7 +200,7 @@ def test_the_default_prompt_fits_rows_of_any_length_and_one_that_was_typed_must(
 ) -> None:
     # The embedded data's own prompt, over a file of the same texts.
     defaults = {"sample_prompt": "x" * 33, "report_to": "none"}
-    monkeypatch.setattr("slivertune.training.options.parse.default_values", lambda *_: defaults)
+    monkeypatch.setattr("slivertune.training.command_line.parse.default_values", lambda *_: defaults)
     short = ("--max_length", "32", "--max_steps", "1", *UNMEASURED)
     runs.train("out", *short)
     message = "sample_prompt has 33 tokens, and must have 1 or more and fewer than max_length=32"

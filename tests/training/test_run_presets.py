@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from slivertune.cli import main
 from slivertune.core.presets import preset_path, run_file_names
-from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.options.table import RENAMED
 from tests.training.tiny_runs import TINY_CYCLE
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.core.manifest import find_damage
-from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.command_line.parse import parse_train_arguments
 from tests.helpers.models import differing
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, distance, exact_sums, step_limit, with_exact
 from tests.training.tiny_runs import (

@@ -11,7 +11,7 @@ import torch
 from slivertune.cli import main
 from slivertune.core import masking
 from slivertune.core.masking import MASK
-from slivertune.training.comparison.processes import FailedError
+from slivertune.training.run_process import FailedError
 from tests.training.tiny_runs import UNMEASURED, Runs, complaint, train_arguments
 
 TOKEN, KEY, PASSWORD = "hf-of-the-hub-4711", "of the environment", "pass-of-a-url"

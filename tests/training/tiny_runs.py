@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 from slivertune.cli import main
 from slivertune.deltas.delta_file import DELTA_FILE
 from slivertune.training.assemble import Run, assemble
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.embedded.base_model import BaseRecipe, save_base_model, train_base_model
-from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.models import differing
 
 TINY_RECIPE = BaseRecipe(

@@ -20,20 +20,20 @@ from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.training_metrics import TrainingMetrics, metrics_of
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard, keep_events_in
+from slivertune.training.command_line.parse import TrainArguments
 from slivertune.training.data.splits import check_datasets, load_datasets
+from slivertune.training.display import Display
 from slivertune.training.early_stopping import EarlyStopping
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
 from slivertune.training.embedded.built_in import REFERENCE, built_in_of, counts_answers
+from slivertune.training.folders import read_facts
 from slivertune.training.interruption import Interruption
+from slivertune.training.ledger_lines import LedgerLines
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import attach_tokens
 from slivertune.training.models import ModelSource, load_model, num_weights, open_model
 from slivertune.training.options.arguments import is_date
-from slivertune.training.options.parse import TrainArguments
-from slivertune.training.output.display import Display
-from slivertune.training.output.folders import read_facts
-from slivertune.training.output.ledger_lines import LedgerLines
 from slivertune.training.planned_request import plan_request
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import settle_layout

@@ -16,7 +16,7 @@ from slivertune.core.sliver import Sliver
 from slivertune.interop.checkpoints import KeepManifest, checkpoint_folder
 from slivertune.parallel.checkpoint.manifests import write_together
 from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, remove_old
+from slivertune.training.folders import checkpoint_folders, checkpoint_step, remove_old
 from slivertune.training.ranks.processes import are_on_any_rank
 
 _LOSS = "the loss"

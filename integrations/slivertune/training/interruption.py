@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 
-from slivertune.training.output.folders import newest_whole
+from slivertune.training.folders import newest_whole
 from slivertune.training.ranks.launchers import describe_second_interrupt, is_launched, sends_sigterm
 from slivertune.training.ranks.processes import is_on_any_rank
 

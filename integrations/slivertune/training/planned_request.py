@@ -10,10 +10,10 @@ from transformers import Trainer, TrainingArguments
 from slivertune.planning.optimizers import OptimizerName, optimizer_named
 from slivertune.planning.request import AttentionName, PlanRequest, PrecisionName, TaskName
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
+from slivertune.training.command_line.parse import TrainArguments
+from slivertune.training.command_line.plan_words import WITHOUT_PLAN, request_values
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.arguments import enum_value
-from slivertune.training.options.parse import TrainArguments
-from slivertune.training.options.plan_words import WITHOUT_PLAN, request_values
 from slivertune.training.tasks.task import Task
 
 _COPIES_TO_DECAY: tuple[OptimizerName, ...] = ("sgd", "sgd_momentum", "adagrad")

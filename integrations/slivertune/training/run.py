@@ -12,22 +12,23 @@ from rich.console import Console
 from slivertune.core import atomic
 from slivertune.core.typed_command import typed_command
 from slivertune.training.assemble import Run
+from slivertune.training.command_line.parse import TrainArguments
+from slivertune.training.command_line.settings_file import older_defaults_note, write_settings
+from slivertune.training.device_peak import DevicePeak
+from slivertune.training.display import describe_metrics
 from slivertune.training.early_stopping import check_best_metric
-from slivertune.training.options.arguments import enum_value
-from slivertune.training.options.parse import TrainArguments
-from slivertune.training.options.parser import without_unset
-from slivertune.training.options.settings_file import older_defaults_note, write_settings
-from slivertune.training.output.beside_dense import measure_dense
-from slivertune.training.output.display import describe_metrics
-from slivertune.training.output.folders import (
+from slivertune.training.folders import (
     SETTINGS_NAME,
     START_NAME,
     checkpoint_folders,
     newest_whole,
     read_results,
 )
+from slivertune.training.options.arguments import enum_value
+from slivertune.training.options.parser import without_unset
+from slivertune.training.output.beside_dense import measure_dense
 from slivertune.training.output.largest_batch import LargestBatch
-from slivertune.training.output.plan_line import DevicePeak, batch_of, plan_run
+from slivertune.training.output.plan_line import batch_of, plan_run
 from slivertune.training.output.planned_update import plan_update
 from slivertune.training.output.report import Results, Sample, describe, print_results, write_results
 from slivertune.training.ranks.launchers import is_started_by_launcher

@@ -21,10 +21,10 @@ from slivertune.core import atomic
 from slivertune.core.masking import learn, masked
 from slivertune.core.typed_command import naming_options
 from slivertune.training.assemble import Run, assemble
-from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.command_line.parse import parse_train_arguments
+from slivertune.training.device_peak import DevicePeak
+from slivertune.training.display import make_console, one_voice
 from slivertune.training.options.parser import without_unset
-from slivertune.training.output.display import make_console, one_voice
-from slivertune.training.output.plan_line import DevicePeak
 
 _QUIET = ("--eval_strategy", "no", "--save_strategy", "no")
 

@@ -15,8 +15,8 @@ from slivertune.training import trial as trials
 from slivertune.training.comparison import comparison as comparing
 from slivertune.training.comparison.command import run_compare
 from slivertune.training.comparison.outcome import Outcome
-from slivertune.training.comparison.processes import FailedError, run_process
 from slivertune.training.options.parser import given_values
+from slivertune.training.run_process import FailedError, run_process
 from tests.training.tiny_runs import TINY_CYCLE, UNMEASURED, complaint, results_of
 
 ROWS = 2

@@ -7,11 +7,11 @@ from transformers import Trainer
 
 from slivertune import HiFTConfig
 from slivertune.core.setting_checks import layers_or_auto
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.method import SliverMethod
 from slivertune.training.methods.sft import SFTMethod
 from slivertune.training.options.methods import HiFTOptions, SFTOptions
-from slivertune.training.options.parse import parse_train_arguments
 from tests.conftest import CHECKOUT
 from tests.helpers.models import LAYERS, differing, tiny_llama
 from tests.training.test_callbacks import make_trainer

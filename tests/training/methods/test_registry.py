@@ -10,12 +10,12 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from slivertune.core.layers import find_layers
+from slivertune.training.command_line.parse import parse_train_arguments
+from slivertune.training.folders import read_facts
 from slivertune.training.methods import TrainingMethod, register_train_method
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.methods import METHOD_OPTIONS, MethodOptions
-from slivertune.training.options.parse import parse_train_arguments
-from slivertune.training.output.folders import read_facts
 from tests.helpers.models import differing, tiny_llama
 from tests.training.tiny_runs import Runs, saved_weights
 

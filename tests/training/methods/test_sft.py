@@ -8,11 +8,11 @@ import torch
 
 from slivertune.core.ledger import Ledger
 from slivertune.sft.config import SFTConfig
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.methods.sft import EMBEDDED_DENSITY, SFTMethod
 from slivertune.training.models import LoadedModel, Precision, load_model, open_model
 from slivertune.training.options.arguments import ModelArguments
 from slivertune.training.options.methods import SFT, SFTOptions
-from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.models import tiny_llama
 from tests.training.test_callbacks import make_trainer
 from tests.training.test_models import make_task

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from slivertune.cli import main
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.number_rules import number_rule
-from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.options.table import Option, train_options
 
 OPTIONS = train_options()

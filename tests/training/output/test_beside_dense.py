@@ -10,10 +10,10 @@ from rich.console import Console
 
 from slivertune.cli import main
 from slivertune.training import assemble
-from slivertune.training.comparison.processes import FailedError
-from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.output import beside_dense
 from slivertune.training.ranks.launchers import COMPARED
+from slivertune.training.run_process import FailedError
 from tests.training.tiny_runs import TINY_RECIPE, results_of
 
 MEASURED = {

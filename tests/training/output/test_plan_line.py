@@ -14,9 +14,10 @@ import torch.distributed as dist
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT
+from slivertune.training.device_peak import DevicePeak
 from slivertune.training.embedded.base_model import BASE_RECIPE, save_base_model, train_base_model
 from slivertune.training.output import plan_line, plan_process
-from slivertune.training.output.plan_line import DevicePeak, plan_run, request_of
+from slivertune.training.output.plan_line import plan_run, request_of
 from tests.helpers.plan_requests import paper_request
 from tests.training.tiny_runs import Runs, train, write_classes, write_texts
 

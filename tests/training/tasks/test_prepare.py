@@ -7,9 +7,9 @@ from transformers import Trainer
 
 from slivertune.training.options.arguments import DataArguments
 from slivertune.training.options.parser import given_values
+from slivertune.training.options.tasks import TASK_OPTIONS
 from slivertune.training.tasks import prepare
 from slivertune.training.tasks.prepare import prepare_datasets, register_train_task
-from slivertune.training.tasks.registry import TASK_OPTIONS
 from slivertune.training.tasks.task import Task
 from tests.helpers.tolerance import step_limit, sum_limit, with_exact
 from tests.training.tiny import (

@@ -11,7 +11,7 @@ from slivertune.training.comparison.comparison import TRAIN_PROGRAM, Comparison,
 from slivertune.training.comparison.figure import comparison_figure
 from slivertune.training.comparison.record import Record
 from slivertune.training.comparison.table import comparison_table, notes
-from slivertune.training.output.display import make_console, one_voice
+from slivertune.training.display import make_console, one_voice
 from slivertune.training.output.report import platform_versions
 
 PICTURE_NAME = "compare.png"

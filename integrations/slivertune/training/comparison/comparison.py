@@ -9,15 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
+from slivertune.training.command_line.parse import TrainArguments, parse_train_arguments
 from slivertune.training.comparison.arguments import CompareArguments
 from slivertune.training.comparison.outcome import Outcome, best_of, mean, mean_badness, read_outcome
-from slivertune.training.comparison.processes import FailedError, run_process
 from slivertune.training.comparison.record import Record
 from slivertune.training.comparison.rows import Row
 from slivertune.training.data.splits import check_datasets
 from slivertune.training.embedded.built_in import REFERENCE
-from slivertune.training.options.parse import TrainArguments, parse_train_arguments
 from slivertune.training.options.parser import given_values, without_unset
+from slivertune.training.run_process import FailedError, run_process
 from slivertune.training.trial import Trial
 
 Say = Callable[[str], None]

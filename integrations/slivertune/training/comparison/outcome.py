@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slivertune.training.output.folders import read_results
+from slivertune.training.folders import read_results
 from slivertune.training.run_report.figure import measured_bytes
 from slivertune.training.run_report.run_log import read_run_log
 

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from slivertune.core import atomic
 from slivertune.core.file_locks import wait_for_lock
 from slivertune.core.manifest import find_damage, write_manifest
+from slivertune.training.display import make_progress
 from slivertune.training.embedded.corpus import collect_docstrings
-from slivertune.training.output.display import make_progress
 
 _PAD_TOKEN = "<|pad|>"
 _END_TOKEN = "<|end|>"

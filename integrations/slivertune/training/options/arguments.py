@@ -9,7 +9,7 @@ from slivertune.core.option_parser import PartedPaths, PartedTexts
 from slivertune.core.options import Spelling
 from slivertune.core.setting_checks import NumKept, check_integer, check_num_kept, integer_or_auto
 from slivertune.tokentune.config import Pattern
-from slivertune.training.tasks.registry import TASK_OPTIONS, tasks_reading
+from slivertune.training.options.tasks import TASK_OPTIONS, tasks_reading
 
 LedgerUse = Literal["every_cycle", "first_cycles", "off"]
 WeightsDtype = Literal["auto", "fp32", "bf16"]

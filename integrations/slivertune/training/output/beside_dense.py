@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from slivertune.training.assemble import Run
-from slivertune.training.comparison.processes import run_process
 from slivertune.training.options.arguments import DataArguments
 from slivertune.training.options.table import RENAMED
 from slivertune.training.ranks.launchers import COMPARED
+from slivertune.training.run_process import run_process
 from slivertune.training.trial import Trial
 
 _ALIKE = (

@@ -1,10 +1,7 @@
-"""Planned peak memory of a run, printed before it starts, and measured peak memory for comparison when it ends."""
-
-from typing import Any
+"""Planned peak memory of a run, printed before it starts."""
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
@@ -13,29 +10,6 @@ from slivertune.training.assemble import Run
 from slivertune.training.output.largest_batch import BatchSize
 from slivertune.training.output.plan_process import plan_in_process
 from slivertune.training.planned_request import plan_request
-
-
-class DevicePeak(TrainerCallback):
-    """Measures the peak memory of updates on a CUDA device by `torch.cuda.max_memory_allocated`.
-
-    Memory allocated while the model is evaluated or saved is not counted, and other devices are not measured.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes: int | None = None
-        """Largest peak so far, in bytes. None before the first update, and without CUDA."""
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Begin measuring."""
-        if args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(args.device)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the larger of this update's peak and the largest one so far."""
-        if args.device.type == "cuda":
-            self.num_bytes = max(self.num_bytes or 0, torch.cuda.max_memory_allocated(args.device))
 
 
 def plan_run(run: Run) -> Plan | None:

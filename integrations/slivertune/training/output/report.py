@@ -21,10 +21,10 @@ from slivertune.core.typed_command import typed_command
 from slivertune.planning.planned_time import PlannedTime
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.assemble import Run
+from slivertune.training.folders import RESULTS_NAME
 from slivertune.training.methods.method import Saved
 from slivertune.training.methods.tokens import tokens_line
 from slivertune.training.options.arguments import enum_value
-from slivertune.training.output.folders import RESULTS_NAME
 from slivertune.training.output.largest_batch import BatchSize
 from slivertune.training.trial import Trial
 

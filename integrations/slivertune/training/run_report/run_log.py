@@ -11,7 +11,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from slivertune.core import atomic
-from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, read_results
+from slivertune.training.folders import checkpoint_folders, checkpoint_step, read_results
 
 Points = tuple[list[float], list[float]]
 """Steps and values."""

@@ -8,9 +8,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import number_rows
 from slivertune.training.options.arguments import DataArguments
+from slivertune.training.options.tasks import TASK_OPTIONS, tasks_reading
 from slivertune.training.tasks.causal import prepare_causal, prepare_mixture
 from slivertune.training.tasks.classification import prepare_classification, prepare_prompt_classification
-from slivertune.training.tasks.registry import TASK_OPTIONS, tasks_reading
 from slivertune.training.tasks.task import Task
 
 Prepare: TypeAlias = Callable[[DataArguments, PreTrainedTokenizerBase, PreTrainedConfig, dict[str, Any]], Task]

@@ -8,7 +8,7 @@ import pytest
 
 from slivertune.cli import main
 from slivertune.core.presets import preset_path, run_file_names
-from slivertune.training.options.plan_words import parse_plan_arguments
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 from tests.training.tiny import llama_config
 from tests.training.tiny_runs import Runs
 

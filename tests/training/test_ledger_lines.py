@@ -9,11 +9,11 @@ from transformers import TrainerCallback
 
 from slivertune.core.ledger import Census, claim
 from slivertune.hift.rotation import Rotation
+from slivertune.training.ledger_lines import LedgerLines
 from slivertune.training.methods import hift as hift_method
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.options.methods import HiFTOptions
-from slivertune.training.output.ledger_lines import LedgerLines
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import make_trainer
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from slivertune.training.command_line.plan_words import parse_plan_arguments, precision_of
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.models import choose_precision
-from slivertune.training.options.plan_words import parse_plan_arguments, precision_of
 from tests.helpers.plan_requests import paper_request
 
 MODEL = ("--model", "x")

@@ -9,9 +9,9 @@ from slivertune.cli import main
 from slivertune.core.number_rule import RULES
 from slivertune.core.options import Option
 from slivertune.planning.request import REQUEST_OPTIONS, rule_of
+from slivertune.training.command_line.plan_words import IN_PLACE_OF, NAMES_OF_FIELDS, plan_options
 from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.number_rules import number_rule
-from slivertune.training.options.plan_words import IN_PLACE_OF, NAMES_OF_FIELDS, plan_options
 from slivertune.training.options.table import train_options
 
 OPTIONS = {**train_options(), **plan_options()}

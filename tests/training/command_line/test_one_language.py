@@ -11,14 +11,14 @@ import pytest
 
 from slivertune.core.options import Option
 from slivertune.hift import HiFTConfig
+from slivertune.training.command_line.parse import parse_train_arguments
+from slivertune.training.command_line.plan_words import parse_plan_arguments, plan_options
 from slivertune.training.comparison.arguments import parse_compare_arguments
 from slivertune.training.comparison.comparison import Comparison
 from slivertune.training.comparison.record import Record
 from slivertune.training.options.methods import METHOD_OPTIONS
-from slivertune.training.options.parse import parse_train_arguments
-from slivertune.training.options.plan_words import parse_plan_arguments, plan_options
 from slivertune.training.options.table import RENAMED, train_options
-from tests.training.options.values import value_of
+from tests.training.command_line.values import value_of
 
 AXES: dict[str, tuple[Any, ...]] = {
     "state": ("host", "device", "disk", "discard"),

@@ -9,7 +9,7 @@ import datasets
 import transformers
 from rich.console import Console
 
-from slivertune.training.output.display import Display, describe_metrics, make_console, one_voice
+from slivertune.training.display import Display, describe_metrics, make_console, one_voice
 
 
 def make_display() -> tuple[Display, io.StringIO, Any]:

@@ -6,8 +6,8 @@ import pytest
 
 from slivertune.planning.arguments import Sweep
 from slivertune.planning.request import PlanRequest
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 from slivertune.training.options.methods import METHOD_OPTIONS
-from slivertune.training.options.plan_words import parse_plan_arguments
 
 MODEL = ("--model", "llama-2-7b")
 OWN = {name: {option.name for option in method.options()} for name, method in METHOD_OPTIONS.items()}

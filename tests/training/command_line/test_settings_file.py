@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slivertune.training.command_line.parse import TrainArguments, parse_train_arguments
+from slivertune.training.command_line.settings_file import older_defaults_note, settings_text, write_settings
 from slivertune.training.options.config_file import read_settings
-from slivertune.training.options.parse import TrainArguments, parse_train_arguments
-from slivertune.training.options.settings_file import older_defaults_note, settings_text, write_settings
 from tests.training.tiny_runs import COMBINATIONS
 
 

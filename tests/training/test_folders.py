@@ -8,7 +8,7 @@ import pytest
 
 from slivertune.core.atomic import write_json
 from slivertune.core.manifest import MANIFEST_NAME, find_damage, write_manifest
-from slivertune.training.output.folders import (
+from slivertune.training.folders import (
     SETTINGS_NAME,
     START_NAME,
     Goal,

@@ -11,9 +11,9 @@ import torch
 from transformers import TrainingArguments
 
 from slivertune.hift.config import HiFTConfig
+from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.options.arguments import TokenArguments
 from slivertune.training.options.methods import HIFT, LoraOptions
-from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.options.parser import make_parser
 from slivertune.training.options.table import RENAMED
 

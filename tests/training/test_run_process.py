@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.status import Status
 
-from slivertune.training.comparison.processes import FailedError, run_process
+from slivertune.training.run_process import FailedError, run_process
 
 QUIET = Console(quiet=True)
 

@@ -9,14 +9,14 @@ from slivertune.planning.arguments import NAMES_OF_QUESTIONS, OF_CARD, PlanArgum
 from slivertune.planning.methods import check_options_are_read, planned_methods
 from slivertune.planning.optimizers import optimizer_named
 from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, PrecisionName
+from slivertune.training.command_line.parse import build, check_pairs, values_of_preset
+from slivertune.training.command_line.plan_help import plan_help
 from slivertune.training.methods.method import TrainingMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.models import Precision, choose_precision
 from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments, enum_value
 from slivertune.training.options.methods import DEFAULT_METHOD, METHOD_OPTIONS, method_option
-from slivertune.training.options.parse import build, check_pairs, values_of_preset
 from slivertune.training.options.parser import Verb, given_values
-from slivertune.training.options.plan_help import plan_help
 from slivertune.training.options.table import OLD_NAMES, option_named
 from slivertune.training.options.trainer import CommonOptions
 from slivertune.training.tasks.tokenization import DEFAULT_MAX_LENGTH

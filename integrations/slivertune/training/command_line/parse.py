@@ -17,6 +17,7 @@ from slivertune.core.offloaded_activations import offloading_without_checkpointi
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.training.early_stopping import check_early_stopping
 from slivertune.training.embedded.built_in import DATES, built_in_of, counts_answers
+from slivertune.training.folders import Goal, RunFolder, choose_run_folder
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
@@ -24,7 +25,6 @@ from slivertune.training.options.arguments import DataArguments, ModelArguments,
 from slivertune.training.options.config_file import read_settings
 from slivertune.training.options.methods import DEFAULT_METHOD
 from slivertune.training.options.parser import given_values
-from slivertune.training.output.folders import Goal, RunFolder, choose_run_folder
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
     asks_for,

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from slivertune.planning.request import REQUEST_OPTIONS
-from slivertune.training.options.plan_help import plan_help
-from slivertune.training.options.plan_words import IN_PLACE_OF, NAMES_OF_FIELDS, parse_plan_arguments, plan_options
+from slivertune.training.command_line.plan_help import plan_help
+from slivertune.training.command_line.plan_words import IN_PLACE_OF, NAMES_OF_FIELDS, parse_plan_arguments, plan_options
 
 
 def test_each_option_on_which_a_plan_depends_stands_exactly_once_in_the_help() -> None:

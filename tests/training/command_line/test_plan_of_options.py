@@ -6,10 +6,10 @@ import pytest
 
 from slivertune.planning.methods import planned_methods
 from slivertune.planning.request import REQUEST_OPTIONS
+from slivertune.training.command_line.plan_words import IN_PLACE_OF, NAMES_OF_FIELDS, parse_plan_arguments, plan_options
 from slivertune.training.methods.registry import TRAIN_METHODS, check_method
 from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.parser import make_parser as make_train_parser
-from slivertune.training.options.plan_words import IN_PLACE_OF, NAMES_OF_FIELDS, parse_plan_arguments, plan_options
 from slivertune.training.options.table import RENAMED
 from tests.helpers.plan_requests import paper_request
 
