@@ -18,12 +18,10 @@ from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.interop import methods as interop
 from slivertune.parallel import adapters
-from slivertune.parallel.adapters import register_adapters
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.planning import methods as planned
-from slivertune.planning.methods import register_planned
-from slivertune.training.methods.registry import TRAIN_METHODS, register_train_method
+from slivertune.training.methods.registry import TRAIN_METHODS, register_method
 from slivertune.training.options.methods import METHOD_OPTIONS
 from tests.helpers.models import Batch, differing, tiny_llama, token_batches, twin, weights
 from tests.helpers.ranks import run_ranks
@@ -31,7 +29,6 @@ from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.parallel.contract.runs import Case, load, running, save
 from tests.planning.real import LLAMA
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
-from tests.random_layers.plan import PlannedRandomLayers
 from tests.random_layers.train import RandomLayersMethod
 from tests.training.tiny_runs import Runs, saved_weights
 
@@ -44,15 +41,9 @@ CAP = 1e-4
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, name in ((adapters, "_adapters"), (planned, "_methods"), (interop, "_methods")):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
-    register_everywhere()
+    register_method(RandomLayersMethod)
     yield
     del TRAIN_METHODS["random_layers"], METHOD_OPTIONS["random_layers"]
-
-
-def register_everywhere() -> None:
-    register_adapters("random_layers", ddp="tests.random_layers.ddp", zero="tests.random_layers.zero")
-    register_planned("random_layers", PlannedRandomLayers())
-    register_train_method(RandomLayersMethod)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +86,7 @@ def test_it_trains_on_one_device_as_its_naive_form_and_resumes(tmp_path: Path) -
 
 
 def train_on_rank(rank: int, num_ranks: int, layouts: list[Layout]) -> dict[str, dict[str, torch.Tensor]]:
-    register_everywhere()
+    register_method(RandomLayersMethod)
     found = {}
     for layout in layouts:
         with running(CASE, layout, rank) as run:

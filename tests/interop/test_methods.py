@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 import slivertune
 from slivertune import HiFT, HiFTConfig, SFTConfig, TokenTune
 from slivertune.interop import methods
-from slivertune.interop.methods import TrainerHiFT, TrainerMethod, TrainerSFT, method_of, register_method
+from slivertune.interop.methods import TrainerHiFT, TrainerMethod, TrainerSFT, method_of, register_trainer_method
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.training.test_callbacks import make_trainer
@@ -232,6 +232,6 @@ def test_a_method_of_another_package_is_found_once_it_is_registered(monkeypatch:
 
     method = TrainerMethod()
     assert method_of(Settings()) is None
-    register_method(Settings, method)
+    register_trainer_method(Settings, method)
     assert method_of(Settings()) is method
     assert method_of(TokenTune(ratio=0.5)) is None

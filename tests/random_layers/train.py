@@ -1,6 +1,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import Trainer
@@ -9,6 +9,7 @@ from slivertune.interop.methods import TrainerMethod
 from slivertune.training.methods.method import SliverMethod
 from slivertune.training.options.methods import MethodOptions
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
+from tests.random_layers.plan import PlannedRandomLayers
 
 
 class UnderTrainer(TrainerMethod):
@@ -41,4 +42,6 @@ class RandomLayersMethod(SliverMethod):
         options_class=RandomLayersOptions,
     )
     trainer_method = (RandomLayersConfig, UnderTrainer())
+    planned = PlannedRandomLayers()
+    adapters: ClassVar = {"ddp": "tests.random_layers.ddp", "zero": "tests.random_layers.zero"}
     is_optimizer = True

@@ -243,7 +243,7 @@ class TrainerSFT(TrainerMethod):
 _methods: dict[type, TrainerMethod] = {HiFTConfig: TrainerHiFT(), SFTConfig: TrainerSFT()}
 
 
-def register_method(config_class: type, method: TrainerMethod) -> None:
+def register_trainer_method(config_class: type, method: TrainerMethod) -> None:
     """Let `slivertune.attach` accept the settings of another package's method.
 
     Args:

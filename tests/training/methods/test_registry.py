@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from slivertune.core.layers import find_layers
 from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.folders import read_facts
-from slivertune.training.methods import TrainingMethod, register_train_method
+from slivertune.training.methods import TrainingMethod, register_method
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.methods import METHOD_OPTIONS, MethodOptions
@@ -58,7 +58,7 @@ class FirstLayersMethod(TrainingMethod):
 @pytest.fixture(autouse=True)
 def another_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    register_train_method(FirstLayersMethod)
+    register_method(FirstLayersMethod)
     yield
     del TRAIN_METHODS["first_layers"], METHOD_OPTIONS["first_layers"]
 
@@ -107,7 +107,7 @@ def test_its_defaults_options_and_checks_are_those_of_the_command_line(runs: Run
 
 
 def test_a_name_or_an_option_that_is_taken_is_refused() -> None:
-    register_train_method(FirstLayersMethod)
+    register_method(FirstLayersMethod)
 
     class OtherDense(TrainingMethod):
         about = MethodOptions(name="dense", help="another")
@@ -116,9 +116,9 @@ def test_a_name_or_an_option_that_is_taken_is_refused() -> None:
         about = replace(FirstLayersMethod.about, name="other_order")
 
     with pytest.raises(ValueError, match=r"another method is registered as 'dense'\. Choose another name"):
-        register_train_method(OtherDense)
+        register_method(OtherDense)
     with pytest.raises(ValueError, match=r"_layers is an option of --method first_layers\. Rename other_order's"):
-        register_train_method(OtherOrder)
+        register_method(OtherOrder)
     assert list(TRAIN_METHODS) == ["dense", "hift", "sft", "lora", "first_layers"]
 
 

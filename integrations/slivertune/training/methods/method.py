@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,8 @@ from transformers import PreTrainedConfig, Trainer, TrainerState, TrainingArgume
 from slivertune.core import atomic
 from slivertune.interop import attach
 from slivertune.interop.methods import TrainerMethod
+from slivertune.parallel.checkpoint.sidecar import Sidecar
+from slivertune.planning.methods import PlannedMethod
 from slivertune.planning.request import PlanRequest
 from slivertune.training.models import Bf16Use, LoadedModel
 from slivertune.training.options.arguments import enum_value
@@ -59,6 +62,12 @@ class TrainingMethod:
     """Whether the method replaces the optimizer that `--optim` names."""
     is_planned_on_ranks: ClassVar[bool] = False
     """Whether a run on several GPUs has a planned peak memory."""
+    planned: ClassVar[PlannedMethod | None] = None
+    """Planner of another package's method. Without one, the method has no plan."""
+    adapters: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Dotted names of modules of another package's method, by layout: ddp, fsdp2, zero (`register_adapters`)."""
+    sidecar: ClassVar[Callable[[Any], Sidecar] | None] = None
+    """Function that makes the sidecar of another package's optimizer (`register_sidecar`)."""
     kept_settings: ClassVar[tuple[str, ...]] = ()
     """Options of the method that a run's settings file has also where they were not given."""
     not_planned: ClassVar[tuple[str, ...]] = ()

@@ -3,8 +3,10 @@
 import importlib.util
 
 from slivertune.core.missing_library import missing_library
-from slivertune.interop.methods import register_method
-from slivertune.planning.methods import check_options_are_read, clash_with_method
+from slivertune.interop.methods import register_trainer_method
+from slivertune.parallel.adapters import register_adapters
+from slivertune.parallel.checkpoint.sidecar import register_sidecar
+from slivertune.planning.methods import check_options_are_read, clash_with_method, register_planned
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
@@ -18,11 +20,12 @@ TRAIN_METHODS: dict[str, type[TrainingMethod]] = {
 """Methods by the name that is typed."""
 
 
-def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
-    """Register a method of another package for `slivertune train`. Call this before `slivertune.cli.main`.
+def register_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
+    """Register a method of another package. Call this before `slivertune.cli.main`.
 
     From then on, `--method` takes the method's name, the command line and its help include its options, and a run uses
-    the class like a built-in method.
+    the class like a built-in method. `slivertune plan` plans it by `planned`, `slivertune.attach` takes the settings of
+    `trainer_method`, and `slivertune.prepare` trains it in the layouts of `adapters`.
 
     Args:
         method: Class of the method.
@@ -34,7 +37,7 @@ def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
         ValueError: If another method has the same name, or an option of the same name.
 
     Example:
-        >>> @register_train_method
+        >>> @register_method
         ... class RandomLayerMethod(TrainingMethod):
         ...     about = MethodOptions(name="random_layer", help="a random layer per update")
     """
@@ -47,7 +50,12 @@ def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
             raise ValueError(f"--{option.name} is an option of --method {taken[option.name]}. Rename {name}'s option")
     TRAIN_METHODS[name], METHOD_OPTIONS[name] = method, method.about
     if issubclass(method, SliverMethod) and method.trainer_method is not None:
-        register_method(*method.trainer_method)
+        register_trainer_method(*method.trainer_method)
+    if method.planned is not None:
+        register_planned(name, method.planned)
+    register_adapters(name, **method.adapters)
+    if method.sidecar is not None:
+        register_sidecar(name, method.sidecar)
     return method
 
 
