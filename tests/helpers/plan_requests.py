@@ -1,10 +1,18 @@
 """Requests for plans with the paper's schedule, which plans of every model are tested with."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from slivertune.planning import command
 from slivertune.planning.request import PlanRequest
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 
 
 def paper_request(**settings: Any) -> PlanRequest:
     """One layer per group and one update per turn, unless the settings have others."""
     return PlanRequest(**{"layers_per_group": 1, "steps_per_group": 1, **settings})
+
+
+def run_plan(words: Sequence[str]) -> None:
+    """Run `slivertune plan` with these words, without the handling of errors."""
+    command.run_plan(parse_plan_arguments(words))

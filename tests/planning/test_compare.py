@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from slivertune.planning.cards import card_named
-from slivertune.planning.command import run_plan
 from slivertune.planning.compare import Comparison, Question, Row, Way, advice, compare, in_order, rows_of, ways_of
 from slivertune.planning.comparison_plot import comparison_figure
 from slivertune.planning.comparison_report import describe_row, describe_trained, print_comparison
@@ -20,7 +19,7 @@ from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_a
 from slivertune.planning.plot import save
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.time_formula import MeanUpdate
-from tests.helpers.plan_requests import paper_request
+from tests.helpers.plan_requests import paper_request, run_plan
 from tests.planning.made import moment, simple_plan, tiny_model, write_config
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:the default number of weights \(as many as LoRA of rank 64")

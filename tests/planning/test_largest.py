@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from slivertune.core.byte_text import format_bytes
-from slivertune.planning.command import run_plan
 from slivertune.planning.largest import find_largest
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
-from tests.helpers.plan_requests import paper_request
+from tests.helpers.plan_requests import paper_request, run_plan
 from tests.planning.made import GIB, moment, simple_plan, write_config
 
 MIB = 2**20

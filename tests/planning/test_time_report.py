@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from slivertune.planning.cards import card_named
-from slivertune.planning.command import run_plan
 from slivertune.planning.time_report import format_seconds
+from tests.helpers.plan_requests import run_plan
 from tests.planning.made import write_config
 
 RUN = ["--precision", "mixed_hi", "--seq_length", "64"]

@@ -251,7 +251,7 @@ def test_checkpoints_of_another_version_are_refused_and_no_run_starts_over_them(
     for step in (3, 6):
         write_json(make_checkpoint(Path("mine"), step) / MANIFEST_NAME, {"format": 1, "files": {}})
     reason = r"has format 1, and this version reads 2\. Continue with the version of slivertune that wrote it"
-    message = rf"^mine/checkpoint-6 can't be resumed: .* {reason}, or start again in another --output_dir$"
+    message = rf"^mine/checkpoint-6 can't be resumed: .* {reason}\. Or start again in another --output_dir$"
     with pytest.raises(ValueError, match=message):
         choose_run_folder("hift", "mine", resume)
     whole = make_checkpoint(Path("mine"), 9)

@@ -22,7 +22,7 @@ from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
-from slivertune.sft.config import NAMES_OF_OPTIONS, SelectionCriterion, SFTConfig, momentum_without_sm3
+from slivertune.sft.config import NAMES_OF_OPTIONS, SelectionCriterion, SFTConfig
 from slivertune.sft.unsupported import clash_of_4bit
 
 AttentionName = Literal["sdpa", "eager"]
@@ -246,7 +246,10 @@ class PlanRequest:
             ),
             (
                 self.sft_momentum and self.selection != "momentum",
-                momentum_without_sm3(f"sft_momentum={self.sft_momentum}"),
+                (
+                    f"sft_momentum={self.sft_momentum} is for SM3, and selection={self.selection!r} trains by AdamW. "
+                    "Use selection='momentum', or leave it out"
+                ),
             ),
             *(
                 (

@@ -154,18 +154,6 @@ def _is_module_class(target: object) -> bool:
     return issubclass(target, nn.Module)
 
 
-def momentum_without_sm3(setting: str) -> str:
-    """Return the error of a momentum that AdamW does not have.
-
-    Args:
-        setting: The momentum, as it was given.
-    """
-    return (
-        f'{setting} is for SM3, and selection="accumulated_gradient" trains by AdamW. Use selection="momentum", or '
-        "leave it out"
-    )
-
-
 def checked_options(
     config: SFTConfig,
     lr: float,

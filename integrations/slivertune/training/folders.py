@@ -233,7 +233,7 @@ def _refuse_other_format(checkpoints: Iterable[Path]) -> None:
     """Refuse to resume a checkpoint that another version of this library wrote."""
     for path in filter(is_of_other_format, checkpoints):
         damage = find_damage(path, read_files=False)
-        raise ValueError(f"{path} can't be resumed: {damage}, or start again in another --output_dir")
+        raise ValueError(f"{path} can't be resumed: {damage}. Or start again in another --output_dir")
 
 
 def _default_folders(method: str) -> itertools.chain[Path]:

@@ -59,8 +59,9 @@ def plan_request(
         "chunked_cross_entropy": is_chunked,
         "kernels": "cpu" if training.device.type == "cpu" else "gpu",
     }
-    if given["precision"] == "bf16" and given.get("master", "none") != "none":
-        given["precision"] = "mixed_hi"
+    master = given.pop("master", "none")
+    if given["precision"] == "bf16" and master != "none":
+        given |= {"precision": "mixed_hi", "master": master}
     if task.id2label is not None:
         given["num_labels"] = len(task.id2label)
     if not method.is_optimizer:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from slivertune.core.options import Option, Spelling, options_of
 from slivertune.hift.config import HiFTConfig
-from slivertune.sft.config import NAMES_OF_OPTIONS, SFTConfig, momentum_without_sm3
+from slivertune.sft.config import NAMES_OF_OPTIONS, SFTConfig
 
 _ALL_LINEAR = "all-linear"
 
@@ -103,8 +103,6 @@ class SFTOptions(SFTConfig):
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"sft_momentum={self.momentum} must lie in [0, 1). Use 0 for none")
-        if self.momentum and self.selection != "momentum":
-            raise ValueError(momentum_without_sm3(f"sft_momentum={self.momentum}"))
         SFTConfig.__post_init__(self)
 
     def config(self, seed: int) -> SFTConfig:
