@@ -96,5 +96,5 @@ def test_a_checkpoint_of_another_format_is_refused_and_not_started_over(runs: Ru
     (checkpoint / "slivertune_checkpoint.json").write_text('{"format": 1, "files": {}}', encoding="utf-8")
     for resume in ("auto", "true", str(checkpoint)):
         said = runs.complaint("--resume_from_checkpoint", resume)
-        assert f"{checkpoint} can't be resumed" in said and "or start again in another --output_dir" in said
+        assert f"{checkpoint} can't be resumed" in said and "Or start again in another --output_dir" in said
         assert "Continue with the version of slivertune that wrote it" in said
