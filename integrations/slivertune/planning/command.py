@@ -10,7 +10,7 @@ from rich.console import Console
 from slivertune.core.byte_text import format_bytes
 from slivertune.core.masking import masked
 from slivertune.planning.answer import Answer, SweepAnswer
-from slivertune.planning.arguments import PlanArguments, Sweep
+from slivertune.planning.arguments import DECIDED_BY_COMPARISON, PlanArguments, Sweep
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, Card, card_here, card_named, find_card
 from slivertune.planning.compare import Comparison, Question, compare, in_order
@@ -236,11 +236,18 @@ def _sweep(
 def _settings(arguments: PlanArguments, model: ModelFigures) -> dict[str, Any]:
     """Return the fields of the request that the user set, or that a run file leaves to `slivertune train`."""
     task = _task(model, arguments.given.get("task"))
-    given = {"task": task, **({} if arguments.compare else arguments.defaults), **arguments.given}
+    decided = DECIDED_BY_COMPARISON if arguments.compare else frozenset[str]()
+    defaults = {name: value for name, value in arguments.defaults.items() if name not in decided}
+    given = {"task": task, **defaults, **arguments.given}
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and "seq_length" not in arguments.given and "seq_length" in given:
         given["seq_length"] = min(given["seq_length"], most)
-    if arguments.follows_checkpoint:
+    if arguments.follows_checkpoint and not arguments.compare:
+        if arguments.sweep is not None and arguments.sweep.field in ("method", "master"):
+            raise ValueError(
+                f"the run file leaves the dtype to the checkpoint, and --sweep {arguments.sweep.field}=... means "
+                "another precision for each value. Give --precision"
+            )
         given["precision"] = _precision_of_checkpoint(model, given)
     return given
 

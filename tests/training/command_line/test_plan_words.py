@@ -72,6 +72,8 @@ def test_what_a_run_file_leaves_out_is_as_train_has_it(capsys: pytest.CaptureFix
         assert main(["plan", "short.yaml", *words, "--json"]) == 0
         request = json.loads(capsys.readouterr().out)["request"]
         assert [request[name] for name in ("batch_size", "seq_length", "precision")] == [8, 48, precision], words
+    assert main(["plan", "short.yaml", "--sweep", "method=hift,sft"]) == 2
+    assert "means another precision for each value" in capsys.readouterr().err
     config.dtype = None
     config.save_pretrained("model")
     assert main(["plan", "short.yaml"]) == 2
