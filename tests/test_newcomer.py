@@ -33,7 +33,7 @@ untrained = AutoModelForCausalLM.from_pretrained("model").state_dict()
 changed = [name for name, value in model.state_dict().items() if not value.equal(untrained[name])]
 print(f"{len(changed)} of {len(untrained)} changed")
 """
-"""What it has behind them: how many of the model's weights have changed."""
+"""Lines behind those of the README: how many of the model's weights have changed."""
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from rich.console import Console
 from slivertune.core.byte_text import format_bytes
 from slivertune.core.masking import masked
 from slivertune.planning.answer import Answer, SweepAnswer
-from slivertune.planning.arguments import DECIDED_BY_COMPARISON, PlanArguments, Sweep
+from slivertune.planning.arguments import PlanArguments, Sweep
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, Card, card_here, card_named, find_card
 from slivertune.planning.compare import Comparison, Question, compare, in_order
@@ -21,13 +21,12 @@ from slivertune.planning.largest import LargestField, find_largest
 from slivertune.planning.layers_per_group import check_has_copies, choose_layers_per_group
 from slivertune.planning.limits import limits_of, trains_here
 from slivertune.planning.make import make_plan
-from slivertune.planning.methods import planned
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.plot import draw, require_matplotlib, save
 from slivertune.planning.quiet import quiet_libraries
 from slivertune.planning.report import line_printer, print_answer, print_sweep
-from slivertune.planning.request import PlanRequest, PrecisionName
+from slivertune.planning.request import PlanRequest, PrecisionName, precision_in_16_bits
 from slivertune.planning.search import Found, Tell, search, start_of_search
 
 _WIDTH_WITHOUT_TERMINAL = 120
@@ -236,18 +235,11 @@ def _sweep(
 def _settings(arguments: PlanArguments, model: ModelFigures) -> dict[str, Any]:
     """Return the fields of the request that the user set, or that a run file leaves to `slivertune train`."""
     task = _task(model, arguments.given.get("task"))
-    decided = DECIDED_BY_COMPARISON if arguments.compare else frozenset[str]()
-    defaults = {name: value for name, value in arguments.defaults.items() if name not in decided}
-    given = {"task": task, **defaults, **arguments.given}
+    given = {"task": task, **arguments.defaults, **arguments.given}
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and "seq_length" not in arguments.given and "seq_length" in given:
         given["seq_length"] = min(given["seq_length"], most)
-    if arguments.follows_checkpoint and not arguments.compare:
-        if arguments.sweep is not None and arguments.sweep.field in ("method", "master"):
-            raise ValueError(
-                f"the run file leaves the dtype to the checkpoint, and --sweep {arguments.sweep.field}=... means "
-                "another precision for each value. Give --precision"
-            )
+    if arguments.follows_checkpoint:
         given["precision"] = _precision_of_checkpoint(model, given)
     return given
 
@@ -262,8 +254,7 @@ def _precision_of_checkpoint(model: ModelFigures, given: dict[str, Any]) -> Prec
         )
     if dtype not in (torch.bfloat16, torch.float16):
         return "fp32"
-    has_masters = "master" in planned(given.get("method", PlanRequest().method)).settings
-    return "mixed_hi" if has_masters and given.get("master") != "none" else "bf16"
+    return precision_in_16_bits(given.get("method", PlanRequest().method), given.get("master"))
 
 
 def _task(model: ModelFigures, asked: Any) -> Any:

@@ -322,6 +322,16 @@ class PlanRequest:
         return f"{clash} (precision='mixed_hi')" if clash is not None and "master=" in clash else clash
 
 
+def precision_in_16_bits(method: str, master: MasterKind | None) -> PrecisionName:
+    """Return the precision of a run that stores its weights in 16 bits.
+
+    Args:
+        method: Name of the method.
+        master: Its master weights, if they were chosen.
+    """
+    return "mixed_hi" if "master" in planned(method).settings and master != "none" else "bf16"
+
+
 def rule_of(option: Option) -> NumberRule | None:
     """Find the rule of an option's numbers.
 

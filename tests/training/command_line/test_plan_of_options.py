@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from slivertune.core.options import Option
 from slivertune.planning.methods import planned_methods
 from slivertune.planning.request import REQUEST_OPTIONS
 from slivertune.training.command_line.plan_words import IN_PLACE_OF, NAMES_OF_FIELDS, parse_plan_arguments, plan_options
@@ -11,7 +12,7 @@ from slivertune.training.methods.registry import TRAIN_METHODS, check_method
 from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.parser import make_parser as make_train_parser
 from slivertune.training.options.table import RENAMED
-from tests.helpers.plan_requests import paper_request
+from tests.training.command_line.values import value_of
 
 NEITHER_MEMORY_NOR_TIME = {
     # What is learned from what: rows of as many tokens need as much, whichever they are.
@@ -135,24 +136,21 @@ def test_names_may_be_written_with_hyphens_as_train_takes_them(
 
 
 OWN = [
-    (owner, option.name)
+    (owner, option)
     for owner, about in METHOD_OPTIONS.items()
     for option in about.options()
     if option.name in REQUEST_OPTIONS
 ]
 
 
-def value_of(name: str) -> str:
-    """One that the option's parser takes."""
-    values = {"state": "disk", "gradients": "host", "waiting": "nf4", "weights": "host", "master": "fp32"}
-    default = getattr(paper_request(), name)
-    return values.get(name) or ("momentum" if name == "selection" else "1" if default is None else str(default).lower())
-
-
-@pytest.mark.parametrize(("method", "option"), [*product(planned_methods(), OWN)], ids=str)
-def test_an_option_of_another_method_is_refused_as_train_refuses_it(method: str, option: tuple[str, str]) -> None:
-    owner, name = option
-    words = ["--model", "x", "--method", method, f"--{name}", value_of(name)]
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [*product(planned_methods(), OWN)],
+    ids=lambda each: each if isinstance(each, str) else each[1].name,
+)
+def test_an_option_of_another_method_is_refused_as_train_refuses_it(method: str, option: tuple[str, Option]) -> None:
+    owner, name = option[0], option[1].name
+    words = ["--model", "x", "--method", method, f"--{name}", value_of(option[1])]
     if method == owner:
         assert parse_plan_arguments(words).given.keys() == {"method", name}
         check_method(TRAIN_METHODS[method], frozenset({name}))

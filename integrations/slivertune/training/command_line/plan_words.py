@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from slivertune.core.options import Option, options_of
-from slivertune.planning.arguments import NAMES_OF_QUESTIONS, OF_CARD, PlanArguments, Sweep
+from slivertune.planning.arguments import DECIDED_BY_COMPARISON, NAMES_OF_QUESTIONS, OF_CARD, PlanArguments, Sweep
 from slivertune.planning.methods import check_options_are_read, planned_methods
 from slivertune.planning.optimizers import optimizer_named
-from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, PrecisionName
+from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, PrecisionName, precision_in_16_bits
 from slivertune.training.command_line.parse import build, check_pairs, values_of_preset
 from slivertune.training.command_line.plan_help import plan_help
 from slivertune.training.methods.method import TrainingMethod
@@ -94,12 +94,20 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     chooses_layers = given.get("layers_per_group") == "auto"
     if chooses_layers:
         del given["layers_per_group"]
-    defaults = {field: value for field, value in _DEFAULTS_OF_TRAIN.items() if field not in given}
+    decided = DECIDED_BY_COMPARISON if questions.get("compare") else frozenset[str]()
+    defaults = {field: value for field, value in _DEFAULTS_OF_TRAIN.items() if field not in {*given, *decided}}
+    follows_checkpoint = has_file and "precision" not in {*given, *decided} and _precision(values).loading == "stored"
+    sweep: Sweep | None = questions.get("sweep")
+    if follows_checkpoint and sweep is not None and sweep.field in ("method", "master"):
+        raise ValueError(
+            f"the run file leaves the dtype to the checkpoint, and --sweep {sweep.field}=... means another precision "
+            "for each value. Give --precision"
+        )
     return PlanArguments(
         model=model,
         given=given,
         defaults=defaults if has_file else {},
-        follows_checkpoint=has_file and "precision" not in given and _precision(values).loading == "stored",
+        follows_checkpoint=follows_checkpoint,
         chooses_layers=chooses_layers,
         fits_card=questions.get("fit_bytes") == OF_CARD,
         unread=(*unread, *not_read),
@@ -151,9 +159,7 @@ def precision_of(values: Mapping[str, Any]) -> PrecisionName:
     chosen = _precision(values)
     if chosen.loading != "bf16":
         return "fp32" if chosen.autocast == "no" else "mixed"
-    about = METHOD_OPTIONS.get(values.get("method", DEFAULT_METHOD.name))
-    has_masters = about is not None and any(option.name == "master" for option in about.options())
-    return "mixed_hi" if has_masters and values.get("master") != "none" else "bf16"
+    return precision_in_16_bits(values.get("method", DEFAULT_METHOD.name), values.get("master"))
 
 
 def _precision(values: Mapping[str, Any]) -> Precision:
@@ -207,7 +213,7 @@ def _check(values: Mapping[str, Any], questions: Mapping[str, Any]) -> None:
     methods = {values.get("method", DEFAULT_METHOD.name)}
     if questions.get("compare"):
         methods = {*planned_methods()}
-    elif sweep is not None and sweep.field == "method":
+    elif sweep is not None and sweeps_methods:
         methods = {*sweep.values}
     own = {
         name: [option.name for option in each.options() if option.name not in NAMES_OF_QUESTIONS]
