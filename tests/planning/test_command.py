@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from slivertune.cli import main
@@ -377,6 +379,10 @@ def test_a_padding_token_that_the_model_does_not_read_is_planned(
     assert plan_json(capfd, path)["peak_bytes"] > 0
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="older decoders of this family read whether they drop a layer, which a plan can't know",
+)
 def test_a_decoder_that_needs_no_start_token_is_planned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     figures = {"model_type": "mbart", "vocab_size": 64, "d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 48}
     heads = {"decoder_attention_heads": 2, "encoder_attention_heads": 2, "encoder_layers": 1, "encoder_ffn_dim": 48}
