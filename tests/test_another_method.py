@@ -24,7 +24,7 @@ from slivertune.planning import methods as planned
 from slivertune.training.methods.registry import TRAIN_METHODS, register_method
 from slivertune.training.options.methods import METHOD_OPTIONS
 from tests.helpers.models import Batch, differing, tiny_llama, token_batches, twin, weights
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import quick, run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.parallel.contract.runs import Case, load, running, save
 from tests.planning.real import LLAMA
@@ -113,7 +113,7 @@ def test_a_layout_that_it_does_not_know_is_refused_in_its_own_words_or_ours() ->
         adapters.adapter_of(optimizer, "fsdp2")
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp", "zero2"])
+@pytest.mark.parametrize("layout", quick(["single", "ddp", "zero2"], ["ddp"]))
 def test_its_plan_is_what_a_real_run_takes(layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LLAMA.save_pretrained(tmp_path)
     words = ["plan", "--model", str(tmp_path), "--method", "random_layers", "--batch_size", "2", "--seq_length", "64"]

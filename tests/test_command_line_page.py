@@ -37,6 +37,7 @@ def commands_of(page: str, base: Path) -> list[list[str]]:
     return [shlex.split(line.replace("PATH_OR_HUB_ID", str(base))) for line in shown]
 
 
+@pytest.mark.slow
 def test_commands_of_one_process_run_as_shown(
     page: str, folder: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_every_table_between_markers_is_made_of_the_committed_results(tmp_path: 
     assert emptied == 24
 
 
+@pytest.mark.slow
 def test_tables_that_a_page_lacks_the_markers_of_are_named(tmp_path: Path) -> None:
     shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
     text = (CHECKOUT / "README.md").read_text(encoding="utf-8").replace("<!-- /measured -->\n", "")

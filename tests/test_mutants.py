@@ -70,6 +70,7 @@ def test_a_line_is_found_again_under_lines_that_another_commit_lacks(tmp_path: P
     assert all(len(each) == 1 for each in lines) and len(set.union(*lines)) > 1
 
 
+@pytest.mark.slow
 def test_the_test_that_notices_is_returned_and_the_file_is_as_before(tmp_path: Path) -> None:
     checkout = checkout_with(tmp_path, SOURCE)
     mutants = {mutant.new: mutant for each in mutants_of(FILE, checkout).values() for mutant in each}

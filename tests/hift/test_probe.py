@@ -89,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ("kind", "config"),
     [
         (CompiledUpdate, "pieces"),
-        (CompiledUpdate, "disk"),
+        pytest.param(CompiledUpdate, "disk", marks=pytest.mark.slow),
         (CompiledStep, "whole groups"),
         pytest.param(CompiledStep, "pieces", marks=pytest.mark.slow),
         pytest.param(CompiledUpdate, "stepped", marks=pytest.mark.slow),

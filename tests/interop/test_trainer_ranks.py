@@ -10,7 +10,7 @@ import torch
 
 from slivertune import HiFTConfig, SFTConfig, TokenTune
 from tests.helpers.models import differing, tiny_llama
-from tests.helpers.ranks import ran_once, run_ranks
+from tests.helpers.ranks import quick, ran_once, run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.interop.trainer_runs import (
     BATCH,
@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tokens": {"settings": (TokenTune(ratio=0.5, pattern="random", always=(-1,)),), "whole_labels": True},
 }
+QUICK = ["hift in turns of two, accumulated, clipped", "sft by momentum", "tokens"]
 WRAPPERS = {name: "DistributedDataParallel" if name == "tokens" else "LlamaForCausalLM" for name in CASES}
 """What is around the model: the stock Trainer's for all weights, and nothing for a sliver."""
 RESUMED = ("hift", "hift and tokens", "sft")
@@ -120,7 +121,7 @@ def resumed(folder: Path) -> Trained:
     return ran_once(resume, RANKS, folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_two_ranks_make_the_updates_of_one_process_on_the_whole_batch(
     name: str, trained: Trained, tmp_path: Path
 ) -> None:

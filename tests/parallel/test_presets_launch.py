@@ -28,7 +28,7 @@ from tests.helpers.launching import (
     options_of_launch,
 )
 from tests.helpers.models import tiny_llama
-from tests.helpers.ranks import quick, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.parallel.launched import train
 
 pytest.importorskip("deepspeed")
@@ -152,7 +152,8 @@ def test_ranks_that_are_as_a_preset_asks_train_on_the_engine_that_it_names(name:
     check(trained(name), EXPECTED[name])
 
 
-@pytest.mark.parametrize("name", quick(EXPECTED, ["multi_node_zero3"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPECTED)
 def test_a_preset_launches_the_engine_that_it_names(name: str, launched: Launched) -> None:
     check(launched(name), EXPECTED[name])
 

@@ -20,6 +20,7 @@ from slivertune.planning.plot import save
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.time_formula import MeanUpdate
 from tests.helpers.plan_requests import paper_request, run_plan
+from tests.helpers.ranks import quick
 from tests.planning.made import moment, simple_plan, tiny_model, write_config
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:the default number of weights \(as many as LoRA of rank 64")
@@ -71,7 +72,7 @@ def test_each_way_has_the_precision_of_train_with_bf16_and_what_was_given() -> N
         assert (request.optimizer, request.gradient_checkpointing) == ("adamw8bit", False)
 
 
-@pytest.mark.parametrize("title", ["HiFT, 2 of 5 layers", pytest.param("LoRA", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("title", quick(["HiFT, 2 of 5 layers", "LoRA"], ["LoRA"]))
 def test_a_row_is_what_trying_all_batches_one_at_a_time_finds(title: str) -> None:
     given = {"seq_length": 512}  # so that a sequence is most of what is needed
     (way,) = (way for way in ways_of(tiny_model(), given) if way.title == title)
@@ -107,13 +108,7 @@ MANY: dict[str, dict[str, Any]] = {
 }
 
 
-SELDOM = ("hift, on the device", "hift, discarded")
-"""What differs from the others in where state waits alone."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SELDOM else name for name in MANY]
-)
+@pytest.mark.parametrize("name", quick(MANY, ["hift, gradients on the host", "hift, stepped", "dense", "lora", "sft"]))
 def test_plans_of_one_run_after_the_other_are_those_of_each_alone(name: str) -> None:
     first = paper_request(**GIVEN, **MANY[name])
     runs = [replace(first, batch_size=size, token_ratio=share) for size, share in ((3, None), (2, 0.3))]

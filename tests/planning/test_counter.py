@@ -18,6 +18,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
 from slivertune.planning.step_work import UpdateWork, Work
 from tests.helpers.plan_requests import paper_request
+from tests.helpers.ranks import quick
 from tests.planning.made import (
     HIDDEN,
     IN_BLOCK,
@@ -180,7 +181,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """What a plan of each method is asked for; SFT's has two kinds of updates."""
 
 
-@pytest.mark.parametrize("method", ["dense", "lora", "sft"])
+@pytest.mark.parametrize("method", quick(["dense", "lora", "sft"], ["sft"]))
 def test_all_micro_batches_count_though_two_are_run(method: str) -> None:
     settings = {"method": method, **SETTINGS[method]}
     one, two, five = (plan_of(**settings, gradient_accumulation_steps=number) for number in (1, 2, 5))
@@ -221,10 +222,10 @@ def test_hifts_backward_reaches_from_the_head_down_to_the_group(layers: int, kee
     [
         ({"estimation_steps": 5, "reselection_interval": 20}, [1, 1, 3, 15]),
         ({"estimation_steps": 1, "reselection_interval": 2}, [1, 1]),
-        ({"estimation_steps": 3, "reselection_interval": 4}, [1, 1, 1, 1]),
+        pytest.param({"estimation_steps": 3, "reselection_interval": 4}, [1, 1, 1, 1], marks=pytest.mark.slow),
         ({"reselection_interval": 0}, [1]),
         ({"selection": "momentum", "reselection_interval": 20}, [19, 1]),
-        ({"selection": "momentum", "reselection_interval": 1}, [1]),
+        pytest.param({"selection": "momentum", "reselection_interval": 1}, [1], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -245,7 +246,7 @@ def test_sfts_updates_that_estimate_or_reselect_take_longer() -> None:
     assert touched(reselects.step) > touched(usual.step) > 0
 
 
-@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("method", quick(SETTINGS, ["sft", "hift"]))
 def test_inputs_of_blocks_cross_the_bus_once_each_way(method: str) -> None:
     settings = {"method": method, "gradient_checkpointing": True, **SETTINGS[method]}
     update = plan_of(**settings, offload_activations=True).updates[0]

@@ -16,6 +16,7 @@ from slivertune.planning.methods import planned
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import DoesNotFitError, search, start_of_search
+from tests.helpers.ranks import quick
 from tests.planning.test_search import memory_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")
@@ -78,7 +79,7 @@ MADE_UP = [
     Asked(given={"method": "lora", "batch_size": 8, "seq_length": 2048}, fixed=("load_in_4bit",), min_seq_length=1024),
 ]
 
-QUICK = [
+REAL = [
     Asked(
         model="llama",
         given={"method": "hift"},
@@ -90,8 +91,6 @@ QUICK = [
         fixed=("layout", "gradient_checkpointing", *_FOR_LONG),
         min_seq_length=400,
     ),
-]
-REAL = [
     Asked(
         model="llama",
         given={"method": "hift", "batch_size": 4, "seq_length": 1024},
@@ -294,12 +293,12 @@ def assert_minimal(asked: Asked, estimate: Estimator, *, num_limits: int) -> Non
     assert len(cheapest_found) >= 3, "these limits need hardly anything to be changed"
 
 
-@pytest.mark.parametrize("asked", MADE_UP, ids=str)
+@pytest.mark.parametrize("asked", quick(MADE_UP, MADE_UP[3:]), ids=str)
 def test_nothing_cheaper_fits_a_made_up_model_of_memory(asked: Asked) -> None:
     assert_minimal(asked, cache(memory_of), num_limits=40)
 
 
-@pytest.mark.parametrize("asked", [*QUICK, *(pytest.param(asked, marks=pytest.mark.slow) for asked in REAL)], ids=str)
+@pytest.mark.parametrize("asked", quick(REAL, REAL[:1]), ids=str)
 def test_nothing_cheaper_fits_by_real_plans(asked: Asked) -> None:
     @cache
     def estimate(request: PlanRequest) -> MemoryRequirement:

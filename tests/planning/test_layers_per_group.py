@@ -55,10 +55,10 @@ def share_of(m: int, flops: float, *, prefetch_bytes: int) -> float:
 @pytest.mark.parametrize(
     ("flops", "limits", "expected"),
     [
-        (1e9, PLENTY, 4),
+        pytest.param(1e9, PLENTY, 4, marks=pytest.mark.slow),
         (3e9, PLENTY, 2),
         (1e8, Limits(device_bytes=0, host_bytes=10**9), 2),
-        (1e10, PLENTY, 1),
+        pytest.param(1e10, PLENTY, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_most_layers_that_fit_and_hide_their_copies_are_chosen(

@@ -16,6 +16,7 @@ from slivertune.cli import main
 from slivertune.core.manifest import find_damage, read_entries, write_manifest
 from slivertune.training.folders import SETTINGS_NAME, START_NAME
 from tests.helpers.models import differing
+from tests.helpers.ranks import quick
 from tests.training.tiny_runs import (
     METHODS,
     TINY_CYCLE,
@@ -146,7 +147,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_others_are_passed_over_aloud(r
     assert [find_damage(output / name) for name in ("checkpoint-6", "checkpoint-8")] == [None, None]
 
 
-@pytest.mark.parametrize("method", ["dense", "hift", "sft"])
+@pytest.mark.parametrize("method", quick(["dense", "hift", "sft"], ["hift"]))
 def test_one_command_starts_continues_and_finishes_a_run(
     method: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,9 +25,8 @@ def own_state() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each == "hift with tokens" else pytest.mark.slow) for each in OPTIONS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_compiled_run_ends_with_the_same_bits_and_its_loss_in_chunks(
     name: str, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,12 +11,15 @@ from slivertune.cli import main
 from slivertune.core.presets import preset_path, run_file_names
 from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.options.table import RENAMED
+from tests.helpers.ranks import quick
 from tests.training.tiny_runs import TINY_CYCLE
 
 PLANNED_ALONE = "single_gpu_48g_70b.yaml"
 
 
-@pytest.mark.parametrize("name", [name for name in run_file_names() if name != PLANNED_ALONE])
+@pytest.mark.parametrize(
+    "name", quick([name for name in run_file_names() if name != PLANNED_ALONE], ["single_gpu_12g_8b.yaml"])
+)
 def test_a_run_file_trains_every_weight(
     name: str, tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

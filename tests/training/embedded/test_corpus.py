@@ -35,6 +35,7 @@ def test_a_python_without_sources_is_named_with_the_way_out(tmp_path: Path) -> N
         collect_docstrings(tmp_path)
 
 
+@pytest.mark.slow
 def test_this_python_has_docstrings_enough() -> None:
     assert sum(map(len, collect_docstrings())) > 500_000
 
