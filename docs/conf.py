@@ -9,6 +9,7 @@ html_theme = "furo"
 html_title = "slivertune"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
+html_show_copyright = False
 
 # Docstrings write code in single backticks, as Markdown does.
 default_role = "code"
