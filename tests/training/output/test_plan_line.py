@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slivertune.cli import main
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT
@@ -64,8 +65,8 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=" ".join,
 )
-def test_the_planned_peak_of_the_embedded_default_is_the_measured_one(
-    words: tuple[str, ...], embedded_base: Path, tmp_path: Path
+def test_the_planned_peak_of_the_embedded_default_is_the_measured_one_as_is_that_of_its_kept_run_file(
+    words: tuple[str, ...], embedded_base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # The sizes of the run without arguments (256 tokens, 4 rows, 4 layers a group), and two cycles of as many as 8
     # groups: in the first, masters and state are made, in the second they are met.
@@ -75,6 +76,10 @@ def test_the_planned_peak_of_the_embedded_default_is_the_measured_one(
     planned, measured = results["planned_peak_bytes"], results["measured_peak_bytes"]
     assert measured == results["peak_bytes"]["device"]
     assert planned == pytest.approx(measured, rel=TOLERANCE)
+    capfd.readouterr()
+    assert main(["plan", str(tmp_path / "out" / "slivertune_run.yaml"), "--kernels", "cpu", "--json"]) == 0
+    kept = json.loads(capfd.readouterr().out)
+    assert kept["peak_bytes"] == pytest.approx(measured, rel=TOLERANCE)
 
 
 @pytest.mark.slow
