@@ -10,8 +10,6 @@ from typing import TypeGuard
 import pytest
 
 WORDS = ("What", "Those", "That", "Which", "Who", "Of", "Where", "How")
-WITH_SEMICOLONS = {"deltas/adapter_merge.py", "deltas/adapter_sums.py", "deltas/merge.py", "training/interruption.py"}
-"""Files whose summaries have semicolons yet. No other file may join them."""
 PARTS = {
     "AttributeError",
     "ChunkedLossError",
@@ -204,12 +202,9 @@ def test_no_docstring_has_a_sentence_that_begins_by_a_relative_clause(checkout: 
 
 
 def test_no_summary_of_a_docstring_has_a_semicolon(checkout: Path) -> None:
-    package = checkout / "integrations" / "slivertune"
-    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
-    assert files.keys() > WITH_SEMICOLONS
-    read = sorted(files.keys() - WITH_SEMICOLONS)
-    found = [f"{name}: {summary(text)}" for name in read for text in as_written(files[name]) if ";" in summary(text)]
-    assert found == []
+    files = sorted((checkout / "integrations" / "slivertune").rglob("*.py"))
+    found = [f"{file.name}: {each}" for file in files for text in as_written(file) if ";" in (each := summary(text))]
+    assert len(files) > 300 and found == []
 
 
 def messages(source: str) -> Iterator[ast.expr]:

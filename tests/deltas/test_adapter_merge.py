@@ -766,8 +766,24 @@ def test_a_merge_that_the_host_can_not_hold_is_refused_before_it_begins(
     save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
     monkeypatch.setattr("slivertune.deltas.adapter_merge.available_host_bytes", lambda: 1000)
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
-    assert "GiB of host memory for weights in fp32, and 0.0 GiB are free" in capfd.readouterr().err
+    assert "of host memory for weights in fp32 and 1000 B are free" in capfd.readouterr().err
     assert not Path("merged").exists()
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, False), (BF16, True)])
+def test_experts_in_fp32_need_the_result_and_the_base_for_the_last_check(
+    dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = BASES["mixtral"](False)
+    model.to(dtype).save_pretrained("base")
+    save_adapter(Path("adapter"), MixtralForCausalLM.from_pretrained("base", dtype=torch.float32), **EXPERTS)
+    num_bytes = 4 * sum(each.numel() for each in model.parameters())
+    # Free is what the base takes in fp32, and once that is loaded, one byte less than the last check needs beside it.
+    free = iter([num_bytes, num_bytes - 1])
+    monkeypatch.setattr("slivertune.deltas.adapter_merge.available_host_bytes", lambda: next(free))
+    assert main(["merge", "adapter", "--output_dir", "merged"]) == (0 if fits else 2)
+    assert ("for the last check, as the files have another layout" in capfd.readouterr().err) is not fits
+    assert Path("merged").exists() is fits
 
 
 def test_a_model_of_several_end_tokens_is_checked_too(capfd: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,11 @@ class LoadedBase:
     tied: list[list[str]]
     """Names of each weight that has several."""
 
+    @property
+    def in_another_layout(self) -> frozenset[str]:
+        """Names of tensors that the base's files store in another layout, such as each expert by itself."""
+        return self.names - self.stored.keys() - self.missing
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedModel:

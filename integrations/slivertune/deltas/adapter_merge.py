@@ -14,7 +14,7 @@ import gc
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from slivertune.core.atomic import atomic_new_folder, check_absent
+from slivertune.core.byte_text import format_bytes
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.deltas.adapter_folder import MODEL_CONFIG, Adapter, is_adapter, read_json
 from slivertune.deltas.adapter_load import (
@@ -64,11 +65,11 @@ class MergedAdapter:
     replaced: tuple[str, ...]
     """Fully trained modules that replaced the base's, such as a classifier's head."""
     untied: tuple[str, ...]
-    """Names of the base's tied weights that are now separate; the new configuration says so."""
+    """Names of the base's tied weights that are now separate. The new configuration says so."""
     vocabulary: int | None
-    """Number of rows that the base's embeddings were resized to, as for the training; None if they were not."""
+    """Number of rows that the base's embeddings were resized to, as for the training. None if they were not."""
     not_run: str | None
-    """Reason why outputs were not compared; None if they were."""
+    """Reason why outputs were not compared. None if they were."""
     has_tokenizer: bool
     random: tuple[str, ...]
     """Names of weights that neither the base nor the adapter has, and that do not affect the outputs."""
@@ -80,7 +81,7 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
     """Write the base with an adapter merged into it. The folder appears complete and checked, or not at all.
 
     Costs 4 bytes of host memory per weight. If the base's files have another layout than its model, reading the result
-    back costs twice the bytes of the base.
+    back costs twice the bytes of the base, which is more for a base in fp32.
 
     Args:
         adapter: Adapter from `open_adapter`.
@@ -94,14 +95,14 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
     Raises:
         FileExistsError: If `output` exists.
         FileNotFoundError: If the base has no safetensors files.
-        ValueError: If the base is quantised, an adapter itself, or not the base of this adapter; if the merged model
-            does not equal the base with the adapter. Nothing is written then.
+        ValueError: If the base is quantised, an adapter itself, or not the base of this adapter; if the host has not
+            enough memory; if the merged model does not equal the base with the adapter. Nothing is written then.
     """
     check_absent(output)
     _check_base(base)
     stored = open_checkpoint(base)
     _check_dtypes(base, stored)
-    _check_room(base, stored)
+    _check_room(base, _bytes_in(stored, torch.float32), "weights in fp32")
     with atomic_new_folder(output, needs_bytes=sum(each.num_bytes for each in stored.tensors.values())) as new:
         merged, loaded = _write(adapter, stored, new)
         gc.collect()
@@ -114,6 +115,10 @@ def _write(adapter: Adapter, stored: PlainCheckpoint, new: Path) -> tuple[Merged
     """Merge in memory, check the outputs, and write the new folder. All models are freed on return."""
     base = stored.folder
     model, loaded = load_base(adapter, stored)
+    if loaded.in_another_layout:
+        # The last check loads the result and the base. By then the base in fp32 is freed.
+        more = 2 * _bytes_in(stored, _dtype_of(stored)) - _bytes_in(stored, torch.float32)
+        _check_room(base, more, "the last check, as the files have another layout than the model,")
     run = _Runs(model, trained_tokens(adapter))
     if run.depend_on(model, loaded.random):
         raise ValueError(
@@ -164,7 +169,7 @@ class _Runs:
 
     def __init__(self, model: Any, tokens: list[int]) -> None:
         self.not_run: str | None = None
-        """Reason why the model was not run; None if it was."""
+        """Reason why the model was not run. None if it was."""
         try:
             self._inputs = choose_inputs(model, tokens)
             self._base = outputs_of(model, self._inputs)
@@ -212,7 +217,7 @@ def _check_base(base: Path) -> None:
 
 
 def _merge(adapted: AdaptedModel, tied: list[list[str]]) -> tuple[Any, tuple[str, ...]]:
-    """Merge in fp32, each place of a tied weight separately; tie the weights again if all stay equal.
+    """Merge in fp32, each place of a tied weight separately. Tie the weights again if all stay equal.
 
     Returns:
         The merged model, and the names of tied weights that are no longer equal.
@@ -250,7 +255,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _model_of(make: Any, folder: Path, merged: Any) -> Any:
-    """Build a new model from a folder's configuration; it shares the tensors of the merged model."""
+    """Build a new model from a folder's configuration. It shares the tensors of the merged model."""
     from slivertune.core.empty_model import make_empty  # imports accelerate, which SFT's deltas do not need
 
     config = type(merged.config).from_pretrained(folder)
@@ -259,15 +264,25 @@ def _model_of(make: Any, folder: Path, merged: Any) -> Any:
     return model.eval()
 
 
-def _check_room(base: Path, stored: PlainCheckpoint) -> None:
-    """Refuse a merge that does not fit in host memory, before the base is loaded in fp32."""
-    needed = sum(each.num_bytes // each.dtype.itemsize * 4 for each in stored.tensors.values())
+def _check_room(base: Path, needed: int, purpose: str) -> None:
+    """Refuse a merge that does not fit in host memory, before that much is loaded."""
     available = available_host_bytes()
     if available is not None and needed > available:
         raise ValueError(
-            f"merging into {base} takes {needed / 2**30:.1f} GiB of host memory for weights in fp32, and "
-            f"{available / 2**30:.1f} GiB are free. Free some, or merge on a machine with more"
+            f"merging into {base} takes {format_bytes(needed)} of host memory for {purpose} and "
+            f"{format_bytes(available)} are free. Free some, or merge on a machine with more"
         )
+
+
+def _bytes_in(stored: PlainCheckpoint, dtype: torch.dtype) -> int:
+    """Return the bytes of a checkpoint's weights in a dtype."""
+    return sum(each.num_bytes // each.dtype.itemsize * dtype.itemsize for each in stored.tensors.values())
+
+
+def _dtype_of(stored: PlainCheckpoint) -> torch.dtype:
+    """Return the dtype in which a checkpoint is loaded without rounding: its only one, or fp32 for several."""
+    dtypes = {each.dtype for each in stored.tensors.values() if each.dtype.is_floating_point}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def _check_dtypes(base: Path, stored: PlainCheckpoint) -> None:
@@ -281,13 +296,13 @@ def _check_dtypes(base: Path, stored: PlainCheckpoint) -> None:
 
 
 def _round(merged: nn.Module, stored: PlainCheckpoint) -> None:
-    """Round each tensor once, to its dtype in the base's files; a new tensor to the dtype with the most bytes."""
+    """Round each tensor once, to its dtype in the base's files, or if it is new to the dtype with the most bytes."""
     index = NameIndex(stored.tensors)
     sizes: Counter[torch.dtype] = Counter()
     for each in stored.tensors.values():
         sizes[each.dtype] += each.num_bytes * each.dtype.is_floating_point
     most = sizes.most_common(1)[0][0]
-    saved = merged.state_dict().keys()
+    saved = set(merged.state_dict())  # names alone, which keep no tensor
     for name, tensor in (*merged.named_parameters(), *merged.named_buffers()):
         if name in saved and tensor.is_floating_point():
             found = index.find(name)
@@ -314,8 +329,7 @@ def _check_written(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint, 
     if lost := sorted((state.keys() ^ loaded.names) | set(report["missing_keys"])):
         raise ValueError(f"transformers do not load {lost[0]!r} from the new files. Use the adapter by PEFT instead")
     sums = AdapterSums(model, adapter.config, loaded.weights, loaded.tied)
-    others = loaded.names - loaded.stored.keys() - loaded.missing
-    reloaded = _state_of(adapter, loaded, base, others) if others else {}
+    reloaded = _state_of(adapter, loaded, base) if loaded.in_another_layout else {}
     for name in sorted(loaded.names.difference(loaded.random)):
         written, origin = state[name], loaded.stored.get(name)
         if name in files and torch.equal((stored := new.tensors[files[name]].load()).to(written.dtype), written):
@@ -344,12 +358,10 @@ def _check_same_dtypes(loaded: LoadedBase, base: PlainCheckpoint, new: PlainChec
             )
 
 
-def _state_of(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint, names: Set[str]) -> dict[str, torch.Tensor]:
-    """Load the base again for some tensors that its files store in another layout, such as each expert by itself."""
-    dtypes = {each.dtype for each in base.tensors.values() if each.dtype.is_floating_point}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    state = load_model(adapter, base.folder, loaded.weights, dtype)[0].state_dict()
-    return {name: state[name] for name in names}
+def _state_of(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint) -> dict[str, torch.Tensor]:
+    """Load the base again for the tensors that its files store in another layout, such as each expert by itself."""
+    state = load_model(adapter, base.folder, loaded.weights, _dtype_of(base))[0].state_dict()
+    return {name: state[name] for name in loaded.in_another_layout}
 
 
 def _count(model: Any) -> tuple[int, tuple[str, ...]]:
@@ -374,7 +386,7 @@ def _copy_rest(stored: PlainCheckpoint, output: Path) -> None:
 
 
 def _save_tokenizer(folders: tuple[Path, ...], output: Path) -> bool:
-    """Save the tokenizer of the first folder that has one; return whether there is one."""
+    """Save the tokenizer of the first folder that has one. Return whether there is one."""
     from transformers import AutoTokenizer
 
     for folder in folders:

@@ -37,7 +37,7 @@ class _Product:
     """Factor A, shape (r, columns)."""
     scale: float
     magnitude: torch.Tensor | None = None
-    """Norms of the rows of the sum, shape (rows,); None without DoRA."""
+    """Norms of the rows of the sum, shape (rows,). None without DoRA."""
 
 
 class AdapterSums:

@@ -32,7 +32,7 @@ VERSION = 2
 _KIND = "slivertune.sft_undo"
 
 Progress = Callable[[str, int, int], None]
-"""Function that gets the current stage, the amount done and the total; 0 of 0 if unknown."""
+"""Function that gets the current stage, the amount done and the total, or 0 of 0 if these are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def merge(
 
 
 def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = lambda *_: None) -> None:
-    """Write a copy of a merged checkpoint with the base's bits restored; its shards are the base's, byte for byte.
+    """Write a copy of a merged checkpoint with the base's bits restored. Its shards are the base's, byte for byte.
 
     Args:
         checkpoint: Folder that `merge` wrote; never changed.
@@ -152,7 +152,7 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
 
 
 def _check_copies(base: PlainCheckpoint, additions: Sequence[Addition[StoredTensor]]) -> None:
-    """Refuse to change only one of two copies of a tied embedding; transformers would no longer tie them."""
+    """Refuse to change only one of two copies of a tied embedding. transformers would no longer tie them."""
     sums = {addition.target.name: addition.delta for addition in additions}
     for name, delta in sums.items():
         for copy in base.tied_copies(name):
@@ -185,7 +185,7 @@ def _size(checkpoint: PlainCheckpoint) -> int:
 
 
 def _copy(base: PlainCheckpoint, new: Path, progress: Progress) -> dict[str, str]:
-    """Copy the files of a checkpoint; return the SHA-256 of each."""
+    """Copy the files of a checkpoint. Return the SHA-256 of each."""
     total, done = _size(base), 0
     hashes = {}
     for file in base.files:
@@ -265,7 +265,7 @@ def _check_merged(path: Path, name: str, said: dict[str, object], merged: PlainC
 
 
 def _check_files(checkpoint: Path, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Check that the base's files are unchanged; files that were added since are accepted."""
+    """Check that the base's files are unchanged. Files that were added since are accepted."""
     for name, sha256 in expected.items():
         if found.get(name) != sha256:
             raise DeltaFileError(

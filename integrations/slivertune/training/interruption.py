@@ -57,7 +57,7 @@ class Interruption(TrainerCallback):
             self._replaced[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_terminate)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Request a checkpoint if Ctrl-C came; skip a due evaluation unless training depends on it."""
+        """Request a checkpoint if Ctrl-C came. Skip a due evaluation unless training depends on it."""
         if not is_on_any_rank(self._asked_at is not None, args.device, _DOING):
             return
         self._save(args, control)
@@ -83,11 +83,11 @@ class Interruption(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop answering Ctrl-C with a checkpoint; the work after the last update still finishes."""
+        """Stop answering Ctrl-C with a checkpoint. The work after the last update still finishes."""
         self._is_training = False
 
     def close(self) -> None:
-        """Restore the signal handlers; after a Ctrl-C under a launcher, ignore the signal that it sends again."""
+        """Restore the signal handlers. After a Ctrl-C under a launcher, ignore the signal that it sends again."""
         for number, handler in self._replaced.items():
             signal.signal(number, signal.SIG_IGN if self._asked_at is not None and is_launched() else handler)
         self._replaced.clear()
