@@ -158,7 +158,8 @@ def given(config: dict[str, Any], *more: str) -> dict[str, Any]:
     ],
 )
 def test_a_config_becomes_a_request(config: dict[str, Any], more: tuple[str, ...], expected: dict[str, Any]) -> None:
-    assert given(HIFT | config, *more) == NO_CHUNKS | expected
+    sizes = {"batch_size": 1} if "--sweep" in more else {"batch_size": 1, "seq_length": 512}
+    assert given(HIFT | config, *more) == sizes | NO_CHUNKS | expected
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ _SAME = {
     "optimizer": "optim",
 }
 """Options by axolotl's name."""
+_SIZES = {"micro_batch_size": 1, "sequence_len": 512}
+"""Values that axolotl takes for settings that are left out."""
 _LORA = {
     "lora_r": "lora_rank",
     "lora_dropout": "lora_dropout",
@@ -109,7 +111,7 @@ def _options(config: Mapping[str, Any], typed: Mapping[str, str]) -> Iterator[tu
     if typed.get("method") not in (None, "", method):  # another method, which does not read these settings
         settings, momentum = [each for each in settings if isinstance(each, TokenTune)], 0.0
     for theirs, name in _SAME.items():
-        yield name, config.get(theirs)
+        yield name, config.get(theirs) or _SIZES.get(theirs)
     if not config.get("gradient_accumulation_steps") and config.get("batch_size"):
         yield "gradient_accumulation_steps", config["batch_size"] // (config.get("micro_batch_size") or 1)
     yield "method", method or ("lora" if adapter else "dense")
@@ -122,7 +124,8 @@ def _options(config: Mapping[str, Any], typed: Mapping[str, str]) -> Iterator[tu
             yield name, config.get(theirs)
     for setting in settings:
         if isinstance(setting, TokenTune):
-            yield "token_ratio", setting.ratio or (setting.num_tokens or 0) / (config.get("sequence_len") or 512)
+            length = config.get("sequence_len") or _SIZES["sequence_len"]
+            yield "token_ratio", setting.ratio or (setting.num_tokens or 0) / length
         else:
             yield from _own_options(setting)
     yield "sft_momentum", momentum or None

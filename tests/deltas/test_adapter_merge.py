@@ -766,7 +766,7 @@ def test_a_merge_that_the_host_can_not_hold_is_refused_before_it_begins(
     save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
     monkeypatch.setattr("slivertune.deltas.adapter_merge.available_host_bytes", lambda: 1000)
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 2
-    assert "of host memory for weights in fp32 and 1000 B are free" in capfd.readouterr().err
+    assert "of host memory for weights in fp32, and 1000 B are free" in capfd.readouterr().err
     assert not Path("merged").exists()
 
 
@@ -782,7 +782,7 @@ def test_experts_in_fp32_need_the_result_and_the_base_for_the_last_check(
     free = iter([num_bytes, num_bytes - 1])
     monkeypatch.setattr("slivertune.deltas.adapter_merge.available_host_bytes", lambda: next(free))
     assert main(["merge", "adapter", "--output_dir", "merged"]) == (0 if fits else 2)
-    assert ("for the last check, as the files have another layout" in capfd.readouterr().err) is not fits
+    assert ("in another layout than its model, so the last check takes" in capfd.readouterr().err) is not fits
     assert Path("merged").exists() is fits
 
 

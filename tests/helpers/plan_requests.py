@@ -9,8 +9,9 @@ from slivertune.training.command_line.plan_words import parse_plan_arguments
 
 
 def paper_request(**settings: Any) -> PlanRequest:
-    """One layer per group and one update per turn, unless the settings have others."""
-    return PlanRequest(**{"layers_per_group": 1, "steps_per_group": 1, **settings})
+    """One layer per group, one update per turn, and one sequence of 512 tokens, unless the settings have others."""
+    sizes = {"batch_size": 1, "seq_length": 512}
+    return PlanRequest(**{"layers_per_group": 1, "steps_per_group": 1, **sizes, **settings})
 
 
 def run_plan(words: Sequence[str]) -> None:

@@ -139,6 +139,7 @@ def test_people_get_a_table_and_the_next_command(tiny: Path, capfd: pytest.Captu
     assert main(["plan", "--model", str(tiny), *SMALL, "--precision", "mixed_hi"]) == 0
     captured = capfd.readouterr()
     groups = "3 groups, 20 updates per turn"
+    assert captured.out.startswith("not given, so as slivertune train has it: no gradient_checkpointing\n")
     for part in ("hift on ", "weights", "GPU memory needed", groups, "to run it: slivertune train"):
         assert part in captured.out
     assert captured.err == ""

@@ -59,7 +59,7 @@ class Asked:
 
     @property
     def start(self) -> PlanRequest:
-        return start_of_search(self.given)
+        return start_of_search({"batch_size": 1, "seq_length": 512, **self.given})
 
     def __str__(self) -> str:
         return f"{self.model} {' '.join(str(value) for value in (*self.given.values(), *self.fixed))}".strip()

@@ -108,7 +108,7 @@ def test_a_model_larger_than_the_card_is_made_to_fit_in_a_few_plans(
         return add_allowance(make_plan(request, config))
 
     limits = Limits(device_bytes=limit, host_bytes=host)
-    start = start_of_search({"seq_length": 2048, "layers_per_group": 1})
+    start = start_of_search({"batch_size": 1, "seq_length": 2048, "layers_per_group": 1})
     found = search(start, all_candidates(), limits, estimate)
     changes = {name: new for step in found.steps for name, (_, new) in step.changes.items()}
     assert changes == {"gradient_checkpointing": True, **expected}

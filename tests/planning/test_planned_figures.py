@@ -43,7 +43,7 @@ def test_the_plan_that_is_shown_is_the_one_that_is_made() -> None:
 
 
 def test_what_7b_needs_with_and_without_checkpointing_is_what_the_page_says(capfd: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", "llama-2-7b", "--layers_per_group", "1", "--precision", "mixed_hi")
+    words = ("--model", "llama-2-7b", "--layers_per_group", "1", "--batch_size", "1", "--seq_length", "512")
     whole = plan(capfd, *words)["peak"]
     checkpointed = plan(capfd, *words, "--gradient_checkpointing")["peak"]
     stepped = plan(capfd, *words, "--gradient_checkpointing", "--gradients", "stepped")["peak"]
@@ -64,9 +64,9 @@ def test_the_table_of_long_sequences_is_planned(capfd: pytest.CaptureFixture[str
         "llama-3.1-8b",
         "--layers_per_group",
         "1",
-        "--precision",
-        "mixed_hi",
         "--gradient_checkpointing",
+        "--batch_size",
+        "1",
         "--seq_length",
         "131072",
     )

@@ -16,7 +16,7 @@ from tests.helpers.plan_requests import paper_request
 from tests.planning.made import GIB, group, moment, plan, simple_plan, tiny_model
 
 MIB = 2**20
-BASE = "optimizer adamw, precision fp32, batch_size 1, seq_length 512"
+BASE = "optimizer adamw, precision fp32, batch_size 8, seq_length 1024"
 REQUEST = paper_request(precision="mixed_hi", gradient_checkpointing=True)
 EMBEDDING = group(0, "embedding", moment(0, "step", parameters=12 * GIB, state=300 * MIB))
 BLOCKS = group(

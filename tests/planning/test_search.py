@@ -57,11 +57,14 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
     )
 
 
+SMALL = {"batch_size": 1, "seq_length": 512}
+
+
 def find(
     limit: int, *, host: int | None = None, disk: int | None = None, min_seq_length: int | None = None, **given: Any
 ) -> Found:
     return search(
-        start_of_search(given),
+        start_of_search({**SMALL, **given}),
         all_candidates(min_seq_length),
         Limits(device_bytes=limit, host_bytes=host, disk_bytes=disk),
         memory_of,
@@ -76,7 +79,7 @@ def search_noting(seen: list[PlanRequest], given: dict[str, Any], limit: int) ->
         seen.append(request)
         return memory_of(request)
 
-    return search(start_of_search(given), all_candidates(), Limits(device_bytes=limit), memory_noted)
+    return search(start_of_search({**SMALL, **given}), all_candidates(), Limits(device_bytes=limit), memory_noted)
 
 
 def chosen(found: Found) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def chosen(found: Found) -> dict[str, Any]:
 def test_where_the_start_fits_nothing_is_changed_and_one_plan_is_made() -> None:
     found = find(40 * GIB, batch_size=8)
     assert (found.steps, found.num_plans) == ((), 1)
-    assert found.requirement.plan.request == PlanRequest(precision="mixed_hi", batch_size=8)
+    assert found.requirement.plan.request == PlanRequest(precision="mixed_hi", batch_size=8, seq_length=512)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +299,7 @@ def test_an_impossible_fit_says_where_it_is_short_and_what_was_assumed() -> None
     limits = Limits(device_bytes=40 * GIB, host_bytes=GIB, assumed=frozenset({"host_bytes"}))
     lines: list[str] = []
     with pytest.raises(DoesNotFitError) as caught:
-        search(PlanRequest(**given), all_candidates(), limits, memory_of, fixed=given, tell=lines.append)
+        search(PlanRequest(**SMALL, **given), all_candidates(), limits, memory_of, fixed=given, tell=lines.append)
     assert str(caught.value).startswith(
         "no setting that may change makes this fit 40.00 GiB and 1.00 GiB of host memory that this machine has "
         "free. The run is 59.00 GiB short of host memory. The smallest GPU that would do has "
@@ -310,7 +313,12 @@ def test_a_setting_that_can_not_be_planned_is_passed_over_with_the_reason() -> N
             raise ValueError("no\ncheckpoints here")
         return memory_of(request)
 
-    found = search(start_of_search({"batch_size": 8}), all_candidates(), Limits(device_bytes=13 * GIB), no_checkpoints)
+    found = search(
+        start_of_search({"batch_size": 8, "seq_length": 512}),
+        all_candidates(),
+        Limits(device_bytes=13 * GIB),
+        no_checkpoints,
+    )
     assert chosen(found) == {"batch_size": 1, "gradient_accumulation_steps": 8}
     assert dict(found.skipped)["gradient checkpointing"] == "can't be planned: no checkpoints here"
 
@@ -329,7 +337,7 @@ def test_what_can_not_change_the_peak_is_not_planned() -> None:
 def test_each_plan_is_told_of() -> None:
     lines: list[str] = []
     search(
-        start_of_search({"batch_size": 16}),
+        start_of_search({"batch_size": 16, "seq_length": 512}),
         all_candidates(),
         Limits(device_bytes=20 * GIB),
         memory_of,

@@ -10,7 +10,7 @@ from slivertune.planning.time_report import format_seconds
 from tests.helpers.plan_requests import run_plan
 from tests.planning.made import write_config
 
-RUN = ["--precision", "mixed_hi", "--seq_length", "64"]
+RUN = ["--precision", "mixed_hi", "--batch_size", "1", "--seq_length", "64"]
 
 
 def said(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:

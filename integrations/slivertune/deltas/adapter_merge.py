@@ -102,7 +102,9 @@ def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
     _check_base(base)
     stored = open_checkpoint(base)
     _check_dtypes(base, stored)
-    _check_room(base, _bytes_in(stored, torch.float32), "weights in fp32")
+    in_fp32 = _bytes_in(stored, torch.float32)
+    what = f"merging into {base} takes {format_bytes(in_fp32)} of host memory for weights in fp32"
+    _check_room(in_fp32, what, "Free some")
     with atomic_new_folder(output, needs_bytes=sum(each.num_bytes for each in stored.tensors.values())) as new:
         merged, loaded = _write(adapter, stored, new)
         gc.collect()
@@ -117,8 +119,12 @@ def _write(adapter: Adapter, stored: PlainCheckpoint, new: Path) -> tuple[Merged
     model, loaded = load_base(adapter, stored)
     if loaded.in_another_layout:
         # The last check loads the result and the base. By then the base in fp32 is freed.
-        more = 2 * _bytes_in(stored, _dtype_of(stored)) - _bytes_in(stored, torch.float32)
-        _check_room(base, more, "the last check, as the files have another layout than the model,")
+        more = 2 * _bytes_in(stored, _dtype_to_load(stored, loaded)) - _bytes_in(stored, torch.float32)
+        what = (
+            f"{base} stores its tensors in another layout than its model, so the last check takes "
+            f"{format_bytes(more)} more of host memory"
+        )
+        _check_room(more, what, "Save the base by save_pretrained(folder, save_original_format=False), and name that")
     run = _Runs(model, trained_tokens(adapter))
     if run.depend_on(model, loaded.random):
         raise ValueError(
@@ -264,14 +270,11 @@ def _model_of(make: Any, folder: Path, merged: Any) -> Any:
     return model.eval()
 
 
-def _check_room(base: Path, needed: int, purpose: str) -> None:
+def _check_room(needed: int, what: str, way_out: str) -> None:
     """Refuse a merge that does not fit in host memory, before that much is loaded."""
     available = available_host_bytes()
     if available is not None and needed > available:
-        raise ValueError(
-            f"merging into {base} takes {format_bytes(needed)} of host memory for {purpose} and "
-            f"{format_bytes(available)} are free. Free some, or merge on a machine with more"
-        )
+        raise ValueError(f"{what}, and {format_bytes(available)} are free. {way_out}, or merge on a machine with more")
 
 
 def _bytes_in(stored: PlainCheckpoint, dtype: torch.dtype) -> int:
@@ -279,9 +282,10 @@ def _bytes_in(stored: PlainCheckpoint, dtype: torch.dtype) -> int:
     return sum(each.num_bytes // each.dtype.itemsize * dtype.itemsize for each in stored.tensors.values())
 
 
-def _dtype_of(stored: PlainCheckpoint) -> torch.dtype:
-    """Return the dtype in which a checkpoint is loaded without rounding: its only one, or fp32 for several."""
-    dtypes = {each.dtype for each in stored.tensors.values() if each.dtype.is_floating_point}
+def _dtype_to_load(base: PlainCheckpoint, loaded: LoadedBase) -> torch.dtype:
+    """Return the dtype in which tensors in another layout are loaded without rounding."""
+    others = {*map(id, loaded.stored.values()), *(id(base.tensors[name]) for name in loaded.unread)}
+    dtypes = {each.dtype for each in base.tensors.values() if each.dtype.is_floating_point and id(each) not in others}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
@@ -360,7 +364,7 @@ def _check_same_dtypes(loaded: LoadedBase, base: PlainCheckpoint, new: PlainChec
 
 def _state_of(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint) -> dict[str, torch.Tensor]:
     """Load the base again for the tensors that its files store in another layout, such as each expert by itself."""
-    state = load_model(adapter, base.folder, loaded.weights, _dtype_of(base))[0].state_dict()
+    state = load_model(adapter, base.folder, loaded.weights, _dtype_to_load(base, loaded))[0].state_dict()
     return {name: state[name] for name in loaded.in_another_layout}
 
 

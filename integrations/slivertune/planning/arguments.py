@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
@@ -102,8 +102,7 @@ MemorySize = Annotated[int, Spelling(value_name="SIZE", read=parse_memory_size)]
 NAMES_OF_QUESTIONS: Mapping[str, str | None] = {
     "model": None,
     "given": None,
-    "defaults": None,
-    "follows_checkpoint": None,
+    "follow_checkpoint": None,
     "chooses_layers": None,
     "fits_card": None,
     "unread": None,
@@ -128,10 +127,8 @@ class PlanArguments:
     """Folder with config.json, hub id, or a name in `planning.shipped.SHIPPED_MODELS`."""
     given: dict[str, Any]
     """Fields of `PlanRequest` that the user set, by name."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields that a run file leaves to `slivertune train`. `seq_length` ends where the model does."""
-    follows_checkpoint: bool = False
-    """Whether a run file leaves the precision to the dtype of the model's weights."""
+    follow_checkpoint: frozenset[str] = frozenset()
+    """Methods whose precision is that of the model's weights, since none was given, as with `slivertune train`."""
     chooses_layers: bool = False
     """Whether `layers_per_group` was given as `auto`. `given` then lacks it."""
     fits_card: bool = False
@@ -240,3 +237,8 @@ class PlanArguments:
     def has_limit(self) -> bool:
         """Whether `--fit` was given."""
         return self.fit_bytes is not None or self.fits_card
+
+    @property
+    def searches(self) -> bool:
+        """Whether settings are searched that fit."""
+        return self.has_limit and self.sweep is None and self.largest is None and not self.compare

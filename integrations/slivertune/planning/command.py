@@ -9,6 +9,7 @@ from rich.console import Console
 
 from slivertune.core.byte_text import format_bytes
 from slivertune.core.masking import masked
+from slivertune.core.positions import usable_positions
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.arguments import PlanArguments, Sweep
 from slivertune.planning.candidates import all_candidates
@@ -26,10 +27,11 @@ from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_a
 from slivertune.planning.plot import draw, require_matplotlib, save
 from slivertune.planning.quiet import quiet_libraries
 from slivertune.planning.report import line_printer, print_answer, print_sweep
-from slivertune.planning.request import PlanRequest, PrecisionName, precision_in_16_bits
+from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, precision_in_16_bits
 from slivertune.planning.search import Found, Tell, search, start_of_search
 
 _WIDTH_WITHOUT_TERMINAL = 120
+_DEFAULT = {name: option.default for name, option in REQUEST_OPTIONS.items()}
 
 
 def run_plan(arguments: PlanArguments) -> None:
@@ -60,6 +62,8 @@ def _print(answer: Answer | SweepAnswer | Comparison, arguments: PlanArguments) 
         print(json.dumps(masked(answer.to_json()), indent=2))
         return
     console = _console(stderr=False)
+    if (defaults := _describe_defaults(arguments, answer)) is not None:
+        line_printer(console)(defaults)
     if isinstance(answer, Comparison):
         print_comparison(answer, arguments.all_tokens, console)
     elif isinstance(answer, SweepAnswer):
@@ -80,13 +84,13 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
         if arguments.fits_card or arguments.chooses_layers or arguments.compare or arguments.num_tokens is not None:
             card = find_card(arguments.gpu)
         _check_card_is_asked(arguments, card)
-        limits = _limits(arguments, card, given.get("num_gpus", 1))
         tell = line_printer(console)
+        limits = _limits(arguments, card, given.get("num_gpus", 1))
         if arguments.compare:
             assert card is not None and limits is not None
             return _compare(arguments, given, card, limits, model, tell)
         if arguments.sweep is not None:
-            requirements = _sweep(model, given, arguments.sweep, tell)
+            requirements = _sweep(model, arguments, arguments.sweep, tell)
             times = tuple(_time(arguments, card, requirement, limits) for _, requirement in requirements)
             return SweepAnswer(
                 model=model,
@@ -190,7 +194,8 @@ def _largest(
 ) -> Answer:
     if limits is None:
         raise ValueError(f"--max {field} needs a limit. Name a card by --gpu, or its memory by --fit 24GiB")
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) if field == "seq_length" else None
+    positions = usable_positions(model.config) if field == "seq_length" else None
+    most = None if positions is None else positions[0]
     found = find_largest(
         PlanRequest(**given), field, limits, lambda request: _estimate(request, model), most=most, tell=tell
     )
@@ -220,10 +225,10 @@ def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:
 
 
 def _sweep(
-    model: ModelFigures, given: dict[str, Any], sweep: Sweep, tell: Tell
+    model: ModelFigures, arguments: PlanArguments, sweep: Sweep, tell: Tell
 ) -> tuple[tuple[Any, MemoryRequirement], ...]:
     # Check every value before the first is planned.
-    requests = [PlanRequest(**{**given, sweep.field: value}) for value in sweep.values]
+    requests = [PlanRequest(**_settings(arguments, model, **{sweep.field: value})) for value in sweep.values]
     requirements = []
     for value, request in zip(sweep.values, requests, strict=True):
         requirement = _estimate(request, model)
@@ -232,29 +237,46 @@ def _sweep(
     return tuple(requirements)
 
 
-def _settings(arguments: PlanArguments, model: ModelFigures) -> dict[str, Any]:
-    """Return the fields of the request that the user set, or that a run file leaves to `slivertune train`."""
-    task = _task(model, arguments.given.get("task"))
-    given = {"task": task, **arguments.defaults, **arguments.given}
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and "seq_length" not in arguments.given and "seq_length" in given:
-        given["seq_length"] = min(given["seq_length"], most)
-    if arguments.follows_checkpoint:
-        given["precision"] = _precision_of_checkpoint(model, given)
+def _settings(arguments: PlanArguments, model: ModelFigures, **changes: Any) -> dict[str, Any]:
+    """Return the fields of the request that the user set, and those whose default depends on the model.
+
+    Args:
+        arguments: Arguments of the command.
+        model: Model that trains.
+        changes: Other values of some fields.
+    """
+    given = {"task": _task(model, arguments.given.get("task")), **arguments.given, **changes}
+    positions = usable_positions(model.config)
+    if positions is not None and positions[0] < _DEFAULT["seq_length"]:
+        given.setdefault("seq_length", positions[0])
+    method = given.get("method", _DEFAULT["method"])
+    if method in arguments.follow_checkpoint:
+        is_narrow = model.dtype in (torch.bfloat16, torch.float16)
+        given["precision"] = precision_in_16_bits(method, given.get("master")) if is_narrow else "fp32"
     return given
 
 
-def _precision_of_checkpoint(model: ModelFigures, given: dict[str, Any]) -> PrecisionName:
-    """Return the precision of a run that loads weights in the dtype of their checkpoint."""
-    dtype = model.config.dtype or model.config.get_text_config().dtype
-    if dtype is None:
-        raise ValueError(
-            f"the run file leaves the dtype to the checkpoint, and the config of {model.name} names none. Give "
-            "--weights_dtype bf16 or fp32"
-        )
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "fp32"
-    return precision_in_16_bits(given.get("method", PlanRequest().method), given.get("master"))
+def _describe_defaults(arguments: PlanArguments, answer: Answer | SweepAnswer | Comparison) -> str | None:
+    """Name the main settings that were not given, with their values. None if all were given."""
+    decided = {arguments.largest, *arguments.given}
+    if isinstance(answer, Comparison):
+        length = answer.question.given.get("seq_length", _DEFAULT["seq_length"])
+        return None if "seq_length" in decided else f"not given, so as slivertune train has it: seq_length {length}"
+    if isinstance(answer, SweepAnswer):
+        requests = [each.plan.request for _, each in answer.requirements]
+        decided.add(answer.field)
+    else:
+        requests = [(answer.requirement if answer.found is None else answer.found.start).plan.request]
+    said = []
+    for name in ("batch_size", "seq_length", "precision"):
+        if name not in decided and len(values := {getattr(each, name) for each in requests}) == 1:
+            said.append(f"{name} {values.pop()}")
+            if name == "precision" and arguments.follow_checkpoint and answer.model.dtype is None:
+                said[-1] += " (the model's config names no dtype)"
+    if "gradient_checkpointing" not in decided:
+        said.append("no gradient_checkpointing")
+    who = "so" if arguments.searches else "so as slivertune train has it"
+    return f"not given, {who}: {', '.join(said)}" if said else None
 
 
 def _task(model: ModelFigures, asked: Any) -> Any:

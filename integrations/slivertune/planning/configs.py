@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import huggingface_hub
+import torch
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -44,6 +45,8 @@ class ModelFigures:
     """Value for `slivertune train --model_name_or_path`."""
     config: PreTrainedConfig
     """Configuration with the model's sizes."""
+    dtype: torch.dtype | None = None
+    """Dtype of the weights. None if the configuration names none."""
 
     def tasks(self) -> tuple[TaskName, ...]:
         """List the tasks for which the model has a head, the task that it was made for first."""
@@ -92,14 +95,21 @@ def _find(model: str) -> ModelFigures:
         if not file.is_file():
             raise ValueError(f"the folder {model} has no {CONFIG_NAME}. Name one in which a model was saved")
         config = _read_config(file)
-        return ModelFigures(name=model, source=str(file), name_or_path=str(file.parent), config=config)
+        return _figures_of(config, name=model, source=str(file), name_or_path=str(file.parent))
     for name, shipped in SHIPPED_MODELS.items():
         if model.casefold() in (name, shipped.hub_id.casefold()):
             source = f"the figures of {shipped.hub_id} that come with slivertune"
             config = _make_config(shipped.figures, model)
-            return ModelFigures(name=model, source=source, name_or_path=shipped.hub_id, config=config)
-    file = _download_config(model)
-    return ModelFigures(name=model, source=f"{CONFIG_NAME} of {model}", name_or_path=model, config=_read_config(file))
+            dtype = getattr(torch, shipped.dtype)
+            return ModelFigures(name=model, source=source, name_or_path=shipped.hub_id, config=config, dtype=dtype)
+    config = _read_config(_download_config(model))
+    return _figures_of(config, name=model, source=f"{CONFIG_NAME} of {model}", name_or_path=model)
+
+
+def _figures_of(config: PreTrainedConfig, *, name: str, source: str, name_or_path: str) -> ModelFigures:
+    named = config.dtype or config.get_text_config().dtype
+    dtype = named if isinstance(named, torch.dtype) else None
+    return ModelFigures(name=name, source=source, name_or_path=name_or_path, config=config, dtype=dtype)
 
 
 def _download_config(model: str) -> Path:

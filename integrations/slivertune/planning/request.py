@@ -53,12 +53,14 @@ class PlanRequest:
     precision: PrecisionName = "fp32"
     """In place of bf16 and weights_dtype. fp32 weights are fp32 or, under bf16 autocast, mixed. bf16
     weights are mixed_hi with fp32 masters (hift only, Mixed^Hi of its paper), or bf16 without masters. Adapters of lora
-    and deltas of sft stay fp32. With --fit by default mixed_hi for hift, mixed for dense, else bf16."""
-    batch_size: int = 1
+    and deltas of sft stay fp32. By default that of slivertune train without bf16 and weights_dtype: the dtype of the
+    checkpoint with hift and sft, else fp32. A search by --fit without a run file begins with mixed_hi for hift, mixed
+    for dense, bf16 for others."""
+    batch_size: int = 8
     """Sequences per forward on each GPU."""
     gradient_accumulation_steps: int = 1
-    seq_length: int = 512
-    """Unpadded tokens per sequence."""
+    seq_length: int = 1024
+    """Unpadded tokens per sequence. By default 1,024, or as many as the model takes."""
     images: int = 0
     """Images per sequence with --task image_text. Their tokens are among seq_length."""
     image_size: int | None = None

@@ -19,6 +19,8 @@ class ShippedModel:
     """Repository of its weights on the hub, for the command that trains it. A plan does not read it."""
     source: str
     """Source of its figures."""
+    dtype: str
+    """Name of the torch dtype of its weights on the hub."""
     figures: dict[str, Any]
     """Arguments of `transformers.AutoConfig.for_model`."""
 

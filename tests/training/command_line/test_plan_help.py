@@ -31,7 +31,7 @@ def test_the_help_fits_the_terminal_and_names_defaults(
     whole = " ".join(text.split())
     for part in (
         "--method {dense,hift,sft,lora} training method (default: hift)",
-        "--max_length N, --seq_length unpadded tokens per sequence (default: 512)",
+        "--max_length N, --seq_length unpadded tokens per sequence. By default 1,024, or as many as the model takes",
         "--fit [SIZE]",
         "--sft_target_modules NAME ...",
         "--layers_per_group N|SHARE|auto",

@@ -12,6 +12,8 @@ from slivertune.training.methods.registry import TRAIN_METHODS, check_method
 from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.parser import make_parser as make_train_parser
 from slivertune.training.options.table import RENAMED
+from slivertune.training.options.trainer import CommonOptions
+from slivertune.training.tasks.tokenization import DEFAULT_MAX_LENGTH
 from tests.training.command_line.values import value_of
 
 NEITHER_MEMORY_NOR_TIME = {
@@ -103,6 +105,11 @@ def test_every_option_of_train_is_planned_under_its_name_or_has_a_reason_not_to_
     assert sum(map(len, listed)) == len(set().union(*listed)), "a reason is given for what is planned, or two"
     assert set().union(*others) <= options, "an option that train does not have"
     assert options - set().union(*listed) == set(), "plan it, or say why not"
+
+
+def test_a_plan_has_the_batch_and_the_length_that_train_has() -> None:
+    defaults = [REQUEST_OPTIONS[name].default for name in ("batch_size", "seq_length")]
+    assert defaults == [CommonOptions().per_device_train_batch_size, DEFAULT_MAX_LENGTH]
 
 
 def test_names_of_the_model_are_the_same_in_both_commands() -> None:

@@ -40,7 +40,7 @@ def test_the_precision_is_what_train_makes_of_the_same_words(method: str, layout
         ("--bf16", {"precision": "mixed_hi"}),
         ("--bf16 --master none", {"master": "none", "precision": "bf16"}),
         ("--bf16 --precision mixed_hi", {"precision": "mixed_hi"}),
-        ("--bf16 false", {"precision": "fp32"}),
+        ("--bf16 false", {}),
         ("--method dense --bf16", {"method": "dense", "precision": "mixed"}),
         ("--method sft --bf16", {"method": "sft", "precision": "bf16"}),
         ("--method lora --weights_dtype bf16", {"method": "lora", "precision": "bf16"}),

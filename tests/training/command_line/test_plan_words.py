@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import RobertaConfig
 
 from slivertune.cli import main
 from slivertune.core.presets import preset_path, run_file_names
@@ -72,12 +73,54 @@ def test_what_a_run_file_leaves_out_is_as_train_has_it(capsys: pytest.CaptureFix
         assert main(["plan", "short.yaml", *words, "--json"]) == 0
         request = json.loads(capsys.readouterr().out)["request"]
         assert [request[name] for name in ("batch_size", "seq_length", "precision")] == [8, 48, precision], words
-    assert main(["plan", "short.yaml", "--sweep", "method=hift,sft"]) == 2
-    assert "means another precision for each value" in capsys.readouterr().err
+    config.dtype = "bfloat16"
+    config.save_pretrained("model")
+    assert main(["plan", "short.yaml", "--sweep", "method=hift,sft,dense", "--json"]) == 0
+    swept = json.loads(capsys.readouterr().out)["sweep"]
+    assert [plan["request"]["precision"] for plan in swept] == ["mixed_hi", "bf16", "fp32"]
     config.dtype = None
     config.save_pretrained("model")
-    assert main(["plan", "short.yaml"]) == 2
-    assert "leaves the dtype to the checkpoint" in capsys.readouterr().err
+    assert main(["plan", "short.yaml", "--gradient_checkpointing"]) == 0
+    expected = "batch_size 8, seq_length 48, precision fp32 (the model's config names no dtype)"
+    assert capsys.readouterr().out.startswith(f"not given, so as slivertune train has it: {expected}\n")
+
+
+AS_TRAIN = "so as slivertune train has it"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words", "said"),
+    [
+        ("bfloat16", "--model model", f"{AS_TRAIN}: batch_size 8, seq_length 48, precision mixed_hi, no"),
+        ("bfloat16", "--model model --fit 24GiB", "so: batch_size 8, seq_length 48, precision mixed_hi, no"),
+        ("float32", "--model model --fit 24GiB", "so: batch_size 8, seq_length 48, precision mixed_hi, no"),
+        ("float32", "short.yaml --fit 24GiB", "so: batch_size 8, seq_length 48, precision fp32, no"),
+        (
+            "bfloat16",
+            "--model model --sweep seq_length=8,16 --fit 24GiB",
+            f"{AS_TRAIN}: batch_size 8, precision mixed_hi, no",
+        ),
+        ("bfloat16", "--model model --max batch_size --fit 2GiB --bf16", f"{AS_TRAIN}: seq_length 48, no"),
+        ("float16", "--model model --sweep method=hift,dense --batch_size 2", f"{AS_TRAIN}: seq_length 48, no"),
+    ],
+)
+def test_a_first_line_names_what_was_not_given(
+    dtype: str, words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = llama_config(positions=48)
+    config.dtype = dtype
+    config.save_pretrained("model")
+    Path("short.yaml").write_text("model_name_or_path: model\n", encoding="utf-8")
+    assert main(["plan", *words.split()]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"not given, {said} gradient_checkpointing"
+
+
+def test_positions_before_the_first_token_are_none_of_its_length(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = RobertaConfig(**sizes, num_attention_heads=2, max_position_embeddings=40, pad_token_id=1)
+    config.save_pretrained("model")
+    assert main(["plan", "--model", "model", "--task", "classification", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["request"]["seq_length"] == 38
 
 
 def test_typed_options_win_under_any_of_their_names() -> None:

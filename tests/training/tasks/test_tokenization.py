@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import slivertune.training.tasks.tokenization as tokenization
+from slivertune.core.positions import usable_positions
 from slivertune.training.tasks.tokenization import (
     common_prefix_length,
     leading_special_tokens,
@@ -24,7 +25,6 @@ from slivertune.training.tasks.tokenization import (
     resolve_max_length,
     source_digest,
     split_token_ids,
-    usable_positions,
 )
 from tests.training.tiny import byte_tokenizer, word_tokenizer
 

@@ -18,7 +18,7 @@ _DESCRIPTION = (
     "it stores is counted. Needs neither weights nor a GPU. Takes a run file and all options of slivertune train. A "
     "line at the end names those on which a plan does not depend."
 )
-_CHECKPOINTED = "slivertune plan --model llama-3-8b --precision mixed_hi --gradient_checkpointing"
+_CHECKPOINTED = "slivertune plan --model llama-3-8b --gradient_checkpointing --batch_size 1"
 _EXAMPLES = (
     "slivertune plan runs/mine/slivertune_run.yaml --gpu 4090",
     "slivertune plan --model llama-2-7b --batch_size 8 --fit 24GiB",

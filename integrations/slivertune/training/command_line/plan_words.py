@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from slivertune.core.options import Option, options_of
-from slivertune.planning.arguments import DECIDED_BY_COMPARISON, NAMES_OF_QUESTIONS, OF_CARD, PlanArguments, Sweep
+from slivertune.planning.arguments import NAMES_OF_QUESTIONS, OF_CARD, PlanArguments, Sweep
 from slivertune.planning.methods import check_options_are_read, planned_methods
 from slivertune.planning.optimizers import optimizer_named
 from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, PrecisionName, precision_in_16_bits
@@ -18,8 +18,6 @@ from slivertune.training.options.arguments import ModelArguments, RunArguments, 
 from slivertune.training.options.methods import DEFAULT_METHOD, METHOD_OPTIONS, method_option
 from slivertune.training.options.parser import Verb, given_values
 from slivertune.training.options.table import OLD_NAMES, option_named
-from slivertune.training.options.trainer import CommonOptions
-from slivertune.training.tasks.tokenization import DEFAULT_MAX_LENGTH
 
 NAMES_OF_FIELDS = {
     "per_device_train_batch_size": "batch_size",
@@ -33,7 +31,6 @@ WITHOUT_PLAN = (
     *("auto_find_batch_size", "use_cache", "full_determinism"),
 )
 """Options of the Trainer that change a run's memory in ways that a plan does not model."""
-_DEFAULTS_OF_TRAIN = {"batch_size": CommonOptions().per_device_train_batch_size, "seq_length": DEFAULT_MAX_LENGTH}
 _LAYOUTS = ("deepspeed", "fsdp", "fsdp_config")
 _OTHER_WORDS = {
     "batch": "batch_size",
@@ -94,20 +91,18 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     chooses_layers = given.get("layers_per_group") == "auto"
     if chooses_layers:
         del given["layers_per_group"]
-    decided = DECIDED_BY_COMPARISON if questions.get("compare") else frozenset[str]()
-    defaults = {field: value for field, value in _DEFAULTS_OF_TRAIN.items() if field not in {*given, *decided}}
-    follows_checkpoint = has_file and "precision" not in {*given, *decided} and _precision(values).loading == "stored"
     sweep: Sweep | None = questions.get("sweep")
-    if follows_checkpoint and sweep is not None and sweep.field in ("method", "master"):
-        raise ValueError(
-            f"the run file leaves the dtype to the checkpoint, and --sweep {sweep.field}=... means another precision "
-            "for each value. Give --precision"
-        )
+    searches = questions.get("fit_bytes") is not None and sweep is None and questions.get("largest") is None
+    # --compare has a precision for each method, and a search without a run file begins in 16 bits.
+    is_decided = questions.get("compare") or (searches and not has_file)
+    is_swept = sweep is not None and sweep.field == "precision"
+    methods = set[str]() if is_decided or is_swept or "precision" in given else _methods(values, sweep)
     return PlanArguments(
         model=model,
         given=given,
-        defaults=defaults if has_file else {},
-        follows_checkpoint=follows_checkpoint,
+        follow_checkpoint=frozenset(
+            name for name in methods if _precision({**values, "method": name}).loading == "stored"
+        ),
         chooses_layers=chooses_layers,
         fits_card=questions.get("fit_bytes") == OF_CARD,
         unread=(*unread, *not_read),
@@ -138,7 +133,7 @@ def request_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         elif name not in replaced:
             unread.append(name)
     dtype = values.get("weights_dtype", "auto")
-    if "bf16" in values or dtype != "auto":
+    if values.get("bf16") or dtype != "auto":
         _set(given, "precision", precision_of(values), values)
     if values.get("optim") is not None:
         _set(given, "optimizer", optimizer_named(enum_value(values["optim"]), values.get("optim_args") or ""), values)
@@ -178,6 +173,13 @@ def _method(values: Mapping[str, Any]) -> type[TrainingMethod]:
     return TRAIN_METHODS.get(values.get("method", DEFAULT_METHOD.name), TrainingMethod)
 
 
+def _methods(values: Mapping[str, Any], sweep: Sweep | None) -> set[str]:
+    """Return the methods that are planned: the one of the run, or those of a sweep."""
+    if sweep is not None and sweep.field == "method":
+        return {*sweep.values}
+    return {values.get("method", DEFAULT_METHOD.name)}
+
+
 def _questions(values: dict[str, Any], typed: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Take the questions out of the values, by field of `PlanArguments`. Return also options that are then unread."""
     unread = []
@@ -210,11 +212,7 @@ def _check(values: Mapping[str, Any], questions: Mapping[str, Any]) -> None:
             "--compare, which plans each method as slivertune train --bf16 does. Give --precision with --sweep "
             "method=..."
         )
-    methods = {values.get("method", DEFAULT_METHOD.name)}
-    if questions.get("compare"):
-        methods = {*planned_methods()}
-    elif sweep is not None and sweeps_methods:
-        methods = {*sweep.values}
+    methods = {*planned_methods()} if questions.get("compare") else _methods(values, sweep)
     own = {
         name: [option.name for option in each.options() if option.name not in NAMES_OF_QUESTIONS]
         for name, each in METHOD_OPTIONS.items()

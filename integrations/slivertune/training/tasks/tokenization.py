@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from slivertune.core.positions import usable_positions
 from slivertune.training.data.columns import NUM_NAMED_ROWS, ROW_COLUMN, column_values, name_rows
 
 logger = logging.getLogger(__name__)
@@ -23,14 +24,6 @@ DEFAULT_MAX_LENGTH = 1024
 
 IGNORED = -100
 """Label of a position without a loss (the convention of torch's cross entropy and of transformers)."""
-
-# These models number their positions from pad_token_id + 1, so that fewer are usable than the embedding holds.
-_POSITIONS_AFTER_PADDING = frozenset(
-    (
-        "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet",
-        "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
-    )
-)  # fmt: skip
 
 
 def source_digest() -> str:
@@ -46,28 +39,6 @@ def source_digest() -> str:
 def as_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
     """Convert rows to a batch of columns. All rows have the keys of the first."""
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def usable_positions(config: PreTrainedConfig) -> tuple[int, str] | None:
-    """Return the number of tokens for which a model has positions.
-
-    Args:
-        config: Configuration of the model. For a multimodal model, the text model's part is read.
-
-    Returns:
-        The number and its source as text, or None for a model without a limit (such as ALiBi's).
-    """
-    text_config = config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        positions = getattr(text_config, name, None)
-        if isinstance(positions, int) and positions > 0:
-            # GPT-2 and related models answer to the common name by an alias.
-            source = f"config.{text_config.attribute_map.get(name, name)}={positions}"
-            if text_config.model_type not in _POSITIONS_AFTER_PADDING:
-                return positions, source
-            offset = (text_config.pad_token_id or 0) + 1
-            return positions - offset, f"{source}, of which {text_config.model_type} starts at {offset}"
-    return None
 
 
 def resolve_max_length(requested: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
