@@ -110,10 +110,11 @@ def _options(config: Mapping[str, Any], typed: Mapping[str, str]) -> Iterator[tu
     _check(config, method, adapter, typed)
     if typed.get("method") not in (None, "", method):  # another method, which does not read these settings
         settings, momentum = [each for each in settings if isinstance(each, TokenTune)], 0.0
+    config = {**config, **{theirs: config.get(theirs) or size for theirs, size in _SIZES.items()}}
     for theirs, name in _SAME.items():
-        yield name, config.get(theirs) or _SIZES.get(theirs)
+        yield name, config.get(theirs)
     if not config.get("gradient_accumulation_steps") and config.get("batch_size"):
-        yield "gradient_accumulation_steps", config["batch_size"] // (config.get("micro_batch_size") or 1)
+        yield "gradient_accumulation_steps", config["batch_size"] // config["micro_batch_size"]
     yield "method", method or ("lora" if adapter else "dense")
     yield "precision", _precision(config, settings)
     yield "gradient_checkpointing", config.get("gradient_checkpointing")
@@ -124,8 +125,7 @@ def _options(config: Mapping[str, Any], typed: Mapping[str, str]) -> Iterator[tu
             yield name, config.get(theirs)
     for setting in settings:
         if isinstance(setting, TokenTune):
-            length = config.get("sequence_len") or _SIZES["sequence_len"]
-            yield "token_ratio", setting.ratio or (setting.num_tokens or 0) / length
+            yield "token_ratio", setting.ratio or (setting.num_tokens or 0) / config["sequence_len"]
         else:
             yield from _own_options(setting)
     yield "sft_momentum", momentum or None

@@ -92,22 +92,21 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     if chooses_layers:
         del given["layers_per_group"]
     sweep: Sweep | None = questions.get("sweep")
-    searches = questions.get("fit_bytes") is not None and sweep is None and questions.get("largest") is None
-    # --compare has a precision for each method, and a search without a run file begins in 16 bits.
-    is_decided = questions.get("compare") or (searches and not has_file)
-    is_swept = sweep is not None and sweep.field == "precision"
-    methods = set[str]() if is_decided or is_swept or "precision" in given else _methods(values, sweep)
-    return PlanArguments(
+    arguments = PlanArguments(
         model=model,
         given=given,
-        follow_checkpoint=frozenset(
-            name for name in methods if _precision({**values, "method": name}).loading == "stored"
-        ),
         chooses_layers=chooses_layers,
         fits_card=questions.get("fit_bytes") == OF_CARD,
         unread=(*unread, *not_read),
         **{name: each for name, each in questions.items() if each != OF_CARD},
     )
+    # --compare has a precision for each method, and a search without a run file begins in 16 bits.
+    is_decided = arguments.compare or (arguments.searches and not has_file)
+    is_swept = sweep is not None and sweep.field == "precision"
+    if is_decided or is_swept or "precision" in given:
+        return arguments
+    following = (name for name in _methods(values, sweep) if _precision({**values, "method": name}).loading == "stored")
+    return replace(arguments, follow_checkpoint=frozenset(following))
 
 
 def request_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
