@@ -30,6 +30,7 @@ from tests.core.test_kept_activations import (
     optimizer_of,
     with_lora,
 )
+from tests.helpers.model_types import MODEL_TYPES
 from tests.helpers.models import tiny_gpt2, tiny_llama, tiny_mixtral, token_batches
 from tests.helpers.pairwise import pairwise
 from tests.helpers.tolerance import sum_limit
@@ -122,6 +123,26 @@ def viewing_llama() -> Any:
     return model
 
 
+class NormOverTokens(nn.Module):
+    """A norm whose statistics are those of all tokens of a batch, and not of one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.batchnorm = nn.BatchNorm1d(size, dtype=torch.float64)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.batchnorm(hidden.transpose(1, 2))
+        return normed.transpose(1, 2)
+
+
+def llama_with_norms_over_tokens() -> Any:
+    model: Any = tiny_llama(torch.float64).train()
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = NormOverTokens(32)
+    model.model.norm = NormOverTokens(32)
+    return model
+
+
 @pytest.mark.parametrize("tile_size", [2, 9])
 @pytest.mark.parametrize(
     ("make", "num_tiled"),
@@ -130,14 +151,22 @@ def viewing_llama() -> Any:
         (viewing_llama, 3),
         (lambda: tiny_gpt2(torch.float64), 3),
         (lambda: bert().eval().to(torch.float64), 2),  # the two parts of its MLP; no dropout
+        (llama_with_norms_over_tokens, 2),
+        (lambda: MODEL_TYPES["wav2vec2"].make().to(torch.float64), 3),  # whose convolutions have a norm of groups
     ],
-    ids=["llama", "viewing llama", "gpt2", "bert"],
+    ids=["llama", "viewing llama", "gpt2", "bert", "norms over tokens", "wav2vec2"],
 )
 def test_models_of_other_shapes_have_the_same_gradients(
     make: Callable[[], Any], num_tiled: int, tile_size: int
 ) -> None:
     model = make()
-    values = batch(model) if "Bert" in type(model).__name__ else token_batches(1, batch_size=3)[0]
+    name = type(model).__name__
+    values = batch(model) if "Bert" in name else token_batches(1, batch_size=3)[0]
+    if "Wav2Vec2" in name:
+        values = {
+            key: each.double() if each.is_floating_point() else each
+            for key, each in MODEL_TYPES["wav2vec2"].batch().items()
+        }
     found = []
     for size in (None, tile_size):
         model.zero_grad()

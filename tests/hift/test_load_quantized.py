@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import slivertune
+from tests.helpers.model_types import MODEL_TYPES
 from tests.helpers.models import tiny_llama
 
 
@@ -61,3 +62,17 @@ def test_a_class_of_other_models_is_refused_by_name(model_class: Any, tmp_path: 
     tiny_llama().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"{model_class.__name__} .* no model of type 'llama'"):
         slivertune.load_quantized(model_class, tmp_path, "int8")
+
+
+def test_a_checkpoint_of_other_names_can_be_loaded_once_it_is_saved_as_its_refusal_says(tmp_path: Path) -> None:
+    model = MODEL_TYPES["vit"].make()
+    model.save_pretrained(tmp_path / "hub")
+    way_out = r"Load it by from_pretrained .* save_pretrained\(folder, save_original_format=False\)"
+    with pytest.raises(ValueError, match=way_out):
+        slivertune.load_quantized(type(model), tmp_path / "hub", "int8")
+    loaded: Any = type(model)
+    loaded.from_pretrained(tmp_path / "hub").save_pretrained(tmp_path / "own", save_original_format=False)
+    quantized = slivertune.load_quantized(type(model), tmp_path / "own", "int8", dtype=torch.float32)
+    quantized.save_pretrained(tmp_path / "again")
+    again = loaded.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], each) for name, each in model.state_dict().items())

@@ -90,10 +90,22 @@ def test_a_context_takes_the_hook_off_after_an_error(model: Any) -> None:
     assert_same_tree(anatomy(model), before)
 
 
-def test_a_model_that_cannot_be_hooked_is_left_as_it_was(model: Any) -> None:
-    model.model.layers[2].mlp = nn.Sequential(nn.Conv1d(1, 1, 1))
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        nn.Conv1d(1, 1, 1),
+        nn.BatchNorm1d(32),
+        nn.InstanceNorm1d(32),
+        nn.GroupNorm(2, 32),
+        nn.GRU(32, 32),
+        nn.ZeroPad2d((0, 0, 1, -1)),  # shifts tokens by one, as RWKV does
+    ],
+    ids=lambda mixer: type(mixer).__name__,
+)
+def test_a_model_that_cannot_be_hooked_is_left_as_it_was(model: Any, mixer: nn.Module) -> None:
+    model.model.layers[2].mlp = nn.Sequential(mixer)
     before, functions = anatomy(model), registry()
-    with pytest.raises(ValueError, match="Conv1d in mlp mixes tokens inside a layer"):
+    with pytest.raises(ValueError, match=f"{type(mixer).__name__} in mlp mixes tokens inside a layer"):
         TUNE.attach(model)
     assert_same_tree(anatomy(model), before)
     assert registry() == functions

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from transformers.utils import chat_template_utils
 
 from slivertune.cli import main
 from slivertune.core.manifest import read_entries, write_manifest
+from slivertune.training.comparison import comparison as comparing
 from tests.training.tiny import CHATML, MARKED, chat_tokenizer, llama_config
 from tests.training.tiny_runs import COMBINATIONS, UNMEASURED, Runs, complaint, train, train_arguments
 
@@ -177,6 +179,27 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day_and_when_it_is_r
     write_manifest(checkpoint, {"global_step": values["global_step"], "facts": facts})
     fault = f"{checkpoint} has chat_template_date='soon', which is no date"
     assert fault in chats.complaint(*dated, "--resume_from_checkpoint", str(checkpoint))
+
+
+def test_rows_of_a_comparison_have_one_date_also_when_it_goes_on_another_day(
+    chats: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's template would write the day of the run, so that rows after midnight had other tokens."""
+    days, said = [26], list[str]()
+
+    def train_on_the_next_day(words: Sequence[str], *_: Any) -> None:
+        on_day(monkeypatch, days[-1])
+        days.append(days[-1] + 1)
+        assert main(list(words[2:])) == 0
+        said.extend(re.findall(r"the date, which is (\S+) in this run", " ".join(chats.printed().split())))
+
+    monkeypatch.setattr(comparing, "run_process", train_on_the_next_day)
+    place = ("--model_name_or_path", str(chats.base), "--dataset", str(chats["chats.jsonl"]))
+    place += ("--output_dir", str(chats["compared"]))
+    dated = ("--chat_template", CHATML + "{{ strftime_now('%d %b %Y') }}", "--max_length", "128", "--max_steps", "1")
+    for rows in (("dense", "hift"), ("dense", "hift", "lora")):
+        assert main(["compare", "--rows", *rows, *place, *dated, *UNMEASURED]) == 0
+    assert said == ["2026-11-26"] * 3 and days == [26, 27, 28, 29]
 
 
 def test_a_date_of_a_run_file_that_no_template_writes_is_said_and_not_read(chats: Runs) -> None:

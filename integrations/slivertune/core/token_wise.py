@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from slivertune.core.torch_internals import Convolution
+from slivertune.core.torch_internals import BatchNorm, ConstantPad, Convolution
 
 _ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
 """Arguments of modules that treat tokens by their positions."""
+_MIXERS = (Convolution, BatchNorm, nn.GroupNorm, nn.RNNBase, ConstantPad)
+"""Classes of modules whose result for a token depends on other tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +24,8 @@ class BesideAttention:
     """Name of the module in its parent."""
     in_attention: bool
     """Whether it is a part of an attention module."""
-    convolution: str | None
-    """Class of a convolution in it, which mixes tokens. None if there is none."""
+    mixer: str | None
+    """Class of a module in it that mixes tokens, such as a convolution. None if there is none."""
     places: tuple[str, ...]
     """Arguments that give it the positions of tokens. Empty if it treats each token by itself."""
 
@@ -35,7 +37,7 @@ class BesideAttention:
     @property
     def mixes_tokens(self) -> bool:
         """Whether its result for a token depends on other tokens, or on the token's position."""
-        return self.convolution is not None or bool(self.places)
+        return self.mixer is not None or bool(self.places)
 
 
 def children_beside_attention(module: nn.Module, *, in_attention: bool = False) -> Iterator[BesideAttention]:
@@ -53,13 +55,13 @@ def children_beside_attention(module: nn.Module, *, in_attention: bool = False) 
             continue
         if "Indexer" in type(child).__name__:
             continue  # it selects tokens to attend to among all tokens, and its result passes no gradient
-        convolutions = (type(each).__name__ for each in child.modules() if isinstance(each, Convolution))
+        mixers = (type(each).__name__ for each in child.modules() if isinstance(each, _MIXERS))
         asked = inspect.signature(type(child).forward).parameters
         yield BesideAttention(
             parent=module,
             name=name,
             in_attention=in_attention,
-            convolution=next(convolutions, None),
+            mixer=next(mixers, None),
             places=tuple(sorted(_ARGUMENTS_OF_MIXERS.intersection(asked))),
         )
 
@@ -81,7 +83,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def norms_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the norms before and after the blocks, each as the module that holds it and its name there.
+    """Yield the norms of each token by itself before and after the blocks: the module that holds one, its name there.
 
     Args:
         model: The model.
@@ -92,5 +94,5 @@ def norms_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[tup
         if parent in inside:
             continue
         for name, child in parent.named_children():
-            if is_norm(child) and not list(child.children()):
+            if is_norm(child) and not isinstance(child, _MIXERS) and not list(child.children()):
                 yield parent, name

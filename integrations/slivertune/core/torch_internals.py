@@ -74,6 +74,8 @@ RELIED_ON: Mapping[str, str] = {
     "torch.nn.Module()._buffers": "replaces a buffer",
     "torch.nn.Module()._compiled_call_impl": "tells a module that was compiled in place",
     "torch.nn.modules.conv._ConvNd": "all convolutions",
+    "torch.nn.modules.batchnorm._NormBase": "all norms over a batch or an instance",
+    "torch.nn.modules.padding._ConstantPadNd": "all paddings by a constant",
     "torch._dynamo.eval_frame._is_in_optimized_module": "tells a forward inside of a compiled module",
     "torch.distributed.distributed_c10d._get_default_group": "the process group of a run",
     "torch.distributed.distributed_c10d._get_default_store": "the store that the ranks share",
@@ -102,6 +104,10 @@ FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
 """Formulas by operator (without overload): floating-point operations from its arguments and `out_val`, its result."""
 Convolution = nn.modules.conv._ConvNd
 """Base class of all convolutions."""
+BatchNorm = nn.modules.batchnorm._NormBase
+"""Base class of all norms over a batch or over a whole instance, whose statistics run over tokens."""
+ConstantPad = nn.modules.padding._ConstantPadNd
+"""Base class of all paddings by a constant, which shift tokens when they crop."""
 
 
 def running_backward() -> int:

@@ -120,8 +120,9 @@ def _check_names(model: nn.Module, files: Mapping[str, str]) -> None:
     if lost or strange:
         raise ValueError(
             f"the names in the files are not those of {type(model).__name__} (without a tensor: {lost[:3]}; unknown: "
-            f"{strange[:3]}). Load it by from_pretrained, which may convert them, in host memory and save it again, or "
-            "call slivertune.quantize_layers(model, ...) before it is moved to the device"
+            f"{strange[:3]}). Load it by from_pretrained in host memory, which may convert them, and save it by "
+            "save_pretrained(folder, save_original_format=False). Or call slivertune.quantize_layers(model, ...) "
+            "before it is moved to the device"
         )
 
 

@@ -205,12 +205,12 @@ def token_wise_children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, bool
         Module that holds the child, the child's name in it, and whether it is a part of an attention module.
 
     Raises:
-        ValueError: If a module mixes tokens: a convolution, or a module that gets positions or a mask.
+        ValueError: If a module mixes tokens (a convolution, a norm over tokens), or gets positions or a mask.
     """
     for child in children_beside_attention(layer):
-        if child.convolution is not None:
+        if child.mixer is not None:
             raise ValueError(
-                f"{child.convolution} in {child.name} mixes tokens inside a layer, which TokenTune can't split. Train "
+                f"{child.mixer} in {child.name} mixes tokens inside a layer, which TokenTune can't split. Train "
                 "this model without TokenTune"
             )
         if child.places:

@@ -88,6 +88,8 @@ class Comparison:
         self._console = console
         self._say = say
         self._parsed = {row.name: self._parse(row) for row in arguments.rows}
+        self._dates: dict[str | None, str] = {}
+        """Dates that the chat templates of the models wrote in the first runs, for all other runs."""
         self._amount = arguments.budget.amount
         num_updates = self._parsed[arguments.rows[0].name].training.max_steps
         if self._amount is None and arguments.budget.length == "steps" and num_updates > 0:
@@ -231,11 +233,13 @@ class Comparison:
 
     def _run(self, row: Row, words: Sequence[str], rate: float, seed: int) -> Outcome:
         words = _with(words, "--learning_rate", repr(rate), "--seed", str(seed))
-        name = _run_name(row, rate, seed)
+        name, model = _run_name(row, rate, seed), self._parsed[row.name].model.model_name_or_path
         outcome = self._record.outcomes.get(name, words)
         if outcome is None:
             folder = self._record.folder / name
-            place = ("--output_dir", str(folder), "--resume_from_checkpoint", "auto")
+            place = ["--output_dir", str(folder), "--resume_from_checkpoint", "auto"]
+            if model in self._dates:
+                place += ["--chat_template_date", self._dates[model]]
             self._process(
                 [*self._program, *_with(words, *place)],
                 folder.with_name(f"{folder.name}.log"),
@@ -246,6 +250,8 @@ class Comparison:
             except ValueError as error:
                 raise FailedError(str(error)) from error
             self._record.outcomes.keep(name, words, outcome)
+        if outcome.chat_template_date is not None:
+            self._dates.setdefault(model, outcome.chat_template_date)
         self._say(f"  {describe(outcome)}")
         return outcome
 

@@ -29,6 +29,8 @@ class Outcome:
     """Peak bytes of an update by place: device, host and disk."""
     curve: tuple[list[float], list[float]]
     """Numbers of updates, and the evaluation loss after them."""
+    chat_template_date: str | None = None
+    """Date that the chat template wrote, as 2026-01-31. None if it writes none."""
 
     @property
     def metric(self) -> str:
@@ -71,6 +73,7 @@ def read_outcome(folder: Path) -> Outcome:
         after=results["after"],
         peak_bytes=measured_bytes(results),
         curve=read_run_log(folder).evaluations("eval_loss"),
+        chat_template_date=settings.get("chat_template_date"),
     )
 
 
