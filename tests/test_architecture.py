@@ -21,12 +21,12 @@ FLOORS = {
     "sft": 2,
     "tokentune": 2,
     "parallel": 3,
-    "interop": 4,
     "planning": 4,
-    "training": 5,
-    "cli": 6,
-    "__main__": 7,
-    "axolotl_plan": 7,
+    "interop": 5,
+    "training": 6,
+    "cli": 7,
+    "__main__": 8,
+    "axolotl_plan": 8,
 }
 
 
@@ -458,6 +458,7 @@ NAMES_THE_PROGRAM = {
     "axolotl_plan.py": (2, "errors that name a page of help"),
     "cli.py": (4, "two help texts, and two heads of lines that say which command speaks"),
     "hift/rotation.py": (1, "an error in a script, which names a command"),
+    "interop/auto_layers.py": (1, "an error in a script, which names a command"),
     "parallel/layout.py": (1, "the library, not the program"),
     "planning/answer.py": (2, "words that are kept, of which report.py prints a command; a note on a command"),
     "planning/layers_per_group.py": (1, "an error that names options"),

@@ -95,7 +95,7 @@ def test_a_model_of_which_nothing_trains_is_told_so(make: Callable[[Path], Any],
     ("dtype", "config", "message"),
     [
         (torch.float32, {"layers_per_group": 6}, r"layers_per_group=6.*5"),
-        (torch.float32, {"layers_per_group": "auto"}, "'auto' must be a number: only the command line chooses it"),
+        (torch.float32, {"layers_per_group": "auto"}, "'auto' is chosen by slivertune.attach and by slivertune train"),
         (torch.float32, {"layers": [*BLOCKS, [], HEAD]}, "empty"),
         (torch.float32, {"layers": [*BLOCKS, ["lm_head"]]}, r"model\.norm\.weight"),
         (torch.float32, {"layers": [*BLOCKS, ["model.layers.17"], HEAD]}, r"model\.layers\.17"),

@@ -105,6 +105,11 @@ class KeptActivationsHandle(CheckpointedBlocksHandle):
         return own(forward if room is None or not is_block else room.watch(forward, place), *args)
 
 
+def keeps_activations(model: nn.Module) -> bool:
+    """Return whether `keep_activations` is attached to a model."""
+    return any(module in _keeping for module in model.modules())
+
+
 def without_checkpointing(num_blocks: object) -> str:
     """Explain why activations can't be kept without checkpointing. Planning and training share this text.
 

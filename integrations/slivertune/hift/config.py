@@ -48,7 +48,7 @@ class HiFTConfig:
     (one GPU): the largest number that fits and whose transfers fully overlap with compute, found by planning the run.
 
     The default is a quarter. The last group may hold fewer. One group of all layers, with `steps_per_group=1`, is dense
-    training. `auto` is chosen by `slivertune train`; in scripts take the number that `slivertune plan` prints."""
+    training. `auto` goes with `slivertune.attach` and `slivertune train`; other scripts give a number."""
     steps_per_group: int = 20
     """Updates per turn of a group (block-coordinate descent). The paper has 1."""
     order: Order = "random"

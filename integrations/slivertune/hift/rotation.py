@@ -43,8 +43,8 @@ def count_per_group(layers_per_group: float | Literal["auto"], num_layers: int) 
     """
     if isinstance(layers_per_group, str):
         raise ValueError(
-            "layers_per_group='auto' must be a number: only the command line chooses it. Take the number that "
-            "`slivertune plan --layers_per_group auto` prints"
+            "layers_per_group='auto' is chosen by slivertune.attach and by slivertune train, which know the batch. "
+            "Give a number here, for example the one that `slivertune plan --layers_per_group auto` prints"
         )
     if not isinstance(layers_per_group, float):
         return layers_per_group

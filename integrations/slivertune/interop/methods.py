@@ -14,8 +14,10 @@ from slivertune.core.sliver import Sliver
 from slivertune.core.typed_command import setting_name
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.unsupported_optimizers import refuse_name
+from slivertune.interop.auto_layers import settle_layers
 from slivertune.interop.checkpoints import load_state
 from slivertune.sft import SFT, SFTConfig
+from slivertune.tokentune import TokenTune
 
 
 def check_base_optimizer(training: TrainingArguments) -> None:
@@ -119,6 +121,20 @@ class TrainerMethod:
             ValueError: If they would not be trained; names them and the way out.
         """
 
+    def settle(self, trainer: Trainer, model: nn.Module, config: Any, tune: TokenTune | None) -> Any:
+        """Return the settings with a value in place of each `auto` that only a run can settle.
+
+        Args:
+            trainer: The Trainer.
+            model: Its model, on its device.
+            config: The method's settings.
+            tune: Token selection of the run, if there is one.
+
+        Raises:
+            ValueError: If a value can't be settled.
+        """
+        return config
+
     def make(
         self, trainer: Trainer, model: nn.Module, config: Any, *, momentum: float, make_base: Callable[[], Any]
     ) -> Sliver:
@@ -172,6 +188,10 @@ class TrainerHiFT(TrainerMethod):
         if config.waiting is not None:
             check_synced_reference(training, f"waiting={config.waiting!r} holds NaN there in place of idle weights")
         check_hift_settings(config, training, "{}={!r}".format)
+
+    def settle(self, trainer: Trainer, model: nn.Module, config: HiFTConfig, tune: TokenTune | None) -> HiFTConfig:
+        """Choose the layers per group, if they are `auto`."""
+        return settle_layers(trainer, model, config, tune)
 
     def make(
         self, trainer: Trainer, model: nn.Module, config: HiFTConfig, *, momentum: float, make_base: Callable[[], Any]

@@ -128,8 +128,9 @@ class Attachment:
             trained = with_loss(self.trainer, model)
             if trained is not model:
                 self._method.check_loss_weights(self._config, tuple(loss_weights(self.trainer, model)))
+            config = self._method.settle(self.trainer, model, self._config, self._tune)
             self.optimizer = self._method.make(
-                self.trainer, trained, self._config, momentum=self._momentum, make_base=self._make_base
+                self.trainer, trained, config, momentum=self._momentum, make_base=self._make_base
             )
         # After SFT: TokenTune wraps the current forward of a layer, and SFT's layer form replaces that forward.
         if self._tune is not None:

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainingArguments
 
+from slivertune.interop.auto_layers import longest_row
 from slivertune.planning.optimizers import OptimizerName, optimizer_named
 from slivertune.planning.request import AttentionName, PlanRequest, PrecisionName, TaskName
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
@@ -129,6 +130,4 @@ def _precision(arguments: TrainArguments, model: Any) -> PrecisionName:
 
 def _longest_row(task: Task) -> int:
     """Return the length of the longest training row in tokens. Rows of a batch are padded to at most this."""
-    chunks = task.train_dataset.data.column("input_ids").chunks
-    longest = [int(chunk.value_lengths().to_numpy(zero_copy_only=False).max()) for chunk in chunks if len(chunk)]
-    return min([task.max_length, *([max(longest)] if longest else [])])
+    return min(task.max_length, longest_row(task.train_dataset) or task.max_length)
