@@ -48,8 +48,8 @@ def rows_table() -> str:
 
 def claims_table() -> str:
     """Show whether each claim held, task by task."""
-    claims = (((each["text"], each["source"]), each["relation"], each["rows"]) for each in ASKED["claims"])
-    return _verdicts(("Claim", "By"), claims)
+    claims = (((f"{each['text']} ({each['source']})",), each["relation"], each["rows"]) for each in ASKED["claims"])
+    return _verdicts(("Claim (source)",), claims)
 
 
 def ideas_table() -> str:
@@ -60,12 +60,15 @@ def ideas_table() -> str:
 
 
 def _verdicts(heads: Sequence[str], claims: Iterable[tuple[Sequence[str], str, Sequence[str]]]) -> str:
+    """Make a table of the claims that a task decides, with a column for each such task."""
     results, rows = read_results(), []
     for cells, relation, names in claims:
-        verdicts = [verdict(relation, names, of_task) for of_task in results.values()]
-        if any(verdicts):
-            rows.append([*cells, *verdicts])
-    return markdown_table([*heads, *(TITLES[task] for task in results)], rows)
+        verdicts = {task: verdict(relation, names, of_task) for task, of_task in results.items()}
+        if any(verdicts.values()):
+            rows.append((cells, verdicts))
+    tasks = [task for task in results if any(verdicts[task] for _, verdicts in rows)]
+    shown = ([*cells, *(verdicts[task] for task in tasks)] for cells, verdicts in rows)
+    return markdown_table([*heads, *(TITLES[task] for task in tasks)], shown)
 
 
 def figures() -> dict[str, dict[str, Any]]:
