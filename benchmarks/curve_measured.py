@@ -1,11 +1,10 @@
-"""Tokens a second against tokens an update on a GPU: HiFT over the dial, and beside it what a user would take instead.
+"""Tokens/s against tokens per update on a GPU: HiFT over the dial, and beside it what a user would take instead.
 
 Llama-3.1-8B in bf16 with random weights, AdamW, activation checkpointing, the loss in chunks, nothing clipped, random
-tokens in sequences of at most 2,048; the ways are those of `curve_ways.py`. A point is a way and a number of tokens an
-update. It is measured with micro-batches of one sequence, two, four and so on, each in
-a process of its own, until one does not fit; the fastest counts. Seconds are the wall clock's between two waits for the
-device: of a cycle of all groups (of SFT's interval with its reselection) after a first one, which makes all state, or
-of `--updates` after two.
+tokens in sequences of at most 2,048; the ways are those of `curve_ways.py`. A point is a way and a number of tokens per
+update. It is measured with micro-batches of one sequence, two, four and so on, each in a process of its own, until one
+does not fit; the fastest counts. Seconds are the wall clock's between two waits for the device: of a cycle of all
+groups (of SFT's interval with its reselection) after a first one, which makes all state, or of `--updates` after two.
 
 Each point is written when it is done, and is not measured again without `--again`. `--memory_gib 24` lets torch take no
 more than a smaller card has; the bus and the speed stay those of the card.
@@ -57,7 +56,7 @@ def measure_trial(way_name: str, sizes: LlamaSizes, num_micro_batches: int, argu
         arguments: Of the command line.
 
     Returns:
-        Seconds an update and bytes; or that it did not fit.
+        Seconds per update and bytes; or that it did not fit.
 
     Raises:
         RuntimeError: If a loss is not finite: times of such a run mean nothing.
@@ -139,7 +138,7 @@ def trial_sizes(num_tokens: int, batch_size: int, *, is_quick: bool) -> tuple[Ll
 
 
 def table(result: dict[str, Any]) -> str:
-    """All points in Markdown: seconds an update, tokens a second, GiB that were allocated at the most."""
+    """All points in Markdown: seconds per update, tokens/s, GiB that were allocated at the most."""
     points = {(each["way"], each["tokens"]): each for each in result["points"]}
     counts = sorted({num_tokens for _, num_tokens in points})
     rows = (

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from evidence_rows import MeasuredRow, read_row, read_rows_file, times_as_many_updates, verdict
-from markdown_table import markdown_table
+from markdown_table import markdown_table, titled
 from result_files import kept
 
 ASKED = read_rows_file()
@@ -23,14 +23,16 @@ def read_results() -> Results:
 
 
 def quality_table() -> str:
-    """Show what each row came to at its best rate, task by task."""
-    results = read_results()
-    heads = ["Row", *(head for task in results for head in (TITLES[task], "rate", "MB"))]
-    rows = []
-    for name in dict.fromkeys(name for of_task in results.values() for name in of_task):
-        cells = (of_task[name].cells if name in of_task else [""] * 3 for of_task in results.values())
-        rows.append([f"`{name}`", *(cell for of_task in cells for cell in of_task)])
-    return markdown_table(heads, rows)
+    """Show what each row came to at its best rate, a table per task."""
+    return titled(
+        {
+            TITLES[task]: markdown_table(
+                ["Row", of_task["dense"].figure.capitalize(), "Rate", "MB"],
+                ([f"`{name}`", *row.cells] for name, row in of_task.items()),
+            )
+            for task, of_task in read_results().items()
+        }
+    )
 
 
 def rows_table() -> str:
@@ -46,8 +48,8 @@ def rows_table() -> str:
 
 def claims_table() -> str:
     """Show whether each claim held, task by task."""
-    claims = (((each["text"], each["source"]), each["relation"], each["rows"]) for each in ASKED["claims"])
-    return _verdicts(("Claim", "By"), claims)
+    claims = (((f"{each['text']} ({each['source']})",), each["relation"], each["rows"]) for each in ASKED["claims"])
+    return _verdicts(("Claim (source)",), claims)
 
 
 def ideas_table() -> str:
@@ -58,12 +60,15 @@ def ideas_table() -> str:
 
 
 def _verdicts(heads: Sequence[str], claims: Iterable[tuple[Sequence[str], str, Sequence[str]]]) -> str:
+    """Make a table of the claims that a task decides, with a column for each such task."""
     results, rows = read_results(), []
     for cells, relation, names in claims:
-        verdicts = [verdict(relation, names, of_task) for of_task in results.values()]
-        if any(verdicts):
-            rows.append([*cells, *verdicts])
-    return markdown_table([*heads, *(TITLES[task] for task in results)], rows)
+        verdicts = {task: verdict(relation, names, of_task) for task, of_task in results.items()}
+        if any(verdicts.values()):
+            rows.append((cells, verdicts))
+    tasks = [task for task in results if any(verdicts[task] for _, verdicts in rows)]
+    shown = ([*cells, *(verdicts[task] for task in tasks)] for cells, verdicts in rows)
+    return markdown_table([*heads, *(TITLES[task] for task in tasks)], shown)
 
 
 def figures() -> dict[str, dict[str, Any]]:

@@ -14,9 +14,9 @@ HiFT around AdamW with fp32 masters, state in pinned host memory, default pieces
 The first cycle allocates and pins each group's host memory, so it is listed, and the second one counts. Nothing waits
 for the device within a cycle. Last, the dense forward and backward pass of the same model, without an optimizer.
 
-    python benchmarks/gpu.py                                   # Llama-2-7B: 81 GB of host memory
+    python benchmarks/gpu.py                                   # Llama-2-7B: 76 GiB of host memory
     python benchmarks/gpu.py --batch_size 2 --length 2048 --output benchmarks/results/gpu_4096.json
-    python benchmarks/gpu.py --shape llama-3-8b --output gpu_8b.json   # 97 GB
+    python benchmarks/gpu.py --shape llama-3-8b --output gpu_8b.json   # 90 GiB
     python benchmarks/gpu.py --blocks 4 --output trial.json
     python benchmarks/gpu.py --device cpu --blocks 2 --hidden 64 --heads 4 --output dry.json   # the same code, dry
 

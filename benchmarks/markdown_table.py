@@ -1,7 +1,7 @@
 """A table in Markdown, and what its cells have in common."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -14,6 +14,15 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, *rows]
     head, *rest = (f"| {' | '.join(cells)} |" for cells in lines)
     return "\n".join([head, f"|{'---|' * len(heads)}", *rest])
+
+
+def titled(tables: Mapping[str, str]) -> str:
+    """Put tables below each other, each under its title in bold: several narrow ones in place of a wide one.
+
+    Args:
+        tables: By title, whose first letter is shown large.
+    """
+    return "\n\n".join(f"**{title[0].upper()}{title[1:]}**\n\n{table}" for title, table in tables.items())
 
 
 def mean_and_range(figure: str, values: Sequence[float], *, digits: int = 3) -> str:

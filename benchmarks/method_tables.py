@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from markdown_table import markdown_table, mean_and_range
+from markdown_table import markdown_table, mean_and_range, titled
 from result_files import GIB, MIB
 
 from slivertune.planning.report import PART_TITLES
@@ -115,19 +115,18 @@ def best_runs(part: dict[str, Any], m: str) -> list[Run]:
 
 def dial(content: Content) -> str:
     """Show losses and accuracies of each `layers_per_group` at equal CPU time, and bytes on the device at the peak."""
-    heads, rows = ["`layers_per_group`"], []
+    tables = {}
     for task, title in _TASKS.items():
-        num_seeds = len({run["seed"] for run in content[task]["runs"]})
-        heads += [f"{title}: {content[task]['fixed']['figure']} ({num_seeds} seeds)", "rate", "updates", "MB"]
-    for m, num_groups in content["language"]["calibration"]["num_groups"].items():
-        cells = [f"{m} (all: dense)" if num_groups == 1 else f"{m} ({num_groups} groups)"]
-        for part in (content[name] for name in _TASKS):
-            best, figure = best_runs(part, m), part["fixed"]["figure"]
-            updates, num_bytes = part["calibration"]["num_updates"][m], part["bytes"][m]["device"]
+        part, rows = content[task], []
+        figure, num_seeds = part["fixed"]["figure"], len({run["seed"] for run in part["runs"]})
+        for m, num_groups in content["language"]["calibration"]["num_groups"].items():
+            best, num_bytes = best_runs(part, m), part["bytes"][m]["device"]
+            cells = [f"{m} (all: dense)" if num_groups == 1 else f"{m} ({num_groups} groups)"]
             cells += [mean_and_range(figure, [run[figure] for run in best]), f"{best[0]['learning_rate']:g}"]
-            cells += [str(updates), f"{num_bytes / 1e6:.1f}"]
-        rows.append(cells)
-    return markdown_table(heads, rows)
+            rows.append([*cells, str(part["calibration"]["num_updates"][m]), f"{num_bytes / 1e6:.1f}"])
+        heads = ["`layers_per_group`", figure.capitalize(), "Rate", "Updates", "MB"]
+        tables[f"{title}: {figure} ({num_seeds} seeds)"] = markdown_table(heads, rows)
+    return titled(tables)
 
 
 def waiting(content: Content) -> str:
@@ -147,7 +146,7 @@ def waiting(content: Content) -> str:
                 text = mean_and_range(figure, list(of_form.values()), digits=4)
                 cells.append(text if form == "exact" else text + beside)
             rows.append([f"{title}, {figure}", str(m), *cells])
-    return markdown_table(["Task", "Layers a group", "exact", "`int8`", "`nf4`"], rows)
+    return markdown_table(["Task", "Layers per group", "exact", "`int8`", "`nf4`"], rows)
 
 
 def plan_time(content: Content) -> str:

@@ -1,4 +1,4 @@
-"""Planned tokens a second against those that others have published.
+"""Planned tokens/s against those that others have published.
 
 Each run of a software on a card gives one figure away: its efficiency, the share of the card's peak that it reaches, is
 fitted on one row, named first, and the other rows are predicted with it. A row alone would prove nothing. Four
@@ -101,7 +101,7 @@ def predict(group: dict[str, Any]) -> dict[str, Any]:
         if not rows:
             efficiency = fitted(planned, published)
             if efficiency is None:
-                raise ValueError(f"{row['name']}: {published} tokens a second are more than the card can do")
+                raise ValueError(f"{row['name']}: {published} tokens/s are more than the card can do")
         assert efficiency is not None
         time = planned.at(efficiency)
         error = time.tokens_per_second / published - 1

@@ -18,7 +18,7 @@ from typing import Any
 from environment import record_environment
 from evidence_rows import MeasuredRow, times_as_many_updates
 from evidence_tables import ASKED, TITLES, read_results
-from markdown_table import markdown_table
+from markdown_table import markdown_table, titled
 from result_files import GIB, RESULTS, kept, write_json
 
 RESULT = "planned_map"
@@ -28,6 +28,8 @@ TOKENS = (512, 4096, 32768)
 """Per update."""
 WHOLE, SMALLEST = "all", "m1"
 """The ways that train all layers, and one layer, per update."""
+_DENSE = "All layers (dense)"
+"""The way that the others are held against, as tables call it."""
 NUM_LAYERS = 34
 """Of Llama-3.1-8B, as HiFT counts them: an embedding, 32 blocks, a head."""
 _SHOWN = {
@@ -65,36 +67,50 @@ def plan_points() -> None:
 
 
 def map_table() -> str:
-    """Show the updates of each way in the time of one of all layers, by card and tokens per update."""
+    """Show the updates of each way in the time of one of all layers, by card, way and tokens per update."""
     titles: dict[str, str] = {}
     for each in ASKED["equal_time"].values():
         titles.setdefault(each["way"], each["title"])
     rows = []
     for card in CARDS:
         points = _points(card)
-        for tokens in (each for each in TOKENS if (WHOLE, each) in points):
-            allowed = [_allowed(points, way, tokens) for way in titles]
-            one = f"1 ({_seconds(points[WHOLE, tokens]):.2f} s)"
-            rows.append([card, f"{tokens:,}", one, *("" if each is None else f"{each:.1f}" for each in allowed)])
-    return markdown_table(["Card", "Tokens per update", "all: dense", *titles.values()], rows)
+        dense = [points.get((WHOLE, tokens)) for tokens in TOKENS]
+        cells = {_DENSE: ["" if each is None else f"1 ({_seconds(each):.2f} s)" for each in dense]}
+        for way, title in titles.items():
+            allowed = [_allowed(points, way, tokens) for tokens in TOKENS]
+            cells[title] = ["" if each is None else f"{each:.1f}" for each in allowed]
+        rows += [[card, title, *of_way] for title, of_way in cells.items() if any(of_way)]
+    return markdown_table(["Card", "Trained", *(f"{tokens:,} tokens per update" for tokens in TOKENS)], rows)
 
 
 def time_table() -> str:
-    """Show what each way comes to in the time that dense fine-tuning takes on a 4090, by tokens per update."""
-    points, results, rows = _points("4090"), read_results(), []
+    """Show what each way comes to in the time that dense fine-tuning takes on a 4090.
+
+    Returns:
+        A table of planned memory and updates, and one of figures for each task, by tokens per update and way.
+    """
+    points, results, planned = _points("4090"), read_results(), []
+    measured: dict[str, list[list[str]]] = {task: [] for task in results}
     for tokens in TOKENS:
         for name, each in ASKED["equal_time"].items():
             allowed = _allowed(points, each["way"], tokens)
             if allowed is None:
                 continue
-            measured = [_at_equal_time(of_task, name, allowed) for of_task in results.values()]
-            if any(measured):
+            begin = [f"{tokens:,}", each["title"]]
+            found = {task: _at_equal_time(of_task, name, allowed) for task, of_task in results.items()}
+            for task, cells in found.items():
+                measured[task] += [[*begin, *cells]] if cells else []
+            if any(found.values()):
                 need, least = (points[way, tokens]["need_bytes"] for way in (each["way"], SMALLEST))
-                memory = f"{need / GIB:.1f} GiB ({need / least:.2f})"
-                rows.append([f"{tokens:,}", each["title"], memory, f"{allowed:.1f}", *measured])
-    rows.append(["any", "all: dense", "", "1", *(f"`dense`: {of_task['dense']}" for of_task in results.values())])
-    heads = ["Tokens per update", "Trained", "GPU memory (of m = 1's)", "updates for one of all layers"]
-    return markdown_table([*heads, *(TITLES[task] for task in results)], rows)
+                planned.append([*begin, f"{need / GIB:.1f} GiB ({need / least:.2f})", f"{allowed:.1f}"])
+    heads = ["Tokens per update", "Trained"]
+    of_plan = [*heads, f"GPU memory (over that of 1 of {NUM_LAYERS} layers)", "Updates per update of all layers"]
+    tables = {"Planned memory and updates": markdown_table(of_plan, planned)}
+    for task, rows in measured.items():
+        dense = results[task]["dense"]
+        rows.append(["any", _DENSE, "`dense`", str(dense), ""])
+        tables[TITLES[task]] = markdown_table([*heads, "Row", dense.figure.capitalize(), "Against dense"], rows)
+    return titled(tables)
 
 
 def fixed_batch() -> dict[str, dict[str, Any]]:
@@ -141,19 +157,20 @@ def _seconds(point: dict[str, Any]) -> float:
 
 
 def _allowed(points: Points, way: str, tokens: int) -> float | None:
-    """Return the updates in the time of one of all layers; None where the way was not planned or does not fit."""
-    return _seconds(points[WHOLE, tokens]) / _seconds(points[way, tokens]) if (way, tokens) in points else None
+    """Return the updates in the time of one of all layers; None if one of both was not planned or does not fit."""
+    one, other = points.get((WHOLE, tokens)), points.get((way, tokens))
+    return None if one is None or other is None else _seconds(one) / _seconds(other)
 
 
-def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) -> str:
-    """Return the row of the most updates that fit, what it came to, and that against dense."""
+def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) -> list[str]:
+    """Return the row of the most updates that fit, its figure, and that against dense; nothing if no row fits."""
     names = [name for name in of_task if re.fullmatch(rf"{first}(-x[\d.]+)?", name)]
     fitting = [name for name in names if times_as_many_updates(name) <= allowed]
     if not fitting:
-        return ""
+        return []
     name = max(fitting, key=times_as_many_updates)
     one, dense = of_task[name], of_task["dense"]
     beyond = (
         f"{one.mean / dense.mean - 1:+.1%}" if one.figure == "loss" else f"{100 * (one.mean - dense.mean):+.1f} points"
     )
-    return f"`{name}`: {one}, **{beyond}**"
+    return [f"`{name}`", str(one), f"**{beyond}**"]

@@ -74,7 +74,7 @@ def main(method, steps, arguments):
         train(arguments.blocks + 2)
     highest = ledger.highest
     accelerator.print(
-        f"{method:5}  {steps:4d} steps  {seconds:.4f} seconds a step  loss {loss:.3f}  on the device: "
+        f"{method:5}  {steps:4d} steps  {seconds:.4f} seconds per step  loss {loss:.3f}  on the device: "
         f"gradients {highest.gradients / 1e6:.3f} MB, optimizer state {highest.state / 1e6:.3f} MB"
     )
 

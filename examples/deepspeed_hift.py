@@ -79,7 +79,7 @@ def main(arguments):
     if dist.get_rank() == 0:
         print(
             f"ZeRO-{arguments.stage} on {dist.get_world_size()} ranks  {optimizer.updates} updates  loss {loss:.3f}  "
-            f"{seconds:.4f} seconds a step  on a rank: masters and state on the device "
+            f"{seconds:.4f} seconds per step  on a rank: masters and state on the device "
             f"{schedule.movers[schedule.active].device_bytes() / 1e6:.3f} MB, on the host {on_host / 1e6:.3f} MB"
         )
         model.config.save_pretrained(folder / "model")

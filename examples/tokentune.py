@@ -69,7 +69,7 @@ def main(ratio, arguments):
     with st.Ledger(accelerator.unwrap_model(model)) as ledger:
         train(2)
     accelerator.print(
-        f"{ratio:4.0%} of the tokens  {seconds:.4f} seconds a step  loss {loss:.3f}  "
+        f"{ratio:4.0%} of the tokens  {seconds:.4f} seconds per step  loss {loss:.3f}  "
         f"activations at the peak {ledger.highest.residual / 1e6:.3f} MB"
     )
 

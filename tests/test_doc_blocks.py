@@ -1,5 +1,6 @@
 """Blocks of Python and commands of README and of the pages that no other test runs whole."""
 
+import json
 import re
 import shlex
 import shutil
@@ -11,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
 
 import slivertune
 from slivertune.cli import _make_parser, main
@@ -22,7 +23,7 @@ from slivertune.training.comparison.arguments import parse_compare_arguments
 from slivertune.training.options.parser import given_values
 from tests.conftest import CHECKOUT
 from tests.helpers.models import VOCAB, tiny_llama
-from tests.training.tiny import quiet_arguments
+from tests.training.tiny import CHATML, quiet_arguments
 from tests.training.tiny_runs import sentences
 
 RUN_ELSEWHERE = ("command-line", "data", "first-hour")
@@ -100,11 +101,15 @@ def test_the_training_of_the_readme_runs_and_what_it_leaves_is_drawn(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = "".join(f'{{"prompt": "{text}", "completion": "yes"}}\n' for text in sentences(20))
-    Path("chats.jsonl").write_text(rows, encoding="utf-8")
+    turns = [({"role": "user", "content": text}, {"role": "assistant", "content": "yes"}) for text in sentences(20)]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns), encoding="utf-8")
+    shutil.copytree(tiny_base, "instruct")
+    tokenizer = AutoTokenizer.from_pretrained("instruct")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained("instruct")
     (words,) = [each.values[0] for each in of_verb("train") if str(each.id).startswith("README")]
-    # The tiny model reads 256 bytes.
-    smaller = {"meta-llama/Llama-3.1-8B": str(tiny_base), "512": "128"}
+    # The tiny model reads 256 bytes. Base models have no template for chats, so that the page names an instruct model.
+    smaller = {"meta-llama/Llama-3.1-8B-Instruct": "instruct", "512": "128"}
     assert smaller.keys() <= set(words)
     more = ("--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--sample_tokens", "0")
     assert main([*(smaller.get(word, word) for word in words), *more]) == 0

@@ -1,6 +1,7 @@
 """How the benchmarks decide whether a claim held, and which runs they set beside dense ones at equal time."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,14 @@ def test_a_task_waits_for_its_dense_row_and_a_row_that_failed_is_none(monkeypatc
     assert "docstrings" not in evidence_tables.quality_table() and "`dense`" in evidence_tables.quality_table()
 
 
+def tables_of(text: str) -> dict[str, list[list[str]]]:
+    """Return the cells of tables below titles in bold, heads left out."""
+    found: dict[str, list[list[str]]] = {}
+    for title, table in re.findall(r"^\*\*(.+)\*\*\n\n((?:\|.*(?:\n|$))+)", text, re.MULTILINE):
+        found[title] = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return found
+
+
 def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"m1": 1.0, "m5": 2.0, "m9": 2.5, "m17": 4.0, "lora": 0.5, "all": 9.0}
     points = [
@@ -96,13 +105,15 @@ def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.Monk
     monkeypatch.setattr(planned_map, "kept", lambda name: {"points": points})
     of_task: dict[str, Any] = {name: measured(loss, loss) for name, loss in rows.items()}
     monkeypatch.setattr(planned_map, "read_results", lambda: {"language": of_task})
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in planned_map.time_table().split("\n")[2:-1]]
-    found = [row[4].partition(":")[0] for row in cells]
+    planned, of_language = tables_of(planned_map.time_table()).values()
+    found = [row[2] for row in of_language]
     assert found[:5] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`", "`lora-64-x8`", "`lora-16-x4`"]
-    assert found[10:] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`"]
-    assert [row[3] for row in cells[:4]] == ["4.5", "3.6", "2.2", "18.0"]
-    assert [row[4].rpartition(" ")[2] for row in cells[2:4]] == ["**+1.0%**", "**-1.0%**"]
-    assert cells[0][2] == "6.0 GiB (1.20)"
+    assert found[10:] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`", "`dense`"]
+    # A way has its row in both tables, in the same order.
+    assert [row[:2] for row in planned] == [row[:2] for row in of_language[:-1]]
+    assert [row[3] for row in planned[:4]] == ["4.5", "3.6", "2.2", "18.0"]
+    assert [row[4] for row in of_language[2:4]] == ["**+1.0%**", "**-1.0%**"]
+    assert planned[0][2] == "6.0 GiB (1.20)"
 
 
 def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not_fit(
@@ -126,8 +137,10 @@ def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not
     heads, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in [lines[0], *lines[2:]])
     shown = [{head: cell for head, cell in zip(heads, row, strict=True) if cell} for row in rows]
     assert shown == [
-        {"Card": "4090", "Tokens per update": "512", "all: dense": "1 (9.00 s)", "m = 1": "4.5"},
-        {"Card": "H100", "Tokens per update": "4,096", "all: dense": "1 (3.00 s)", "LoRA, r 64": "0.8"},
+        {"Card": "4090", "Trained": "All layers (dense)", "512 tokens per update": "1 (9.00 s)"},
+        {"Card": "4090", "Trained": "m = 1", "512 tokens per update": "4.5"},
+        {"Card": "H100", "Trained": "All layers (dense)", "4,096 tokens per update": "1 (3.00 s)"},
+        {"Card": "H100", "Trained": "LoRA, r 64", "4,096 tokens per update": "0.8"},
     ]
 
 

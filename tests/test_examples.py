@@ -63,7 +63,7 @@ def test_the_accelerate_loop_prints_hift_against_dense(launcher: list[str], tmp_
     printed = run(launcher, "accelerate_loop.py", "--steps=6", "--blocks=6", "--length=32", folder=tmp_path)
     assert re.findall(r"(dense|hift) +\d+ steps", printed) == ["dense", "hift"]
     dense, hift = figures(
-        r"(?:dense|hift) +(?P<steps>\d+) steps  (?P<seconds>[\d.]+) seconds a step  loss (?P<loss>[\d.]+)  "
+        r"(?:dense|hift) +(?P<steps>\d+) steps  (?P<seconds>[\d.]+) seconds per step  loss (?P<loss>[\d.]+)  "
         r"on the device: gradients (?P<gradients>[\d.]+) MB, optimizer state (?P<state>[\d.]+) MB",
         printed,
     )
@@ -78,7 +78,7 @@ def test_the_accelerate_loop_prints_hift_against_dense(launcher: list[str], tmp_
 @on_one
 def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: list[str], tmp_path: Path) -> None:
     every, some = figures(
-        r" *(?P<share>\d+)% of the tokens  (?P<seconds>[\d.]+) seconds a step  loss (?P<loss>[\d.]+)  "
+        r" *(?P<share>\d+)% of the tokens  (?P<seconds>[\d.]+) seconds per step  loss (?P<loss>[\d.]+)  "
         r"activations at the peak (?P<activations>[\d.]+) MB",
         run(launcher, "tokentune.py", "--steps=4", "--blocks=4", "--length=64", folder=tmp_path),
     )

@@ -28,7 +28,7 @@ Best = dict[str, tuple[float, list[float]]]
 
 @cache
 def dial(task: str) -> Best:
-    """By layers a group: the best rate that all seeds ran and none diverged at, and what each came to there."""
+    """By layers per group: the best rate that all seeds ran and none diverged at, and what each came to there."""
     part = result("dial")[task]
     figure, sign = part["fixed"]["figure"], 1 if task == "language" else -1
     best: Best = {}

@@ -14,7 +14,7 @@ from tests.helpers.launching import run_python
 
 pytestmark = pytest.mark.slow
 
-PLAN, LONG = (CHECKOUT / "docs" / name for name in ("plan.md", "long-sequences.md"))
+PLAN, LONG, HIFT = (CHECKOUT / "docs" / name for name in ("plan.md", "long-sequences.md", "hift.md"))
 GB, GIB = 10**9, 2**30
 
 
@@ -48,14 +48,29 @@ def test_what_7b_needs_with_and_without_checkpointing_is_what_the_page_says(capf
     checkpointed = plan(capfd, *words, "--gradient_checkpointing")["peak"]
     stepped = plan(capfd, *words, "--gradient_checkpointing", "--gradients", "stepped")["peak"]
     assert whole["phase"] == "forward" and whole["group"] == 1, "of the lowest block's turn"
-    said = (
-        f"at 1 x 512 peaks at {whole['total_bytes'] / GB:.1f} GB in the forward of the lowest block's turn, "
-        f"{whole['parameter_bytes'] / GB:.1f} of them weights and {whole['residual_bytes'] / GB:.1f} "
-        f"activations, which the 32 blocks keep for their inputs' gradients; with it the peak is "
-        f"{checkpointed['total_bytes'] / GB:.1f} GB, and "
-        f"{stepped['total_bytes'] / GB:.1f} with `--gradients stepped`"
+    assert (checkpointed["phase"], stepped["phase"]) == ("step", "backward")
+    rows = (
+        (
+            f"| no checkpointing | {whole['total_bytes'] / GB:.1f} GB: {whole['parameter_bytes'] / GB:.1f} weights, "
+            f"{whole['residual_bytes'] / GB:.1f} activations | forward of the lowest block's turn |"
+        ),
+        f"| `--gradient_checkpointing` | {checkpointed['total_bytes'] / GB:.1f} GB | step |",
+        f"| the same, and `--gradients stepped` | {stepped['total_bytes'] / GB:.1f} GB | backward |",
     )
-    assert said in words_of(PLAN)
+    assert "(`--layers_per_group 1`) at 1 x 512. The 32 blocks keep them" in words_of(PLAN)
+    assert " ".join(rows) in words_of(PLAN)
+
+
+def test_models_larger_than_the_card_need_what_the_page_of_hift_says(capfd: pytest.CaptureFixture[str]) -> None:
+    words = re.findall(
+        r"By `slivertune plan --model (\S+) (.*?)`, \S+ needs ([\d.]+) GiB of the GPU, .*? with `--model (\S+)` "
+        r"([\d.]+) GiB, with `--model (\S+)` ([\d.]+) GiB",
+        words_of(HIFT),
+    )
+    ((first, options, *others),) = words
+    for model, said in zip((first, *others[1::2]), others[::2], strict=True):
+        found = plan(capfd, "--model", model, *options.split())
+        assert f"{found['need_bytes'] / GIB:.1f}" == said, model
 
 
 def test_the_table_of_long_sequences_is_planned(capfd: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def test_what_is_planned_is_what_the_preset_runs(stem: str) -> None:
         engine.get("offload_param_device", "none") != "none" or engine.get("fsdp_offload_params", False)
     )
     row = table()[stem]
-    size = re.match(r"\d+B", row["What for"])
+    size = re.match(r"\d+B", row["Model and hardware"])
     assert size is not None and arguments.model.endswith(size[0].lower())
     assert request.gradient_checkpointing == ("checkpointed" in row["GPU memory planned"])
     assert (request.precision, request.method) == ("mixed_hi", "hift")
@@ -156,4 +156,4 @@ def test_what_is_planned_is_what_the_preset_runs(stem: str) -> None:
 
 def test_the_table_has_a_row_for_each_preset_and_no_other() -> None:
     assert sorted(table()) == sorted(STEMS)
-    assert "13B" in table()["single_gpu_24g_13b"]["What for"]
+    assert "13B" in table()["single_gpu_24g_13b"]["Model and hardware"]

@@ -199,10 +199,10 @@ class StateCount:
 
 
 class Ledger:
-    """Counts live bytes while it is entered, as a context manager.
+    """Count live bytes while it is entered, as a context manager.
 
-    Costs a few microseconds of Python per operator. It does not see allocations inside one operator that die before it
-    returns. Nor does it see that an engine takes the memory from under a live tensor (FSDP2 does so with gathered
+    It costs a few microseconds of Python per operator. It does not see allocations inside one operator that die before
+    it returns. Nor does it see that an engine takes the memory from under a live tensor (FSDP2 does so with gathered
     weights; `track` looks again). On CUDA, `torch.cuda.max_memory_allocated` stays the authority on the peak.
 
     Args:

@@ -53,6 +53,9 @@ def write_manifest(
 
     Raises:
         OSError: If a file can't be read, or the manifest can't be written. The folder then has no manifest.
+
+    Example:
+        >>> write_manifest("checkpoint-500")
     """
     folder = Path(folder)
     remove_manifest(folder)

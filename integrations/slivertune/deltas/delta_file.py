@@ -136,6 +136,10 @@ def load(folder: str | Path, *, base: Mapping[str, torch.Tensor] | None = None) 
         FileNotFoundError: If the folder holds no file of deltas.
         DeltaFileError: If the file is damaged, hostile, of another version, or of another base; names the tensor, the
             value and the rule.
+
+    Example:
+        >>> for name, delta in load("deltas").deltas.items():
+        ...     print(name, delta.indices.numel())
     """
     path = Path(folder) / DELTA_FILE
     file = read_sparse_file(path, kind=_KIND, version=VERSION)

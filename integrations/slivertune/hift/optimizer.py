@@ -57,7 +57,7 @@ class HiFT(CheckpointedSliver):
     `param_groups` always shows the scheduler's learning rate. The applied rate is read in the first step of a cycle
     and held to its end (`held_lr`; the paper's delayed update, section 3.1). A rate of 0, with which a warm-up
     begins, is not held: the next step reads it again. Start the search at the rate of ordinary fine-tuning, and try
-    half and twice it: groups bear no more, though each parameter moves once per cycle (benchmarks/results/dial.json).
+    twice and four times it; with one update per turn, half and twice it (docs/hift.md, learning rate).
 
     `groups[index].layers` are the layers of a group, bottom of the model first. `grad_norm` is the 2-norm of the last
     update's gradients before clipping (a scalar tensor), if `config.max_grad_norm` is set, else None.

@@ -88,6 +88,10 @@ def register_optimizers() -> None:
 
     Raises:
         ImportError: If LLaMA-Factory is not installed, or a version that has no such plugins.
+
+    Example:
+        >>> register_optimizers()
+        >>> run_sft()  # llamafactory.v1.trainers.sft_trainer, with `optim_config: {name: slivertune_hift, lr: 2.0e-5}`
     """
     try:
         plugin: Any = import_module(_PLUGIN_MODULE).OptimizerPlugin

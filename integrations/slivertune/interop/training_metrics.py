@@ -127,6 +127,9 @@ def metrics_of(trainer: Trainer) -> TrainingMetrics:
 
     Args:
         trainer: A Trainer that has not trained yet.
+
+    Example:
+        >>> metrics_of(trainer).add(lambda: {"mine/queue": len(queue)})
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrainingMetrics):

@@ -42,8 +42,8 @@ class SFTConfig:
     num_weights: int | None = None
     """Weights trained in all targets together (d_phi in the paper), in place of `density`."""
     equivalent_lora_rank: int | None = None
-    """Train as many weights as LoRA of this rank on the same matrices, in place of `density`. It is 64 if none of the
-    three is given.
+    """Rank of a LoRA on the same matrices that has as many weights as are to train, in place of `density`. It is 64 if
+    none of the three is given.
 
     These are rank x (in + out) per matrix, and per expert's matrix."""
     selection: SelectionCriterion = "accumulated_gradient"
@@ -65,7 +65,7 @@ class SFTConfig:
     Module classes may be targets, too. None takes the weights of all linear layers and experts of the blocks that
     require gradients."""
     embeddings: bool = False
-    """Train the weights of all embeddings sparsely, too."""
+    """Whether the weights of all embeddings train sparsely, too."""
     form: Form = "auto"
     """Storage of the deltas. `optimizer` adds them to the dense weights. `layer` stores them beside frozen weights, and
     the layer adds them. `auto` takes `layer` only for 4-bit weights."""
@@ -74,7 +74,7 @@ class SFTConfig:
     the optimizer form. `sampled`: `torch.sparse.sampled_addmm`, for fp32 on a CPU. It is faster at low density, with
     sums in another order (relative differences of 1e-6)."""
     redistribute: bool = False
-    """Let a reselection move weights between tensors, within 1/4 to 4 times a tensor's share. It is not in the
+    """Whether a reselection may move weights between tensors, within 1/4 to 4 times a tensor's share. It is not in the
     paper."""
     packed: bool = False
     """Deltas and moments in bf16, rounded stochastically: about half the bytes of state.

@@ -18,7 +18,7 @@ _PATTERNS = ("random", "chunks", "block")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTune:
-    """Trains on all tokens, but keeps activations and gradients for some of them (arXiv 2501.18824, section 3).
+    """Train on all tokens, but keep activations and gradients for some of them (arXiv 2501.18824, section 3).
 
     Each training forward draws the same number k of positions in every sequence of the batch. All positions are
     computed as usual, so selected tokens attend to all others. The other tokens are constants for the backward: at each

@@ -120,6 +120,10 @@ def gradient_quality(
     Raises:
         ValueError: If there is no batch, no ratio or no pattern, if one is out of its range, if nothing is trainable,
             or if a batch has no dense gradient.
+
+    Example:
+        >>> quality = gradient_quality(model, batches, ratios=(0.5, 0.3, 0.1))
+        >>> print(quality.table())
     """
     settings = [(pattern, ratio) for pattern in patterns for ratio in ratios]
     known = list(batches)

@@ -162,6 +162,9 @@ def save_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         OSError: On every rank, if one could not write.
         ValueError: If the state holds objects that could not be loaded again.
         TypeError: If it is another optimizer.
+
+    Example:
+        >>> save_state(optimizer, "checkpoint/hift")
     """
     sidecar = sidecar_of(optimizer)
     sidecar.check_target(Path(folder))
@@ -178,6 +181,10 @@ def load_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         ValueError: If the folder is incomplete, or the state is of another model, grouping, selection or optimizer.
         TypeError: If it is another optimizer.
+
+    Example:
+        >>> optimizer = HiFT(model, torch.optim.AdamW, lr=2e-5)
+        >>> load_state(optimizer, "checkpoint/hift")
     """
     recover(Path(folder))
     check_together(folder)

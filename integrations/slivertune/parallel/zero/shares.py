@@ -252,6 +252,9 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
     Raises:
         ValueError: If the folder is incomplete, or is of another run.
+
+    Example:
+        >>> load_zero(optimizer, "out/checkpoint-500/global_step500")
     """
     hift: HiFT = unwrapped(optimizer, HiFT)
     folder = Path(folder)

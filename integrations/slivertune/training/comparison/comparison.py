@@ -185,7 +185,7 @@ class Comparison:
             rows = ("--per_device_train_batch_size", str(size))
             sized = _with(words, *rows, "--gradient_accumulation_steps", str(whole // size))
             try:
-                peak = self._trial(f"{row.name}, {size} rows a forward", sized).peak_bytes
+                peak = self._trial(f"{row.name}, {size} rows per forward", sized).peak_bytes
             except FailedError as error:
                 if _OUT_OF_MEMORY not in str(error):
                     raise
