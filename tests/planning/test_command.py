@@ -21,6 +21,8 @@ from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES,
 from slivertune.planning.request import PlanRequest
 from tests.planning.made import moment, simple_plan, write_config
 
+pytestmark = pytest.mark.usefixtures("plans_made_once")
+
 SMALL = ("--batch_size", "2", "--seq_length", "64")
 
 
