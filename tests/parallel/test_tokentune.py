@@ -55,7 +55,7 @@ QUICK: dict[str, tuple[Layout, ...]] = {
     "HiFT": LAYOUTS,
     "HiFT, checkpointed, accumulated, clipped": ("fsdp2", "zero2"),
     "SFT": ("ddp", "fsdp2"),
-    RESUMED: ("ddp", "zero3"),
+    RESUMED: ("ddp",),
 }
 """The layouts on which `make test` runs a plan; `make test-all` runs each on all."""
 
