@@ -23,6 +23,7 @@ DOCS = CHECKOUT / "docs"
 PACKAGE = Path(slivertune.__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Sphinx's extensions call what Sphinx deprecates
 def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path: Path) -> None:
     assert sphinx_main(["-q", "-W", "-b", "html", str(DOCS), str(tmp_path / "site")]) == 0
