@@ -93,6 +93,7 @@ QUICK_OF_HIFT: dict[Layout, tuple[str, ...]] = {
     ),
     "fsdp2": (
         "fp32",
+        "reentrant checkpointing",
         "tied embeddings",
         "whole groups",
         "accumulated, clipped",
