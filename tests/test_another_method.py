@@ -30,7 +30,7 @@ from tests.parallel.contract.runs import Case, load, running, save
 from tests.planning.real import LLAMA
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
 from tests.random_layers.train import RandomLayersMethod
-from tests.training.tiny_runs import Runs, saved_weights
+from tests.training.tiny_runs import UNMEASURED, Runs, saved_weights
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
 CAP = 1e-4
@@ -139,7 +139,7 @@ def test_the_command_line_trains_it_and_its_checkpoint_resumes_to_the_bit(runs: 
     assert (results["method"], results["num_steps"]) == ("random_layers", 5)
     assert "random_layers on " in runs.printed()
     resume = ("--resume_from_checkpoint", str(runs["out"] / "checkpoint-3"))
-    runs.train("again", *words, *resume, method="random_layers")
+    runs.train("again", *words, *resume, *UNMEASURED, method="random_layers")
     before, once, again = (saved_weights(each) for each in (runs.base, runs["out/model"], runs["again/model"]))
     assert differing(once, again) == []
     assert 0 < len(differing(once, before)) == len(before), "each of two blocks was drawn in five updates"

@@ -199,6 +199,7 @@ runpy.run_module("slivertune", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(runs: Runs) -> None:
     output = runs["out put"]
     arguments = runs.arguments("out put", "--max_steps", "100000", "--save_steps", "3", *UNMEASURED)

@@ -104,6 +104,7 @@ def leave_everything_changed(rank: int, num_ranks: int, folder: Path) -> list[in
     import deepspeed
     from accelerate import Accelerator
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which is compiled for a minute, once on a machine
     Accelerator(cpu=True, mixed_precision="bf16")
     deepspeed.init_distributed(dist_backend="gloo")
     deepspeed.utils.groups._clone_world_group()

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slivertune.planning.configs import ModelFigures
+from slivertune.planning.make import make_plan
 from slivertune.planning.plan import GroupPlan, Moment, Phase, Plan
 from slivertune.planning.request import PlanRequest
 
@@ -53,6 +54,17 @@ def rotary_operations(length: int, head_size: int) -> int:
     return length * head_size if " @ " in inspect.getsource(LlamaRotaryEmbedding.forward) else 0
 
 
+_known: dict[tuple[PlanRequest, str], Plan] = {}
+
+
+def plan_made_once(request: PlanRequest, config: PreTrainedConfig) -> Plan:
+    """The plan of a request, made when it is first asked for: it depends on nothing else."""
+    key = request, config.to_json_string()
+    if key not in _known:
+        _known[key] = make_plan(request, config)
+    return _known[key]
+
+
 def write_config(folder: Path, **changes: Any) -> Path:
     """A folder with the configuration of a tiny Llama, some of its figures changed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,13 +72,14 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def tiny_model() -> ModelFigures:
-    """A tiny Llama that was found somewhere."""
+def tiny_model(**changes: Any) -> ModelFigures:
+    """A tiny Llama that was found somewhere, some of its figures changed."""
+    figures = {name: value for name, value in {**TINY_FIGURES, **changes}.items() if name != "model_type"}
     return ModelFigures(
         name="tiny",
         source="a test",
         name_or_path="owner/tiny",
-        config=LlamaConfig(**{name: value for name, value in TINY_FIGURES.items() if name != "model_type"}),
+        config=LlamaConfig(**figures),
     )
 
 

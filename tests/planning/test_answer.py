@@ -22,7 +22,8 @@ from tests.training.made_runs import planned_back
 
 NUM_RANDOM = 50
 """Requests of each method; a tenth of a second each."""
-
+ODD, EVEN = range(1, NUM_RANDOM, 2), range(0, NUM_RANDOM, 2)
+of_each_half = pytest.mark.parametrize("seeds", [ODD, pytest.param(EVEN, marks=pytest.mark.slow)], ids=["odd", "even"])
 
 RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "method": ("hift", "dense", "sft", "lora"),
@@ -171,7 +172,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
 
 
 def test_random_requests_reach_every_field() -> None:
-    requests = [random_request(method, seed) for method in planned_methods() for seed in range(NUM_RANDOM)]
+    requests = [random_request(method, seed) for method in planned_methods() for seed in ODD]
     default = PlanRequest()
     others = {"num_labels", "layers", "layout", "num_gpus", "offload_parameters", "kernels", "images", "image_size"}
     assert RANDOM_VALUES.keys() | others == {item.name for item in fields(PlanRequest)}
@@ -179,9 +180,10 @@ def test_random_requests_reach_every_field() -> None:
         assert any(getattr(request, name) != getattr(default, name) for request in requests), name
 
 
+@of_each_half
 @pytest.mark.parametrize("method", planned_methods())
-def test_a_command_is_planned_back_as_what_it_was_printed_for(method: str, tmp_path: Path) -> None:
-    for seed in range(NUM_RANDOM):
+def test_a_command_is_planned_back_as_what_it_was_printed_for(method: str, seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
         request = random_request(method, seed)
         command = train_command(request, "owner/model").arguments
         found = planned_back(parsed(request, tmp_path / str(seed)))
@@ -191,9 +193,10 @@ def test_a_command_is_planned_back_as_what_it_was_printed_for(method: str, tmp_p
         assert found.save_total_limit is None
 
 
-def test_a_plan_takes_the_words_of_its_command() -> None:
+@of_each_half
+def test_a_plan_takes_the_words_of_its_command(seeds: range) -> None:
     for method in planned_methods():
-        for seed in range(NUM_RANDOM):
+        for seed in seeds:
             request = random_request(method, seed)
             command = list(train_command(request, "owner/model").arguments or ())
             # These change neither memory nor time, and a plan has none of them.

@@ -19,7 +19,10 @@ from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, Plan
 from slivertune.planning.request import PlanRequest
+from tests.helpers.ranks import quick
 from tests.planning.made import moment, simple_plan, write_config
+
+pytestmark = pytest.mark.usefixtures("plans_made_once")
 
 SMALL = ("--batch_size", "2", "--seq_length", "64")
 
@@ -113,7 +116,7 @@ WITH_EMBEDDINGS_PER_LAYER: dict[str, dict[str, Any]] = {
 
 # Text reaches no image tower, and no dummy batch is made for one that names no size of images.
 @pytest.mark.filterwarnings("ignore:no dummy batch reached", "ignore:no gradient reached group")
-@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", quick(WITH_EMBEDDINGS_PER_LAYER, ["gemma3n_text"]))
 def test_a_model_with_embeddings_per_layer_is_planned(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_what_does_not_fit_at_all_is_an_error_with_a_way_out() -> None:
         find_largest(paper_request(), "batch_size", Limits(device_bytes=GIB), estimate)
 
 
+@pytest.mark.usefixtures("plans_made_once")
 def test_the_command_finds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_config(tmp_path / "model", num_hidden_layers=1)
     words = ["--model", str(folder), "--max", "batch_size", "--seq_length", "256", "--fit"]

@@ -13,12 +13,13 @@ from slivertune.cli import main
 from slivertune.planning import command, layers_per_group
 from slivertune.planning.cards import Card, card_named, find_card, known_cards
 from slivertune.planning.layers_per_group import HIDDEN_SHARE, choose_layers_per_group
-from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import plan_time
 from slivertune.planning.request import PlanRequest
 from tests.helpers.plan_requests import paper_request
-from tests.planning.made import narrow_llama, write_config
+from tests.planning.made import narrow_llama, plan_made_once, write_config
+
+pytestmark = pytest.mark.usefixtures("plans_made_once")
 
 TINY = narrow_llama(2)
 
@@ -35,7 +36,7 @@ def card_of(flops: float) -> Card:
 
 @cache
 def need(m: int) -> MemoryRequirement:
-    return add_allowance(make_plan(replace(REQUEST, layers_per_group=m), TINY))
+    return add_allowance(plan_made_once(replace(REQUEST, layers_per_group=m), TINY))
 
 
 @cache
@@ -47,7 +48,7 @@ def naive_share(m: int, flops: float, device_bytes: int) -> float:
 
 def share_of(m: int, flops: float, *, prefetch_bytes: int) -> float:
     """The part of an update in which computation stands still."""
-    plan = make_plan(replace(REQUEST, layers_per_group=m, prefetch_bytes=prefetch_bytes), TINY)
+    plan = plan_made_once(replace(REQUEST, layers_per_group=m, prefetch_bytes=prefetch_bytes), TINY)
     time = plan_time(plan, card_of(flops).rates())
     return sum(time.update.waiting.values()) / time.seconds
 

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from slivertune.core.layout import Layout
 from slivertune.parallel.ddp import gradient_sync
@@ -12,27 +13,30 @@ from slivertune.planning import layouts
 from slivertune.planning.layouts import LayerSizes, sizes_of
 from slivertune.planning.make import build_model, make_plan
 from slivertune.planning.plan import Plan
+from tests.helpers.pairwise import rotated
 from tests.helpers.plan_requests import paper_request
 from tests.helpers.ranks import run_ranks
 from tests.planning.layout_runs import BUCKET_BYTES, all_peaks_on_rank
 from tests.planning.real import LLAMA
 
+SMALL = LlamaConfig(**{**LLAMA.to_diff_dict(), "num_hidden_layers": 2})
+"""A block at work and one on its way."""
 ALONE = paper_request(precision="mixed_hi", gradient_checkpointing=True, batch_size=2, seq_length=64)
 
 
 @cache
 def plan(layout: Layout, num_gpus: int, **settings: Any) -> Plan:
-    return make_plan(replace(ALONE, layout=layout, num_gpus=num_gpus, **settings), LLAMA)
+    return make_plan(replace(ALONE, layout=layout, num_gpus=num_gpus, **settings), SMALL)
 
 
 @pytest.fixture(scope="module")
 def sizes() -> LayerSizes:
-    return sizes_of(build_model(ALONE, LLAMA))
+    return sizes_of(build_model(ALONE, SMALL))
 
 
 @pytest.fixture(scope="module")
 def alone() -> Plan:
-    return make_plan(ALONE, LLAMA)
+    return make_plan(ALONE, SMALL)
 
 
 def test_layers_are_measured_as_they_are_stored(sizes: LayerSizes) -> None:
@@ -52,29 +56,30 @@ def test_ddp_adds_no_more_than_buckets_of_the_active_groups_gradients(alone: Pla
 
 def test_dense_ddp_keeps_buckets_as_large_as_all_gradients() -> None:
     request = replace(ALONE, method="dense", precision="fp32")
-    before = make_plan(request, LLAMA)
-    shared = make_plan(replace(request, layout="ddp", num_gpus=4), LLAMA)
+    before = make_plan(request, SMALL)
+    shared = make_plan(replace(request, layout="ddp", num_gpus=4), SMALL)
     assert shared.peak_bytes == before.peak_bytes + before.gradient_bytes
 
 
-@pytest.mark.parametrize("layout", ["zero1", "zero2"])
-def test_zero_keeps_weights_and_shares_the_groups_state_out(layout: Any, alone: Plan, sizes: LayerSizes) -> None:
-    for ranks in (2, 4):
-        shared = plan(layout, ranks)
-        for group, before in zip(shared.groups, alone.groups, strict=True):
-            assert group.peak.parameters == before.peak.parameters
-            # AdamW's moments and the master, 12 bytes a parameter, and a step count a tensor.
-            assert group.peak.state == pytest.approx(12 * group.num_parameters / ranks, rel=1e-3)
-            assert group.peak.gradients <= before.gradient_bytes + sizes.bucket_elements * sizes.itemsize
-        assert shared.host_bytes == pytest.approx(12 * alone.num_parameters / ranks, rel=1e-3)
+@rotated(layout=["zero1", "zero2"], ranks=[2, 4])
+def test_zero_keeps_weights_and_shares_the_groups_state_out(
+    layout: Any, ranks: int, alone: Plan, sizes: LayerSizes
+) -> None:
+    shared = plan(layout, ranks)
+    for group, before in zip(shared.groups, alone.groups, strict=True):
+        assert group.peak.parameters == before.peak.parameters
+        # AdamW's moments and the master, 12 bytes a parameter, and a step count a tensor.
+        assert group.peak.state == pytest.approx(12 * group.num_parameters / ranks, rel=1e-3)
+        assert group.peak.gradients <= before.gradient_bytes + sizes.bucket_elements * sizes.itemsize
+    assert shared.host_bytes == pytest.approx(12 * alone.num_parameters / ranks, rel=1e-3)
 
 
-def test_zero3_shares_the_weights_out_and_gathers_layers(alone: Plan) -> None:
-    for ranks in (2, 8):
-        peak = plan("zero3", ranks).peak
-        weights = alone.peak.parameters
-        # So small a model stays gathered whole.
-        assert peak.parameters == pytest.approx(weights / ranks + weights, abs=1)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_zero3_shares_the_weights_out_and_gathers_layers(ranks: int, alone: Plan) -> None:
+    peak = plan("zero3", ranks).peak
+    weights = alone.peak.parameters
+    # So small a model stays gathered whole.
+    assert peak.parameters == pytest.approx(weights / ranks + weights, abs=1)
 
 
 def test_zero3_lets_weights_go_beyond_those_that_it_leaves_gathered(
@@ -82,7 +87,7 @@ def test_zero3_lets_weights_go_beyond_those_that_it_leaves_gathered(
 ) -> None:
     monkeypatch.setattr(layouts, "_MOST_LIVE_ELEMENTS", 0)
     gathered = sizes.largest + sizes.largest_block
-    found = make_plan(replace(ALONE, layout="zero3", num_gpus=2), LLAMA)
+    found = make_plan(replace(ALONE, layout="zero3", num_gpus=2), SMALL)
     assert found.peak.parameters == pytest.approx(alone.peak.parameters / 2 + gathered, abs=1)
 
 
@@ -97,7 +102,9 @@ def test_fsdp2_streams_a_ranks_part_of_the_state(sizes: LayerSizes, alone: Plan)
 
 @pytest.mark.parametrize("layout", ["fsdp2", "zero3"])
 def test_parameters_on_the_host_leave_the_device_but_for_the_layers_at_work(layout: Any, sizes: LayerSizes) -> None:
-    kept, moved = plan(layout, 2), plan(layout, 2, offload_parameters=True)
+    request = replace(ALONE, layout=layout, num_gpus=2)
+    # With four blocks half of all weights is more than the layers at work.
+    kept, moved = (make_plan(replace(request, offload_parameters=offloads), LLAMA) for offloads in (False, True))
     gathered = 3 * sizes.largest_block if layout == "fsdp2" else kept.parameter_bytes
     assert moved.peak.parameters <= gathered + sizes.stored - sizes.shared
     assert kept.peak.parameters - moved.peak.parameters == pytest.approx(kept.parameter_bytes / 2, rel=0.3)

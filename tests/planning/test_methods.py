@@ -17,15 +17,22 @@ from slivertune.planning.batches import make_batch
 from slivertune.planning.fake import without_data
 from slivertune.planning.hift_run import HiFTRun
 from slivertune.planning.make import attached, build_model, give_sizes, make_plan
+from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 from tests.helpers.plan_requests import paper_request
+from tests.planning.made import plan_made_once
 from tests.planning.real import LLAMA, real_batch, real_model
+
+
+def plan_of(request: PlanRequest) -> Plan:
+    return plan_made_once(request, LLAMA)
+
 
 SPARSE = paper_request(method="sft", precision="bf16", density=0.02, batch_size=2, seq_length=64)
 
 
 def test_sft_by_accumulated_gradients_takes_20_bytes_a_weight_and_36_inside_a_phase() -> None:
-    inside, outside = make_plan(SPARSE, LLAMA).groups
+    inside, outside = plan_of(SPARSE).groups
     assert inside.num_parameters == outside.num_parameters
     assert outside.state_bytes / outside.num_parameters == pytest.approx(20, rel=1e-3)
     assert inside.state_bytes / inside.num_parameters == pytest.approx(36, rel=1e-3)
@@ -34,7 +41,7 @@ def test_sft_by_accumulated_gradients_takes_20_bytes_a_weight_and_36_inside_a_ph
 
 
 def test_each_group_of_the_default_schedule_is_planned_with_the_state_of_its_own_weights() -> None:
-    plan = make_plan(PlanRequest(precision="mixed_hi", batch_size=2, seq_length=64), LLAMA)
+    plan = plan_of(PlanRequest(precision="mixed_hi", batch_size=2, seq_length=64))
     # A quarter of six layers is two: three groups.
     assert [len(group.indices) for group in plan.groups] == [1, 1, 1]
     for group in plan.groups:
@@ -43,7 +50,7 @@ def test_each_group_of_the_default_schedule_is_planned_with_the_state_of_its_own
 
 
 def test_sft_with_accumulation_takes_no_other_state() -> None:
-    alone, accumulated = (make_plan(replace(SPARSE, gradient_accumulation_steps=n), LLAMA).groups for n in (1, 2))
+    alone, accumulated = (plan_of(replace(SPARSE, gradient_accumulation_steps=n)).groups for n in (1, 2))
     for before, after in zip(alone, accumulated, strict=True):
         assert after.state_bytes == before.state_bytes
         # The first micro-batch's gradients stay.
@@ -51,16 +58,16 @@ def test_sft_with_accumulation_takes_no_other_state() -> None:
 
 
 def test_sft_by_momentum_takes_10_bytes_a_weight_and_a_number_a_row_and_column() -> None:
-    (group,) = make_plan(replace(SPARSE, selection="momentum"), LLAMA).groups
+    (group,) = plan_of(replace(SPARSE, selection="momentum")).groups
     block = 4 * (128 + 128) + 3 * (128 + 256)
     assert group.state_bytes == pytest.approx(10 * group.num_parameters + 4 * 4 * block, rel=1e-3)
 
 
 def test_sft_trains_the_share_that_was_asked_for_and_the_models_parameters_stay_what_they_are() -> None:
-    plan = make_plan(SPARSE, LLAMA)
+    plan = plan_of(SPARSE)
     in_blocks = 4 * (4 * 128 * 128 + 3 * 128 * 256)
     assert plan.num_trainable_peak == pytest.approx(0.02 * in_blocks, rel=1e-3)
-    dense = make_plan(replace(SPARSE, method="dense", density=None), LLAMA)
+    dense = plan_of(replace(SPARSE, method="dense", density=None))
     assert (plan.num_parameters, plan.parameter_bytes) == (dense.num_parameters, dense.parameter_bytes)
 
 
@@ -83,8 +90,8 @@ def test_selected_tokens_keep_their_share_of_activations_and_all_keys_and_values
 @pytest.mark.slow
 def test_a_4_bit_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
     settings: dict[str, Any] = {"method": "lora", "precision": "bf16"}
-    whole = make_plan(paper_request(**settings), LLAMA)
-    coded = make_plan(paper_request(load_in_4bit=True, **settings), LLAMA)
+    whole = plan_of(paper_request(**settings))
+    coded = plan_of(paper_request(load_in_4bit=True, **settings))
     assert coded.num_parameters == whole.num_parameters
     in_blocks = 4 * (4 * 128 * 128 + 3 * 128 * 256)
     assert whole.parameter_bytes - coded.parameter_bytes == (2 - 0.5) * in_blocks
@@ -94,14 +101,14 @@ def test_a_4_bit_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
 
 
 def test_adapters_are_all_that_trains() -> None:
-    plan = make_plan(paper_request(method="lora", lora_rank=8), LLAMA)
+    plan = plan_of(paper_request(method="lora", lora_rank=8))
     per_block = 8 * (4 * (128 + 128) + 3 * (128 + 256))
     assert plan.num_trainable_peak == 4 * per_block
     assert (plan.gradient_bytes, plan.state_bytes) == (4 * 4 * per_block, pytest.approx(8 * 4 * per_block, rel=1e-3))
 
 
 def test_the_json_has_the_promised_fields_and_they_add_up() -> None:
-    plan = make_plan(paper_request(precision="mixed_hi"), LLAMA)
+    plan = plan_of(paper_request(precision="mixed_hi", **SIZES))
     found = plan.to_json()
     peak = found["peak"]
     parts = ("parameter_bytes", "gradient_bytes", "state_bytes", "residual_bytes")
@@ -143,7 +150,7 @@ def every_peak(request: PlanRequest) -> dict[int, int]:
 def test_of_groups_alike_the_lowest_has_the_largest_peak(settings: dict[str, Any]) -> None:
     request = paper_request(**settings, **SIZES)
     peaks = every_peak(request)
-    plan = make_plan(request, LLAMA)
+    plan = plan_of(request)
     assert sorted(index for group in plan.groups for index in group.indices) == sorted(peaks)
     assert len(plan.groups) < len(peaks)
     for group in plan.groups:
@@ -158,7 +165,7 @@ def test_groups_are_alike_by_kind_shape_and_dtype() -> None:
 
 
 def test_the_state_of_all_groups_stays_on_the_device_if_it_is_asked_to() -> None:
-    plan = make_plan(paper_request(precision="mixed_hi", state="device", **SIZES), LLAMA)
+    plan = plan_of(paper_request(precision="mixed_hi", state="device", **SIZES))
     assert plan.host_bytes == 0
     # AdamW's two moments and the master, 12 bytes a parameter; and a step count a tensor.
     assert plan.peak.state >= 12 * plan.num_parameters
@@ -166,11 +173,11 @@ def test_the_state_of_all_groups_stays_on_the_device_if_it_is_asked_to() -> None
 
 def test_state_that_is_thrown_away_after_a_turn_waits_for_one_group_at_a_time() -> None:
     request = paper_request(method="hift", precision="mixed_hi", batch_size=2, seq_length=64)
-    groups = make_plan(request, LLAMA).groups
+    groups = plan_of(request).groups
     largest = max(group.state_and_master_bytes for group in groups)
     # After a single update it is gone; in a longer turn the second update meets it.
-    assert make_plan(replace(request, state="discard"), LLAMA).host_bytes == 0
-    waiting = make_plan(replace(request, state="discard", steps_per_group=3), LLAMA).host_bytes
+    assert plan_of(replace(request, state="discard")).host_bytes == 0
+    waiting = plan_of(replace(request, state="discard", steps_per_group=3)).host_bytes
     assert waiting == pytest.approx(largest, rel=0.02)
 
 
@@ -185,22 +192,22 @@ def test_state_that_is_thrown_away_after_a_turn_waits_for_one_group_at_a_time() 
 )
 def test_settings_that_spare_memory_do_so_in_a_plan(settings: dict[str, Any], changes: dict[str, Any]) -> None:
     request = paper_request(precision="bf16", batch_size=2, seq_length=64, **settings)
-    assert make_plan(replace(request, **changes), LLAMA).peak_bytes < make_plan(request, LLAMA).peak_bytes
+    assert plan_of(replace(request, **changes)).peak_bytes < plan_of(request).peak_bytes
 
 
 def test_modules_that_are_not_there_get_no_adapters() -> None:
     request = paper_request(method="lora", lora_target_modules=("nowhere",), batch_size=1, seq_length=8)
     with pytest.raises(ValueError, match=r"lora_target_modules=\['nowhere'\] does not fit LlamaForCausalLM"):
-        make_plan(request, LLAMA)
+        plan_of(request)
 
 
 def test_what_is_stored_in_files_is_as_much_as_would_be_in_host_memory() -> None:
-    on_host = make_plan(paper_request(precision="mixed_hi", **SIZES), LLAMA)
-    on_disk = make_plan(paper_request(precision="mixed_hi", state="disk", **SIZES), LLAMA)
+    on_host = plan_of(paper_request(precision="mixed_hi", **SIZES))
+    on_disk = plan_of(paper_request(precision="mixed_hi", state="disk", **SIZES))
     assert on_disk.disk_bytes == on_host.host_bytes >= 12 * on_host.num_parameters
     largest = max(group.state_and_master_bytes for group in on_disk.groups)
     assert on_disk.host_bytes == pytest.approx(2 * largest, rel=0.01)
-    in_memory = make_plan(paper_request(precision="mixed_hi", state="disk", state_ram_bytes=2**40, **SIZES), LLAMA)
+    in_memory = plan_of(paper_request(precision="mixed_hi", state="disk", state_ram_bytes=2**40, **SIZES))
     assert (in_memory.disk_bytes, in_memory.host_bytes) == (0, on_host.host_bytes)
     assert on_disk.peak == on_host.peak
 
@@ -208,7 +215,7 @@ def test_what_is_stored_in_files_is_as_much_as_would_be_in_host_memory() -> None
 @pytest.mark.parametrize("state_ram_bytes", [0, 3_000_000])
 def test_the_bytes_of_state_on_disk_are_those_of_a_real_run(state_ram_bytes: int, tmp_path: Path) -> None:
     request = paper_request(precision="mixed_hi", state="disk", state_ram_bytes=state_ram_bytes, **SIZES)
-    plan, model = make_plan(request, LLAMA), real_model(request, LLAMA)
+    plan, model = plan_of(request), real_model(request, LLAMA)
     own = StateCount()
     config = HiFTConfig.paper(state="disk", state_dir=tmp_path, state_ram_bytes=state_ram_bytes)
     optimizer = HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
@@ -223,7 +230,7 @@ def test_the_bytes_of_state_on_disk_are_those_of_a_real_run(state_ram_bytes: int
 @pytest.mark.parametrize("state", ["host", "disk", "device"])
 def test_checkpoints_that_are_kept_count_on_disk_with_the_one_that_is_written(state: Any) -> None:
     request = paper_request(precision="mixed_hi", state=state, **SIZES)
-    without, kept = make_plan(request, LLAMA), make_plan(replace(request, save_total_limit=2), LLAMA)
+    without, kept = plan_of(request), plan_of(replace(request, save_total_limit=2))
     # Two bytes of a weight, four of its master, eight of its moments.
     assert kept.disk_bytes - without.disk_bytes == pytest.approx(3 * 14 * without.num_parameters, rel=0.01)
     assert kept.host_bytes == without.host_bytes

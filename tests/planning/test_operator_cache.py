@@ -95,7 +95,7 @@ def test_each_operator_of_a_plan_returns_what_torch_returns(
     make_plan(request, narrow_llama(1))
 
 
-@cases(2)
+@cases()
 def test_plans_are_those_of_torchs_own_mode(
     settings: dict[str, Any], token_ratio: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

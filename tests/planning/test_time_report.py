@@ -10,6 +10,8 @@ from slivertune.planning.time_report import format_seconds
 from tests.helpers.plan_requests import run_plan
 from tests.planning.made import write_config
 
+pytestmark = pytest.mark.usefixtures("plans_made_once")
+
 RUN = ["--precision", "mixed_hi", "--batch_size", "1", "--seq_length", "64"]
 
 

@@ -104,7 +104,7 @@ QUICK_OF_HIFT: dict[Layout, tuple[str, ...]] = {
         "weights on the host",
         "rank 0 alone loads",
     ),
-    "zero1": ("fp32", "accumulated, clipped, three steps a group, checkpointed"),
+    "zero1": ("fp32",),
     "zero2": ("fp32", "bf16, checkpointed by re-entering"),
     "zero3": ("accumulated, clipped, three steps a group, checkpointed", "bf16, checkpointed by re-entering"),
 }

@@ -57,7 +57,9 @@ LIMIT = 6
 """Seconds that the user gives a collective, where the other rank does not end."""
 
 
-@pytest.mark.parametrize(("method", "layout", "moment"), quick(VANISHED, list(VANISHED)[:7]))
+@pytest.mark.parametrize(
+    ("method", "layout", "moment"), quick(VANISHED, [*list(VANISHED)[:5], ("sft", "fsdp2", "saving")])
+)
 def test_a_rank_that_vanishes_is_named_with_where_it_was(
     method: str, layout: Layout, moment: str, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from slivertune.core.layout import Layout
 from slivertune.core.manifest import DamagedCheckpointError, find_damage, write_manifest
 from slivertune.parallel.zero.shares import fp32_weights, load_zero
 from tests.helpers.models import differing
-from tests.helpers.ranks import ran_once, run_ranks
+from tests.helpers.ranks import quick, ran_once, run_ranks
 from tests.parallel.contract.hift import CYCLE, HiFTCase
 from tests.parallel.contract.runs import ZERO, load, message_of, running, save
 from tests.parallel.reference import whole_weights
@@ -158,7 +158,7 @@ Saved = tuple[Layout, Path, dict[str, list[dict[str, Any]]]]
 """A layout, where its ranks have saved, and what each had then, by way."""
 
 
-@pytest.fixture(params=ZERO)
+@pytest.fixture(params=quick(ZERO, ["zero2", "zero3"]))
 def saved(request: pytest.FixtureRequest, folder: Path, save_once: Callable[..., list[dict[str, Any]]]) -> Saved:
     layout: Layout = request.param
     return layout, folder / layout, {way: save_once(layout, way) for way in WAYS}

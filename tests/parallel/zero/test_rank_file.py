@@ -17,7 +17,7 @@ from slivertune.core.manifest import write_manifest
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file
 from slivertune.parallel.zero.shares import fp32_weights, identity, load_zero
 from tests.helpers.models import assert_same_tree, tiny_llama
-from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced
+from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced, unsynced
 
 
 class Saved:
@@ -31,8 +31,8 @@ class Saved:
         self.write()
 
     def write(self, first: Any = None) -> None:
-        for rank, value in enumerate(self.honest):
-            torch.save(value if first is None or rank else first, self.folder / file_name(rank, 2))
+        for rank, value in enumerate(self.honest if first is None else [first]):
+            torch.save(value, self.folder / file_name(rank, 2))
         write_manifest(self.folder)
 
     def put(self, content: bytes) -> None:
@@ -78,6 +78,12 @@ class Saved:
         for read in (fp32_weights, functools.partial(load_zero, self.hift)):
             with harmless(self.folder, ValueError):
                 read(self.folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_disk_is_waited_for() -> Iterator[None]:
+    with unsynced():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -359,20 +359,20 @@ def test_every_copy_comes_after_what_it_depends_on(layout: Layout, room: int, tm
         assert min(found["operators"][name] for name in ("inbound", "outbound", "computing")) > 0
 
 
-@pytest.mark.parametrize("unordered", quick(UNORDERED, ["memory"]))
+@pytest.mark.parametrize("unordered", quick(UNORDERED, []))
 def test_a_missing_wait_is_out_of_order(unordered: str, tmp_path: Path) -> None:
     for found in run_ranks(check_order, 2, BROKEN, 0, unordered, tmp_path):
         assert found["violations"]
 
 
-@pytest.mark.parametrize("layout", quick(ZERO, ["zero2", "zero3"]))
+@pytest.mark.parametrize("layout", quick(ZERO, ["zero3"]))
 def test_deepspeeds_functions_read_masters_that_are_on_their_way(layout: Layout) -> None:
     for late, at_once in zip(*(run_ranks(read_after_forward, 2, layout, late) for late in (True, False)), strict=True):
         assert at_once and all(bool(each.any()) for each in at_once.values())
         assert differing(late, at_once) == []
 
 
-@pytest.mark.parametrize("layout", quick(ZERO, ["zero2", "zero3"]))
+@pytest.mark.parametrize("layout", quick(ZERO, ["zero2"]))
 def test_two_groups_are_on_the_device_only_where_there_is_room(layout: Layout, held: OnRanks) -> None:
     for alone, beside in zip(held(layout, 0), held(layout, LARGE), strict=True):
         own = [after for _, after in alone]
