@@ -160,6 +160,7 @@ def test_another_program_runs_every_row(comparison: Comparison) -> None:
 
 def test_what_was_run_is_not_run_again_and_other_settings_are_refused(comparison: Comparison) -> None:
     both = ("dense", "sft:--method sft --density 0.1")
+    comparison.common += ["--max_steps", "2"]
     assert comparison.make(rows=["dense"]) == 0 and comparison.num_runs() == 1
     assert comparison.make(rows=both) == 0 and comparison.num_runs() == 2
     assert comparison.make("--seeds", "42", "43", rows=both) == 0 and comparison.num_runs() == 4
@@ -338,7 +339,8 @@ def test_a_damaged_record_is_refused_and_kept(text: str, comparison: Comparison)
 
 
 # Tokens are what a trial counts, in a process before the run's.
-@pytest.mark.parametrize("budget", ["steps=3", pytest.param("tokens=96", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["steps=3", "tokens=96"])
 def test_it_runs_in_processes_of_its_own(budget: str, comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "run_process", run_process)
     assert comparison.make("--budget", budget, rows=["dense"]) == 0
