@@ -231,8 +231,11 @@ def test_a_trial_measures_whole_cycles_after_the_first(comparison: Comparison, t
 
 
 def test_rates_are_searched_with_the_first_seed_and_the_best_trains_the_others(
-    comparison: Comparison, capsys: pytest.CaptureFixture[str]
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    comparison.is_dry = True
+    losses = {1e-5: (2.0, 2.0, 2.0), 1e-2: (2.0, 1.5, 1.6)}
+    monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(*found(folder, losses)))
     assert comparison.make("--search_rates", "1e-5", "1e-2", "--seeds", "1", "2", rows=["dense"]) == 0
     names = ("rate1e-05-seed1", "rate0.01-seed1", "rate0.01-seed2")
     assert list(comparison.record()["runs"]) == [f"dense/{name}" for name in names]
