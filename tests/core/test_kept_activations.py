@@ -240,7 +240,7 @@ def kept_by_hand(places: Iterable[int]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("method", ["hift", "dense", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", quick(["hift", "dense", "sft"], ["hift"]))
 def test_peaks_grow_with_the_blocks_that_keep_from_checkpointing_to_none(method: str) -> None:
     peaks = []
     for num_blocks in range(BLOCKS + 1):
@@ -257,7 +257,7 @@ def test_peaks_grow_with_the_blocks_that_keep_from_checkpointing_to_none(method:
 
 @pytest.mark.parametrize(
     ("method", "num_blocks"),
-    quick(itertools.product(("hift", "dense"), (1, 2, 3)), [("hift", 1), ("dense", 2), ("dense", 3)]),
+    quick(itertools.product(("hift", "dense"), (1, 2, 3)), [("hift", 1), ("dense", 2)]),
 )
 def test_no_choice_of_as_many_blocks_has_a_lower_peak_than_the_uppermost(method: str, num_blocks: int) -> None:
     peaks = {

@@ -178,7 +178,7 @@ def save_case(case: Case) -> None:
 SLOW = {
     *("plain", "bf16", "dora", "dora, resized", "both, not tied", "whole, tied", "tokens, not tied, dora"),
     *("embedding, tied", "embedding, tied, rslora, resized", "experts, sharded", "convolutions of sounds, dora"),
-    *("bert, embedding", "encoder and decoder", "init pissa_niter_2"),
+    *("bert, embedding", "encoder and decoder", "init pissa_niter_2", "embedding, not tied", "tokens, tied"),
 }
 """Cases whose values another one has together with more."""
 

@@ -58,7 +58,7 @@ def test_the_base_optimizer_is_the_trainers_own(tmp_path: Path) -> None:
     [
         (HiFTConfig.paper(stream_bytes=4096), TokenTune(ratio=0.4)),
         (HiFTConfig.paper(waiting="int8", gradients="host"),),
-        (HiFTConfig.paper(weights="host", gradients="stepped"),),
+        pytest.param((HiFTConfig.paper(weights="host", gradients="stepped"),), marks=pytest.mark.slow),
         pytest.param((sft_config(), TokenTune(ratio=0.4)), marks=pytest.mark.slow),
     ],
     ids=str,

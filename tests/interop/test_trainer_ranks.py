@@ -173,7 +173,7 @@ def test_each_rank_selects_other_tokens(name: str, trained: Trained) -> None:
     assert sum(not torch.equal(one, other) for one, other in zip(first, second, strict=True)) >= UPDATES - 2
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", quick(RESUMED, ["hift", "hift and tokens"]))
 def test_a_run_resumed_in_mid_cycle_has_the_bits_of_one_that_never_stopped(name: str, resumed: Trained) -> None:
     assert [differing(*rank) for rank in resumed(name)] == [[], []]
 
