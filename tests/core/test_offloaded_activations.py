@@ -38,6 +38,7 @@ from tests.core.test_kept_activations import (
 )
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import OddModel, differing, weights
+from tests.helpers.pairwise import rotated
 from tests.helpers.streams import PretendedStreams, Streams
 
 # Nor the head of the classifiers here.
@@ -281,8 +282,7 @@ def test_two_forwards_before_a_backward_are_told_apart(begun: list[int]) -> None
 # ---- in every order of copies
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
-@pytest.mark.parametrize("method", ["hift", "dense"])
+@rotated(seed=[None, 0, 1, 2], method=["hift", "dense"])
 def test_every_legal_order_of_copies_gives_the_same_bits(method: str, seed: int | None) -> None:
     plain = train(checkpointed(), method)
     with delayed(seed) as made:
@@ -314,11 +314,11 @@ def pretended(kind: type[PretendedStreams] = PretendedStreams) -> Iterator[Strea
             yield streams
 
 
-def run_steps(reentrant: bool = False) -> None:
+def run_steps(num_steps: int = CYCLE, *, reentrant: bool = False) -> None:
     model = checkpointed(reentrant=reentrant)
     hift = st.HiFT(model, torch.optim.SGD, config=st.HiFTConfig.paper(state="device"), lr=1e-2)
     with st.offload_activations(model):
-        for step in range(CYCLE):
+        for step in range(num_steps):
             model(**batch(model, step))  # dropped
             model(**batch(model, step, length=14 + step)).loss.backward()
             hift.step()
@@ -328,7 +328,7 @@ def run_steps(reentrant: bool = False) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_no_memory_is_touched_without_a_wait(reentrant: bool) -> None:
     with pretended() as streams:
-        run_steps(reentrant)
+        run_steps(reentrant=reentrant)
     # Memory of the host is given up after a wait for the whole device (`copy_streams._unpin`), which is not pretended.
     assert [each for each in streams.violations if not each.startswith("host memory")] == []
     # One block more in each turn but the last, in forwards that are dropped and in those with a backward.
@@ -359,7 +359,7 @@ class _NoWaitForOtherCopies(PretendedStreams):
 @pytest.mark.parametrize("kind", [_NoComputeAfter, _NoWaitForComputing, _NoWaitForOtherCopies])
 def test_the_check_sees_a_missing_wait(kind: type[PretendedStreams]) -> None:
     with pretended(kind) as streams:
-        run_steps()
+        run_steps(2)
     assert streams.violations
 
 

@@ -32,7 +32,7 @@ from tests.core.test_kept_activations import (
 )
 from tests.helpers.model_types import MODEL_TYPES
 from tests.helpers.models import tiny_gpt2, tiny_llama, tiny_mixtral, token_batches
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import rotated
 from tests.helpers.tolerance import sum_limit
 
 Gradients = dict[str, torch.Tensor]
@@ -76,7 +76,7 @@ def assert_close(found: list[Gradients], expected: list[Gradients], limit: float
             assert distance <= limit * max(floor, float(other[name].abs().max())), (step, name, distance)
 
 
-@pairwise(method=METHODS, checkpointed=(True, False), tile_size=TILES)
+@rotated(method=METHODS, checkpointed=(True, False), tile_size=TILES)
 def test_losses_and_gradients_are_those_of_whole_batches(method: str, checkpointed: bool, tile_size: int) -> None:
     def run(tile_size: int | None) -> list[Gradients]:
         # SFT has no fp64.

@@ -21,7 +21,7 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "config",
     [
-        SFTConfig(density=0.1, reselection_interval=3, estimation_steps=2),
+        pytest.param(SFTConfig(density=0.1, reselection_interval=3, estimation_steps=2), marks=pytest.mark.slow),
         SFTConfig(density=0.1, reselection_interval=5, selection="momentum"),
         SFTConfig(density=0.1, reselection_interval=3, estimation_steps=2, packed=True),
         SFTConfig(density=0.1, reselection_interval=3, estimation_steps=2, form="layer"),

@@ -16,6 +16,7 @@ from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.interop.methods import count_updates
 from tests.helpers.models import assert_same_bits, deterministic, tiny_llama
+from tests.helpers.ranks import quick
 from tests.training.test_callbacks import ROWS, StopAfter, Watch, collate, make_trainer
 
 
@@ -57,8 +58,8 @@ def test_the_base_optimizer_is_the_trainers_own(tmp_path: Path) -> None:
     [
         (HiFTConfig.paper(stream_bytes=4096), TokenTune(ratio=0.4)),
         (HiFTConfig.paper(waiting="int8", gradients="host"),),
-        (HiFTConfig.paper(weights="host", gradients="stepped"),),
-        (sft_config(), TokenTune(ratio=0.4)),
+        pytest.param((HiFTConfig.paper(weights="host", gradients="stepped"),), marks=pytest.mark.slow),
+        pytest.param((sft_config(), TokenTune(ratio=0.4)), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -73,7 +74,7 @@ def test_where_algorithms_must_be_deterministic_the_bits_are_the_same(settings: 
     assert_same_bits(*models)
 
 
-@pytest.mark.parametrize("waiting", [None, "int8"])
+@pytest.mark.parametrize("waiting", quick([None, "int8"], ["int8"]))
 def test_after_training_blocks_on_the_host_still_come_for_an_evaluation_and_for_a_second_trainer(
     waiting: Any, tmp_path: Path
 ) -> None:
@@ -221,7 +222,7 @@ def test_tokentune_alone_leaves_the_trainers_optimizer_and_goes_off_again(tmp_pa
 def test_settings_that_do_not_go_together_or_fit_the_model_are_refused_and_leave_the_trainer_as_it_was(
     settings: tuple[Any, ...], error: type[Exception], text: str, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, max_steps=1)
     with pytest.raises(error, match=text):
         slivertune.attach(trainer, *settings)
     assert trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None

@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
         "settings": (HiFTConfig.paper(order="random", steps_per_group=2),),
         "gradient_accumulation_steps": 2,
         "max_grad_norm": 0.1,
-        "max_steps": 20,
     },
     "sft": {"settings": (SFT,)},
     "sft by momentum": {
@@ -162,19 +161,19 @@ def test_sft_ends_with_the_best_models_deltas(tmp_path: Path) -> None:
         assert_ended_with_the_best(best)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_the_ranks_have_the_same_bits(name: str, trained: Trained) -> None:
     assert differing(*(rank["weights"][-1] for rank in trained(name))) == []
 
 
-@pytest.mark.parametrize("name", ["hift and tokens", "tokens"])
+@pytest.mark.parametrize("name", quick(["hift and tokens", "tokens"], ["tokens"]))
 def test_each_rank_selects_other_tokens(name: str, trained: Trained) -> None:
     first, second = (rank["selections"] for rank in trained(name))
     assert len(first) == len(second) == UPDATES
     assert sum(not torch.equal(one, other) for one, other in zip(first, second, strict=True)) >= UPDATES - 2
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", quick(RESUMED, ["hift", "hift and tokens"]))
 def test_a_run_resumed_in_mid_cycle_has_the_bits_of_one_that_never_stopped(name: str, resumed: Trained) -> None:
     assert [differing(*rank) for rank in resumed(name)] == [[], []]
 

@@ -117,12 +117,19 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(damage: str) -> None:
+@pytest.fixture(scope="module")
+def trained() -> tuple[Any, Any]:
+    """A model and its SFT inside an estimation phase, for tests that change neither."""
     model = tiny_llama()
     optimizer = sft_over(model)
     train(model, optimizer, token_batches(5))
     assert optimizer.is_estimating
+    return model, optimizer
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(damage: str, trained: tuple[Any, Any]) -> None:
+    model, optimizer = trained
     state = copy.deepcopy(optimizer.state_dict())
     change, text = DAMAGE[damage]
     change(state)

@@ -8,6 +8,7 @@ from torch import nn
 
 from slivertune import SFT, SFTConfig
 from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.pairwise import rotated
 from tests.helpers.tolerance import assert_sums_close, sum_limit
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
 from tests.sft.runs import sft_over, train
@@ -37,8 +38,7 @@ def masked_gradients(model: nn.Module, optimizer: SFT, batch: dict[str, torch.Te
     return found
 
 
-@pytest.mark.parametrize("form", ["optimizer", "layer"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rotated(form=["optimizer", "layer"], dtype=[torch.float32, torch.bfloat16])
 def test_the_norm_of_the_models_gradients_is_that_of_the_masked_dense_ones(form: str, dtype: torch.dtype) -> None:
     model = tiny_llama(dtype)
     optimizer = build(model, form=form)
@@ -58,8 +58,7 @@ def test_the_norm_of_the_models_gradients_is_that_of_the_masked_dense_ones(form:
         optimizer.step()
 
 
-@pytest.mark.parametrize("form", ["optimizer", "layer"])
-@pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
+@rotated(form=["optimizer", "layer"], selection=["accumulated_gradient", "momentum"])
 def test_clipping_outside_and_inside_is_the_same_to_the_bit(form: str, selection: str) -> None:
     model = tiny_llama()
     other = twin(model)

@@ -38,7 +38,7 @@ from tests.helpers.models import (
     twin,
     weights,
 )
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import rotated
 from tests.helpers.tolerance import assert_step_close
 from tests.sft.reference import FixedAdamW
 from tests.sft.runs import over, sft_over, train
@@ -120,8 +120,7 @@ def test_loading_the_pretrained_weights_starts_from_them() -> None:
     assert all(torch.equal(model.get_parameter(name), value) for name, value in before.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
+@rotated(dtype=[torch.float32, torch.bfloat16], form=FORMS)
 def test_putting_in_what_the_model_holds_or_swapping_weights_and_back_changes_nothing(
     dtype: torch.dtype, form: str
 ) -> None:
@@ -271,7 +270,7 @@ def test_a_cast_is_allowed_for_what_is_not_trained_and_for_evaluation() -> None:
     assert optimizer.updates == before + 2
 
 
-@pairwise(
+@rotated(
     checkpointing=[None, False, True],
     form=FORMS,
     requires_grad=[True, False],

@@ -8,7 +8,7 @@ import torch
 
 from slivertune import SFT
 from tests.helpers.models import bits
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import rotated
 from tests.helpers.tolerance import assert_sums_close, sum_limit, unit_roundoff
 from tests.sft.reference import NAMES, SHAPES, NaiveSFT, Prescribed, prescribed_gradients, reselection_times
 from tests.sft.runs import sft_over, train
@@ -90,7 +90,7 @@ def assert_equal_to_reference(model: Prescribed, optimizer: SFT, naive: NaiveSFT
         assert bool(((weight.double() - wanted).abs() <= limit + 2 * unit_roundoff(weight.dtype) * wanted.abs()).all())
 
 
-@pairwise(case=CASES, dtype=[torch.float32, torch.bfloat16], micro_batches=[1, 3])
+@rotated(case=CASES, dtype=[torch.float32, torch.bfloat16], micro_batches=[1, 3])
 def test_every_update_equals_the_plain_reference(case: str, dtype: torch.dtype, micro_batches: int) -> None:
     model = Prescribed(SHAPES, dtype)
     optimizer, naive = build(model, CASES[case])

@@ -19,7 +19,7 @@ from torch import nn
 import slivertune as st
 from slivertune.training.options.table import RENAMED
 from tests.helpers.models import assert_all_moved, weights
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import rotated
 from tests.helpers.tolerance import assert_step_close, exact_sums, with_exact
 from tests.tokentune.families import (
     BATCH,
@@ -291,7 +291,7 @@ BF16: dict[str, tuple[torch.dtype, Callable[[], Any]]] = {
 }
 
 
-@pairwise(
+@rotated(
     name=("llama, grouped", "gemma3", "gpt2", "gpt_neox", "bert, masked", "gpt_oss"),
     precision=BF16,
     checkpointing=CHECKPOINTING,
@@ -404,7 +404,7 @@ def test_num_items_in_batch_counts_for_the_selected_share(num_items: Any) -> Non
 # ---- HiFT
 
 
-@pairwise(
+@rotated(
     name=("llama, grouped", "gpt2", "bert, sequences"),
     order=("bottom2up", "top2down"),
     checkpointing=("plain", "not reentrant"),

@@ -114,10 +114,10 @@ def test_a_given_number_of_items_is_scaled_by_the_share_of_selected_labels(
 def test_scaled_losses_of_micro_batches_are_on_average_the_dense_loss(model: Any, batch: Batch) -> None:
     dense = model(**batch, num_items_in_batch=38).loss.item()
     losses = []
-    for seed in range(200):
+    for seed in range(100):
         with st.TokenTune(ratio=0.4, pattern="random", seed=seed).attach(model):
             losses.append(model(**batch, num_items_in_batch=38).loss.item())
-    # The standard error of the mean is near 0.01.
+    # The standard error of the mean is near 0.015.
     assert sum(losses) / len(losses) == pytest.approx(dense, abs=0.05)
 
 

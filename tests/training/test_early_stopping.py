@@ -114,7 +114,7 @@ def stopped(runs: Runs, *more: str) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["hift", "sft", *(pytest.param(each, marks=SLOW) for each in ("dense", "lora", "sft in bf16, packed"))]
+    "name", ["sft", *(pytest.param(each, marks=SLOW) for each in ("hift", "dense", "lora", "sft in bf16, packed"))]
 )
 def test_a_run_stops_early_and_saves_the_best_model(name: str, runs: Runs) -> None:
     run, results = stopped(runs, *COMBINATIONS.get(name, ("--method", name)))

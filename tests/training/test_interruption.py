@@ -4,7 +4,7 @@ import functools
 import os
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +19,7 @@ from slivertune.core.manifest import write_manifest
 from slivertune.training import interruption
 from slivertune.training.folders import newest_whole
 from slivertune.training.interruption import Interruption
-from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits
+from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits, train
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +48,27 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, calls: set[int], *, in_training
     monkeypatch.setattr(owner, name, call)
 
 
+@pytest.fixture(scope="module")
+def whole(tiny_base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run by a method with some options that nothing has stopped, made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    @functools.cache
+    def run(method: str, *more: str) -> Path:
+        place = folder / str(run.cache_info().misses)
+        train(tiny_base, texts, place, *more, *UNMEASURED, method=method)
+        return place
+
+    return run
+
+
 EVALUATED = ("--eval_strategy", "steps", "--eval_steps", "2")
 
 
 @pytest.mark.parametrize(
     ("method", "more", "call", "in_training", "step"),
     [
-        pytest.param("hift", (), 3, True, 3, id="before the first checkpoint"),
+        pytest.param("hift", (), 3, True, 3, marks=pytest.mark.slow, id="before the first checkpoint"),
         pytest.param("sft", ("--density", "0.1", "--gradient_accumulation_steps", "2"), 5, True, 3, id="accumulating"),
         pytest.param("dense", ("--save_strategy", "no", "--save_only_model"), 1, True, 1, id="saving nothing"),
         pytest.param("dense", ("--save_strategy", "epoch", *EVALUATED), 2, True, 2, id="with an evaluation due"),
@@ -70,12 +84,14 @@ def test_the_first_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_bits
     call: int,
     in_training: bool,
     step: int,
+    whole: Callable[..., Path],
     runs: Runs,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # Saving and evaluating on the way changes no bit.
+    expected = whole(method, *(more if more[:1] in (("--density",), ("--token_ratio",), ("--lora_dropout",)) else ()))
     more = (*more, *UNMEASURED)
-    runs.train("whole", *more, method=method)
     with monkeypatch.context() as patched:
         interrupted(patched, {call}, in_training=in_training)
         assert main(runs.arguments("parts", *more, method=method)) == 130
@@ -87,7 +103,7 @@ def test_the_first_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_bits
     assert f"the last whole checkpoint is {checkpoint}" in said
     program, *words = shlex.split(command)
     assert program == "slivertune" and main(words) == 0
-    assert_same_bits(runs["whole"], runs["parts"])
+    assert_same_bits(expected, runs["parts"])
 
 
 @pytest.mark.parametrize(
@@ -102,12 +118,12 @@ def test_a_save_that_is_cut_short_leaves_the_checkpoint_that_the_first_line_name
     more: tuple[str, ...],
     kept: str | None,
     again: tuple[str, ...] | None,
+    whole: Callable[..., Path],
     runs: Runs,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     more = (*more, *UNMEASURED)
-    runs.train("whole", *more)
 
     def write(checkpoint: Path, entries: Any) -> None:
         if checkpoint.name == "checkpoint-3":
@@ -125,7 +141,7 @@ def test_a_save_that_is_cut_short_leaves_the_checkpoint_that_the_first_line_name
     assert newest_whole(runs["parts"])[0] == checkpoint and (runs["parts"] / "checkpoint-3").is_dir()
     _, *printed = shlex.split(captured.err.strip().splitlines()[-1].rpartition(" with: ")[2])
     assert main(printed if again is None else runs.arguments("parts", *more, *again)) == 0
-    assert_same_bits(runs["whole"], runs["parts"])
+    assert_same_bits(whole("hift"), runs["parts"])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_run_that_keeps_activations_has_the_bits_of_plain_checkpointing_and_co
     for number in ("none", "0", "1", "2"):
         counts.append(0)
         more = () if number == "none" else ("--keep_activations", number)
-        results.append(runs.train(number, *method, *CHECKPOINTED, *UNMEASURED, *more))
+        results.append(runs.train(number, *method, *CHECKPOINTED, "--max_steps", str(TINY_CYCLE), *UNMEASURED, *more))
         out = runs.printed()
         line = f"  keeps   activations of {number} of 2 checkpointed blocks, from the top"
         assert (line in out) == bool(more)

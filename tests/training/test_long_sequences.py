@@ -6,7 +6,15 @@ import slivertune as st
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.token_tiles import runs_in_tiles
 from slivertune.training.output.plan_line import request_of
-from tests.training.tiny_runs import CHECKPOINTED, CHECKPOINTED_METHODS, UNMEASURED, Runs, assert_same_bits, results_of
+from tests.training.tiny_runs import (
+    CHECKPOINTED,
+    CHECKPOINTED_METHODS,
+    TINY_CYCLE,
+    UNMEASURED,
+    Runs,
+    assert_same_bits,
+    results_of,
+)
 
 
 @CHECKPOINTED_METHODS
@@ -21,9 +29,10 @@ def test_a_run_that_offloads_has_the_bits_of_plain_checkpointing(method: tuple[s
 
 
 def test_a_run_in_tiles_is_planned_with_them_and_its_loss_is_that_of_whole_batches(runs: Runs) -> None:
-    plain = runs.train("plain", *CHECKPOINTED)
+    more = (*CHECKPOINTED, "--max_steps", str(TINY_CYCLE))
+    plain = runs.train("plain", *more)
     runs.printed()
-    tiled = runs.train("tiled", *CHECKPOINTED, "--token_tile_size", "16")
+    tiled = runs.train("tiled", *more, "--token_tile_size", "16")
     assert "  tiles   of 16 tokens in 7 MLPs and norms" in runs.printed()
     assert tiled["settings"]["token_tile_size"] == 16
     assert tiled["planned_peak_bytes"] < plain["planned_peak_bytes"]

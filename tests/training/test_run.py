@@ -79,7 +79,7 @@ def test_tensorboard_finds_the_whole_run_in_its_folder(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
-    runs.train("out", "--report_to", "tensorboard", "--logging_steps", "1")
+    runs.train("out", "--report_to", "tensorboard", "--logging_steps", "1", *UNMEASURED)
     events = EventAccumulator(str(runs["out"] / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 6]
@@ -101,7 +101,7 @@ def test_the_ledger_can_stop_after_two_lines_or_never_begin(runs: Runs) -> None:
 def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(method: str, runs: Runs) -> None:
     more = ("--max_steps", str(2 * TINY_CYCLE + 3), "--save_steps", "3", "--lr_scheduler_type", "cosine", *UNMEASURED)
     whole = runs.train("whole", *more, method=method)
-    for step in (3, 6, 9):
+    for step in (3, 6, 9) if method == "hift" else (6,):
         resume = ("--resume_from_checkpoint", str(runs["whole"] / f"checkpoint-{step}"))
         again = runs.train(f"from-{step}", *more, *resume, method=method)
         assert all(again[name] == whole[name] for name in ("before", "after"))
@@ -115,7 +115,7 @@ def test_a_resumed_run_knows_where_it_came_from(runs: Runs) -> None:
     values = read_entries(output / "checkpoint-3")
     facts = values["facts"] | {"before": {"eval_loss": 123.0}, "sample_before": "once"}
     write_manifest(output / "checkpoint-3", {"global_step": values["global_step"], "facts": facts})
-    again = runs.train("again", "--resume_from_checkpoint", str(output / "checkpoint-3"))
+    again = runs.train("again", "--resume_from_checkpoint", str(output / "checkpoint-3"), *UNMEASURED)
     assert (again["before"], again["sample"]["before"]) == ({"eval_loss": 123.0}, "once")
 
 
@@ -154,7 +154,7 @@ def test_one_command_starts_continues_and_finishes_a_run(
     monkeypatch.chdir(tmp_path)
     sft = ("--density", "0.1", "--reselection_interval", "3", "--estimation_steps", "2")
     more = ("--save_steps", "2", *(sft if method == "sft" else ()), *(UNMEASURED if method != "hift" else ()))
-    runs.train("whole", *more, method=method)
+    runs.train("whole", *more, *UNMEASURED, method=method)
     arguments = runs.arguments("x", *more, method=method)
     place = arguments.index("--output_dir")
     command = [*arguments[:place], *arguments[place + 2 :], "--resume_from_checkpoint", "auto"]
@@ -339,13 +339,13 @@ def test_a_disk_that_is_full_while_the_trainer_saves_is_told_with_the_folder_and
 
 def test_too_many_broken_updates_in_a_row_stop_the_run(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_losses(monkeypatch, calls=set(range(2, 100)))
-    error = runs.complaint("--max_steps", "20", "--non_finite_limit", "4", code=1)
+    error = runs.complaint("--max_steps", "20", "--non_finite_limit", "4", *UNMEASURED, code=1)
     assert "4 updates in a row were not finite, the last at step 5" in error and "Traceback" not in error
 
 
 def test_a_run_without_an_update_is_an_error(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_losses(monkeypatch, calls=set(range(1, 100)))
-    error = runs.complaint("--max_steps", "2", code=1)
+    error = runs.complaint("--max_steps", "2", *UNMEASURED, code=1)
     assert (
         "none of the 2 updates since step 0 was applied, since their losses or gradients were not" in error
         and "Traceback" not in error

@@ -153,7 +153,7 @@ def test_datasets_of_two_formats_train_together_by_weight(chats: Runs) -> None:
     ],
 )
 def test_every_method_and_token_selection_take_chats(name: str, packed: bool, chats: Runs) -> None:
-    results = chats.train("out", *COMBINATIONS[name], "--packing", str(packed), "--max_length", "64")
+    results = chats.train("out", *COMBINATIONS[name], "--packing", str(packed), "--max_length", "64", *UNMEASURED)
     assert results["num_steps"] == 6
     assert results["after"]["eval_loss"] != results["before"]["eval_loss"]
 

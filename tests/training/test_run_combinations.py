@@ -18,6 +18,7 @@ from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.training.tiny_runs import (
     COMBINATIONS,
     TINY_CYCLE,
+    UNMEASURED,
     Runs,
     assert_same_bits,
     saved_weights,
@@ -114,9 +115,9 @@ FOUR_BIT = "load_in_4bit=None, and this run asks for load_in_4bit=True"
 def test_other_settings_cannot_resume_a_run(
     first: tuple[str, ...], others: dict[tuple[str, ...], str], runs: Runs
 ) -> None:
-    runs.train("out", *first, "--max_steps", "2")
+    runs.train("out", *first, "--max_steps", "2", *UNMEASURED)
     for words, message in others.items():
-        more = (*words, "--resume_from_checkpoint", "true")
+        more = (*words, "--resume_from_checkpoint", "true", *UNMEASURED)
         assert message in runs.complaint(*more)
 
 
@@ -170,7 +171,7 @@ def test_all_tokens_are_dense_training(runs: Runs) -> None:
 
 
 def test_a_selection_saves_activations(runs: Runs) -> None:
-    more = ("--method", "dense", "--max_steps", "8")
+    more = ("--method", "dense", "--max_steps", "2")
     dense = runs.train("dense", *more)
     some = runs.train("some", *more, "--token_ratio", "0.25")
     assert some["highest_bytes"]["residual"] < 0.6 * dense["highest_bytes"]["residual"]
@@ -190,7 +191,7 @@ def test_responses_of_which_few_are_selected_give_no_loss_that_is_not_finite(run
     path = runs["rows.jsonl"]
     rows = [{"prompt": f"{number} and {number} are ", "response": str(2 * number)} for number in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    more = ("--token_ratio", "0.1", "--max_steps", "24", "--method", "lora")
+    more = ("--token_ratio", "0.1", "--max_steps", "24", "--method", "lora", *UNMEASURED)
     results = runs.train("out", *more, data=path)
     assert results["num_skipped"] == 0
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]

@@ -9,7 +9,7 @@ import yaml
 
 from slivertune.cli import main
 from tests.training.test_launches import ACCELERATE, TORCHRUN, launch
-from tests.training.tiny_runs import Runs, assert_same_bits, results_of
+from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits, results_of, train
 
 
 def write_run(path: Path, arguments: list[str], **more: Any) -> str:
@@ -27,19 +27,26 @@ def kept_settings(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def typed(runs: Runs) -> list[str]:
-    return runs.arguments("typed", "--save_steps", "3", "--memory_ledger", "off")
+    return runs.arguments("typed", "--save_steps", "3", *UNMEASURED)
 
 
-def test_a_file_and_what_a_run_keeps_make_the_same_run(typed: list[str], tmp_path: Path) -> None:
-    assert main(typed) == 0
+@pytest.fixture(scope="module")
+def typed_run(tiny_base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that is typed."""
+    folder = tmp_path_factory.mktemp("typed") / "run"
+    train(tiny_base, texts, folder, "--save_steps", "3", *UNMEASURED)
+    return folder
+
+
+def test_a_file_and_what_a_run_keeps_make_the_same_run(typed: list[str], typed_run: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path / "run.yaml", typed, output_dir=str(tmp_path / "from file"))
     assert main(["train", path]) == 0
     kept = tmp_path / "from file" / "slivertune_run.yaml"
     assert main(["train", str(kept), "--output_dir", str(tmp_path / "again")]) == 0
     for name in ("from file", "again"):
-        assert_same_bits(tmp_path / "typed", tmp_path / name)
-        assert results_of(tmp_path / name)["settings"] == results_of(tmp_path / "typed")["settings"]
-    first, *others = (kept_settings(tmp_path / name) for name in ("typed", "from file", "again"))
+        assert_same_bits(typed_run, tmp_path / name)
+        assert results_of(tmp_path / name)["settings"] == results_of(typed_run)["settings"]
+    first, *others = map(kept_settings, (typed_run, tmp_path / "from file", tmp_path / "again"))
     assert first["max_steps"] == 6 and others == [first, first]
     # What is typed wins.
     assert main(["train", str(kept), "--max_steps", "2", "--output_dir", str(tmp_path / "shorter")]) == 0
@@ -48,9 +55,8 @@ def test_a_file_and_what_a_run_keeps_make_the_same_run(typed: list[str], tmp_pat
 
 
 def test_one_command_with_a_file_starts_goes_on_and_is_finished(
-    typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    typed: list[str], typed_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(typed) == 0
     output = tmp_path / "out"
     path = write_run(tmp_path / "run.yaml", typed, output_dir=str(output), resume_from_checkpoint="auto")
     assert main(["train", path]) == 0
@@ -61,7 +67,7 @@ def test_one_command_with_a_file_starts_goes_on_and_is_finished(
     capsys.readouterr()
     assert main(["train", path]) == 0
     assert f"continuing from {output / 'checkpoint-3'}" in "".join(capsys.readouterr().out.split("\n"))
-    assert_same_bits(tmp_path / "typed", output)
+    assert_same_bits(typed_run, output)
     assert main(["train", path]) == 0
     said = capsys.readouterr().out
     assert "is finished after 6 updates; nothing was trained" in said and f"started by: slivertune train {path}" in said

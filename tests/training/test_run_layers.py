@@ -21,6 +21,7 @@ from transformers import (
 from slivertune import HiFTConfig, attach
 from slivertune.cli import main
 from tests.helpers.models import differing
+from tests.helpers.ranks import quick
 from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits, complaint, saved_weights, write_classes
 
 MAMBA_WORDS = ("backbone.embeddings", "backbone.layers.*", "backbone.norm_f")
@@ -66,7 +67,11 @@ def words(request: pytest.FixtureRequest, runs: Runs, tmp_path: Path) -> tuple[s
     return ("--model_name_or_path", str(base), *task, *TWO_UPDATES, *UNMEASURED)
 
 
-@pytest.mark.parametrize(("words", "kind"), [(kind, kind) for kind in CASES], indirect=["words"])
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    quick([(kind, kind) for kind in CASES], [(kind, kind) for kind in ("falcon_mamba", "fnet")]),
+    indirect=["words"],
+)
 def test_two_updates_of_named_layers_are_those_of_a_script(words: tuple[str, ...], kind: str, runs: Runs) -> None:
     more = (*words, "--layers", *CASES[kind][1], "--chunked_cross_entropy", "false")
     runs.train("typed", *more)
@@ -115,7 +120,7 @@ def test_named_layers_stay_with_the_run_and_a_file_may_name_them(
     assert_same_bits(runs["from file"], runs["whole"])
 
 
-@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
+@pytest.mark.parametrize("kind", quick(["mamba", "falcon_mamba"], ["falcon_mamba"]))
 def test_named_layers_are_planned(kind: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "--model", str(make_base(runs, kind, tmp_path / "base")), "--seq_length", "8"]
     assert "with --layers MODULE_PATH" in complaint(capsys, plan)

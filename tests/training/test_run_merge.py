@@ -31,7 +31,10 @@ def by_peft(model: Any, adapter: object) -> Any:
     return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().eval()
 
 
-@pytest.mark.parametrize("four_bit", [(), ("--load_in_4bit",)], ids=["lora", "qlora"])
+@pytest.mark.parametrize(
+    "four_bit",
+    [pytest.param((), marks=pytest.mark.slow, id="lora"), pytest.param(("--load_in_4bit",), id="qlora")],
+)
 def test_the_adapter_of_a_run_and_of_a_checkpoint_become_plain_models(
     four_bit: tuple[str, ...], runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +73,7 @@ def test_the_adapter_of_a_run_and_of_a_checkpoint_become_plain_models(
 
 
 def test_a_merged_classifier_knows_its_classes_by_name(runs: Runs, tmp_path: Path) -> None:
-    more = (*LORA, "--task", "classification", "--learning_rate", "3e-2", "--max_steps", "30")
+    more = (*LORA, "--task", "classification", "--learning_rate", "3e-2", "--max_steps", "20")
     results = runs.train("out", *more, data=write_classes(tmp_path))
     said = merge(runs, results["model_folder"], runs["merged"])
     assert "replaced, since they were trained whole: score\n" in said

@@ -12,7 +12,7 @@ from slivertune.core.presets import preset_path, run_file_names
 from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.options.table import RENAMED
 from tests.helpers.ranks import quick
-from tests.training.tiny_runs import TINY_CYCLE
+from tests.training.tiny_runs import TINY_CYCLE, UNMEASURED
 
 PLANNED_ALONE = "single_gpu_48g_70b.yaml"
 
@@ -30,7 +30,7 @@ def test_a_run_file_trains_every_weight(
     # In bf16 smaller steps than these round away; each layer has one.
     typed += ["--steps_per_group", "1", "--max_steps", str(TINY_CYCLE)]
     typed += ["--learning_rate", "1e-2", "--lr_scheduler_type", "constant"]
-    assert main(["train", str(preset_path(name)), *typed]) == 0
+    assert main(["train", str(preset_path(name)), *typed, *UNMEASURED]) == 0
     asked = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
     kept = yaml.safe_load((tmp_path / "out" / "slivertune_run.yaml").read_text(encoding="utf-8"))
     assert {key: kept[key] for key in ("waiting", "weights", "state", "optim") if key in asked} == {

@@ -27,7 +27,9 @@ SFT = ("--method", "sft", "--density", "0.1", "--reselection_interval", "6")
 MOMENTUM = ("--selection", "momentum", "--learning_rate", "0.1")
 
 
-@pytest.mark.parametrize("more", [(), MOMENTUM, ("--bf16",), ("--packed", "--redistribute")])
+@pytest.mark.parametrize(
+    "more", [pytest.param((), marks=pytest.mark.slow), MOMENTUM, ("--bf16",), ("--packed", "--redistribute")]
+)
 def test_the_final_model_is_the_base_plus_its_deltas_and_nothing_else_has_moved_by_a_bit(
     more: tuple[str, ...], runs: Runs
 ) -> None:

@@ -20,6 +20,8 @@ from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.table import RENAMED, train_options
 from tests.training.command_line.values import value_of
 
+pytestmark = pytest.mark.usefixtures("parsers_made_once")
+
 AXES: dict[str, tuple[Any, ...]] = {
     "state": ("host", "device", "disk", "discard"),
     "master": ("fp32", "none"),

@@ -35,6 +35,13 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run.yaml").write_text(RUN, encoding="utf-8")
 
 
+def tiny_config() -> Any:
+    """A model of 48 positions and a single block, since each layer is planned for itself."""
+    config = llama_config(positions=48)
+    config.num_hidden_layers = 1
+    return config
+
+
 def planned(*words: str) -> tuple[dict[str, Any], list[str]]:
     arguments = parse_plan_arguments(words)
     return {"model": arguments.model, **arguments.given}, list(arguments.unread)
@@ -58,7 +65,7 @@ def test_a_run_file_is_planned_as_it_stands() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # SFT's advice on a model that is not pretrained
 def test_what_a_run_file_leaves_out_is_as_train_has_it(capsys: pytest.CaptureFixture[str]) -> None:
-    config = llama_config(positions=48)
+    config = tiny_config()
     for dtype, words, precision in (
         ("float32", (), "fp32"),
         ("bfloat16", (), "mixed_hi"),
@@ -73,16 +80,28 @@ def test_what_a_run_file_leaves_out_is_as_train_has_it(capsys: pytest.CaptureFix
         assert main(["plan", "short.yaml", *words, "--json"]) == 0
         request = json.loads(capsys.readouterr().out)["request"]
         assert [request[name] for name in ("batch_size", "seq_length", "precision")] == [8, 48, precision], words
-    config.dtype = "bfloat16"
-    config.save_pretrained("model")
-    assert main(["plan", "short.yaml", "--sweep", "method=hift,sft,dense", "--json"]) == 0
-    swept = json.loads(capsys.readouterr().out)["sweep"]
-    assert [plan["request"]["precision"] for plan in swept] == ["mixed_hi", "bf16", "fp32"]
     config.dtype = None
     config.save_pretrained("model")
     assert main(["plan", "short.yaml", "--gradient_checkpointing"]) == 0
     expected = "batch_size 8, seq_length 48, precision fp32 (the model's config names no dtype)"
     assert capsys.readouterr().out.startswith(f"not given, so as slivertune train has it: {expected}\n")
+
+
+PRECISIONS = {"hift": "mixed_hi", "sft": "bf16", "dense": "fp32"}
+
+
+@pytest.mark.filterwarnings("ignore")  # SFT's advice on a model that is not pretrained
+@pytest.mark.parametrize("methods", [("hift", "dense"), pytest.param(tuple(PRECISIONS), marks=pytest.mark.slow)])
+def test_each_method_of_a_sweep_has_the_precision_that_train_gives_it(
+    methods: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    config.dtype = "bfloat16"
+    config.save_pretrained("model")
+    Path("short.yaml").write_text("model_name_or_path: model\n", encoding="utf-8")
+    assert main(["plan", "short.yaml", "--sweep", f"method={','.join(methods)}", "--json"]) == 0
+    swept = json.loads(capsys.readouterr().out)["sweep"]
+    assert [plan["request"]["precision"] for plan in swept] == [PRECISIONS[method] for method in methods]
 
 
 AS_TRAIN = "so as slivertune train has it"
@@ -100,14 +119,14 @@ AS_TRAIN = "so as slivertune train has it"
             "--model model --sweep seq_length=8,16 --fit 24GiB",
             f"{AS_TRAIN}: batch_size 8, precision mixed_hi, no",
         ),
-        ("bfloat16", "--model model --max batch_size --fit 2GiB --bf16", f"{AS_TRAIN}: seq_length 48, no"),
+        ("bfloat16", "--model model --max batch_size --fit 577MiB --bf16", f"{AS_TRAIN}: seq_length 48, no"),
         ("float16", "--model model --sweep method=hift,dense --batch_size 2", f"{AS_TRAIN}: seq_length 48, no"),
     ],
 )
 def test_a_first_line_names_what_was_not_given(
     dtype: str, words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = llama_config(positions=48)
+    config = tiny_config()
     config.dtype = dtype
     config.save_pretrained("model")
     Path("short.yaml").write_text("model_name_or_path: model\n", encoding="utf-8")

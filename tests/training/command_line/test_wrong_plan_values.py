@@ -14,6 +14,8 @@ from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.number_rules import number_rule
 from slivertune.training.options.table import train_options
 
+pytestmark = pytest.mark.usefixtures("parsers_made_once")
+
 OPTIONS = {**train_options(), **plan_options()}
 FIELDS = {NAMES_OF_FIELDS.get(name, name): name for name in OPTIONS}
 READ = {

@@ -160,6 +160,7 @@ def test_another_program_runs_every_row(comparison: Comparison) -> None:
 
 def test_what_was_run_is_not_run_again_and_other_settings_are_refused(comparison: Comparison) -> None:
     both = ("dense", "sft:--method sft --density 0.1")
+    comparison.common += ["--max_steps", "2"]
     assert comparison.make(rows=["dense"]) == 0 and comparison.num_runs() == 1
     assert comparison.make(rows=both) == 0 and comparison.num_runs() == 2
     assert comparison.make("--seeds", "42", "43", rows=both) == 0 and comparison.num_runs() == 4
@@ -230,8 +231,11 @@ def test_a_trial_measures_whole_cycles_after_the_first(comparison: Comparison, t
 
 
 def test_rates_are_searched_with_the_first_seed_and_the_best_trains_the_others(
-    comparison: Comparison, capsys: pytest.CaptureFixture[str]
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    comparison.is_dry = True
+    losses = {1e-5: (2.0, 2.0, 2.0), 1e-2: (2.0, 1.5, 1.6)}
+    monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(*found(folder, losses)))
     assert comparison.make("--search_rates", "1e-5", "1e-2", "--seeds", "1", "2", rows=["dense"]) == 0
     names = ("rate1e-05-seed1", "rate0.01-seed1", "rate0.01-seed2")
     assert list(comparison.record()["runs"]) == [f"dense/{name}" for name in names]
@@ -338,7 +342,8 @@ def test_a_damaged_record_is_refused_and_kept(text: str, comparison: Comparison)
 
 
 # Tokens are what a trial counts, in a process before the run's.
-@pytest.mark.parametrize("budget", ["steps=3", pytest.param("tokens=96", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["steps=3", "tokens=96"])
 def test_it_runs_in_processes_of_its_own(budget: str, comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "run_process", run_process)
     assert comparison.make("--budget", budget, rows=["dense"]) == 0

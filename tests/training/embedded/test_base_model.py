@@ -147,9 +147,8 @@ def test_without_a_model_the_embedded_one_is_used(
     assert main(["train", *words, "--memory_ledger", "off"]) == 0
     assert (tmp_path / "runs" / "hift" / "model" / "model.safetensors").is_file()
     assert few_docstrings.call_count == 1
-    results = train(
-        base_model_folder(TINY_RECIPE), write_texts(tmp_path), tmp_path / "again", "--max_steps", "1", method="dense"
-    )
+    more = ("--max_steps", "1", "--memory_ledger", "off")
+    results = train(base_model_folder(TINY_RECIPE), write_texts(tmp_path), tmp_path / "again", *more, method="dense")
     assert results["num_parameters"] == 34_080
 
 

@@ -14,6 +14,7 @@ from slivertune.training.methods.sft import SFTMethod
 from slivertune.training.options.methods import HiFTOptions, SFTOptions
 from tests.conftest import CHECKOUT
 from tests.helpers.models import LAYERS, differing, tiny_llama
+from tests.helpers.ranks import quick
 from tests.training.test_callbacks import make_trainer
 from tests.training.tiny_runs import UNMEASURED, Runs, assert_same_bits, saved_weights
 
@@ -154,7 +155,7 @@ def test_it_says_so_when_it_is_asked_before_it_is_attached(method: SliverMethod)
         method.lines()
 
 
-@pytest.mark.parametrize("waiting", ["int8", "nf4"])
+@pytest.mark.parametrize("waiting", quick(["int8", "nf4"], ["int8"]))
 def test_waiting_layers_in_fewer_bits_resume_with_the_same_bits_and_save_exact_weights(
     waiting: str, runs: Runs
 ) -> None:

@@ -9,6 +9,8 @@ from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.options.number_rules import number_rule
 from slivertune.training.options.table import Option, train_options
 
+pytestmark = pytest.mark.usefixtures("parsers_made_once")
+
 OPTIONS = train_options()
 NUMBERS = [each for each in OPTIONS.values() if number_rule(each) is not None]
 CHOICES = [each for each in OPTIONS.values() if each.choices]
