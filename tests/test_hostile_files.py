@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy
 import pytest
@@ -112,17 +111,6 @@ def harmless(root: Path, *allowed: type[BaseException]) -> Iterator[None]:
     assert time.process_time() - began < LIMIT_S
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < LIMIT_BYTES
     assert snapshot(root) == before
-
-
-def unsynced() -> contextlib.AbstractContextManager[object]:
-    """No wait for the disk: thousands of files are written, and none is to outlast a power cut."""
-    return mock.patch.object(os, "fsync", return_value=None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_disk_is_waited_for() -> Iterator[None]:
-    with unsynced():
-        yield
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -17,7 +17,7 @@ from slivertune.core.manifest import write_manifest
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file
 from slivertune.parallel.zero.shares import fp32_weights, identity, load_zero
 from tests.helpers.models import assert_same_tree, tiny_llama
-from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced, unsynced
+from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced
 
 
 class Saved:
@@ -78,12 +78,6 @@ class Saved:
         for read in (fp32_weights, functools.partial(load_zero, self.hift)):
             with harmless(self.folder, ValueError):
                 read(self.folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_disk_is_waited_for() -> Iterator[None]:
-    with unsynced():
-        yield
 
 
 @pytest.fixture(scope="module")
