@@ -62,18 +62,18 @@ def reference_losses(
     ("dtype", "accumulation", "clip", "mixed_precision"),
     [
         (torch.float32, 1, True, "no"),
-        (torch.float32, 4, True, "bf16"),
-        (torch.float32, 4, False, "no"),
+        (torch.float32, 2, True, "bf16"),
+        (torch.float32, 2, False, "no"),
         (torch.bfloat16, 1, True, "bf16"),
-        (torch.bfloat16, 4, True, "no"),
-        (torch.bfloat16, 4, False, "bf16"),
+        (torch.bfloat16, 2, True, "no"),
+        (torch.bfloat16, 2, False, "bf16"),
     ],
 )
 def test_prepared_training_equals_the_reference(
     dtype: torch.dtype, accumulation: int, clip: bool, mixed_precision: str
 ) -> None:
     config = {"layers_per_group": 2, "steps_per_group": 2}
-    updates = 12
+    updates = 8
     other = tiny_llama(dtype)
     before = weights(other)
     model, hift = hift_over(twin(other), "AdamW", **config)

@@ -58,7 +58,7 @@ def run_both(
         pytest.param(2, False, None, torch.float32, 4, marks=pytest.mark.slow),
         (3, True, None, torch.float32, 4),
         pytest.param(1, True, 0.4, torch.float32, 3, marks=pytest.mark.slow),
-        (2, False, 0.4, torch.float32, 4),
+        pytest.param(2, False, 0.4, torch.float32, 4, marks=pytest.mark.slow),
     ],
 )
 def test_three_cycles_take_a_few_graphs_all_in_the_first_and_train_the_same_bits(

@@ -22,6 +22,7 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.helpers.pairwise import pairwise
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, with_exact
 from tests.hift.cases import hift_over, said
@@ -47,12 +48,8 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before forward", "before backward"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_freezing_and_unfreezing_by_others_changes_nothing(
-    change: Callable[[nn.Module], object], checkpointing: bool, when: str
-) -> None:
+@pairwise(change=CHANGES, checkpointing=[False, True], when=["before forward", "before backward"])
+def test_freezing_and_unfreezing_by_others_changes_nothing(change: str, checkpointing: bool, when: str) -> None:
     model: Any = tiny_llama()
     other, before = twin(model), weights(model)
     if checkpointing:
@@ -62,10 +59,10 @@ def test_freezing_and_unfreezing_by_others_changes_nothing(
     for batch in token_batches(7):
         active = set(hift.groups[hift.active_group].parameter_names)
         if when == "before forward":
-            change(model)
+            CHANGES[change](model)
         loss = model(**batch).loss
         if when == "before backward":
-            change(model)
+            CHANGES[change](model)
         loss.backward()
         assert with_gradient(model) == active
         assert trainable(model) == active

@@ -1,7 +1,9 @@
 """Weights that wait on the host: the bits of resident ones, whatever is late, and the device's bytes are bounded."""
 
 import copy
+import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,8 @@ from slivertune.hift.host_weights import _WeightSlot
 from slivertune.hift.resident_blocks import choose_resident, compute_device
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import pairwise, rotated
+from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.hift.cases import OPTIMIZERS, hift_over
 from tests.hift.test_ordering import pretended
@@ -55,7 +58,8 @@ def trained(
     return other
 
 
-@pairwise(dtype=[torch.float32, torch.bfloat16], layers_per_group=[1, 4], checkpointing=[None, "plain"])
+# Of their pairs each is in test_pairwise.py.
+@rotated(dtype=[torch.float32, torch.bfloat16], layers_per_group=[1, 4], checkpointing=["plain", None])
 def test_two_cycles_and_a_turn_are_those_of_the_naive_reference(
     dtype: torch.dtype, layers_per_group: int, checkpointing: str | None
 ) -> None:
@@ -84,9 +88,10 @@ SETTINGS: list[dict[str, Any]] = [
 def test_settings_have_the_bits_of_resident_weights(settings: dict[str, Any]) -> None:
     settings = {**settings}
     model = model_of(torch.bfloat16, settings.pop("checkpointing", None))
-    expected = trained(model, **settings)
+    steps = 2 * -(-LAYERS // settings.get("layers_per_group", 1)) + 1
+    expected = trained(model, steps, **settings)
     assert_all_moved(expected, weights(model))
-    assert_same_bits(trained(model, weights="host", resident_bytes=4 * BLOCK_ELEMENTS, **settings), expected)
+    assert_same_bits(trained(model, steps, weights="host", resident_bytes=4 * BLOCK_ELEMENTS, **settings), expected)
 
 
 def test_a_missing_wait_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +142,10 @@ def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -
     assert streams.violations != []
 
 
-@pytest.mark.parametrize(("layers_per_group", "num_blocks_trained"), [(1, 1), (4, 4)])
-@pytest.mark.parametrize("num_resident", [0, 2])
+@pytest.mark.parametrize(
+    ("layers_per_group", "num_blocks_trained", "num_resident"),
+    quick([(1, 1, 0), (1, 1, 2), (4, 4, 0), (4, 4, 2)], [(1, 1, 2), (4, 4, 0)]),
+)
 def test_the_device_holds_the_exact_rest_the_resident_blocks_and_the_slots(
     layers_per_group: int, num_blocks_trained: int, num_resident: int
 ) -> None:
@@ -172,7 +179,7 @@ def true_values_between_steps(**config: Any) -> None:
     model = model_of(torch.bfloat16, "plain")
     first, resident = hift_over(twin(model), "AdamW", **config)
     second, streamed = hift_over(twin(model), "AdamW", weights="host", resident_bytes=0, **config)
-    for index in range(LAYERS + 3):
+    for index in range(resident.cycle_length + 2):
         train(first, resident, BATCHES, 1, start=index)
         train(second, streamed, BATCHES, 1, start=index)
         assert_same_bits(second, first)
@@ -185,30 +192,40 @@ def test_whoever_reads_a_weight_between_steps_reads_its_value() -> None:
         true_values_between_steps(layers_per_group=3)
 
 
+def halve(model: nn.Module, way: str) -> None:
+    if way == "load_state_dict":
+        model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+    for parameter in model.parameters():
+        if way == "data":
+            parameter.data.copy_(0.5 * parameter.data)
+        elif way == "other data":
+            parameter.data = 0.5 * parameter.data
+        elif way == "copy_":
+            with torch.no_grad():
+                parameter.mul_(0.5)
+
+
+def halved_between_steps(way: str, **config: Any) -> Any:
+    """A model whose weights are halved three times while it trains."""
+    model, hift = hift_over(model_of(), "AdamW", **config)
+    for index in range(LAYERS + 2):
+        train(model, hift, BATCHES, 1, start=index)
+        if index % 3 == 1:
+            halve(model, way)
+    return model
+
+
+@functools.cache
+def resident_and_halved() -> Any:
+    """The same whichever way the weights are written."""
+    return halved_between_steps("copy_")
+
+
 @pytest.mark.parametrize("way", ["data", "other data", "copy_", "load_state_dict"])
 def test_whoever_writes_a_weight_between_steps_is_heard(way: str) -> None:
-    def change(model: nn.Module) -> None:
-        if way == "load_state_dict":
-            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
-        for parameter in model.parameters():
-            if way == "data":
-                parameter.data.copy_(0.5 * parameter.data)
-            elif way == "other data":
-                parameter.data = 0.5 * parameter.data
-            elif way == "copy_":
-                with torch.no_grad():
-                    parameter.mul_(0.5)
-
-    model = model_of()
-    first, resident = hift_over(twin(model), "AdamW")
     with delayed(None):
-        second, streamed = hift_over(twin(model), "AdamW", weights="host", resident_bytes=0)
-        for index in range(LAYERS + 3):
-            for each, hift in ((first, resident), (second, streamed)):
-                train(each, hift, BATCHES, 1, start=index)
-                if index % 3 == 1:
-                    change(each)
-        assert_same_bits(second, first)
+        streamed = halved_between_steps(way, weights="host", resident_bytes=0)
+        assert_same_bits(streamed, resident_and_halved())
 
 
 def test_a_run_resumes_in_mid_cycle_with_the_same_bits() -> None:
@@ -251,8 +268,13 @@ def places(model: nn.Module) -> list[int]:
     return [block.mlp.up_proj.weight.data_ptr() for block in model.model.layers]  # type: ignore[union-attr, operator]
 
 
-@pytest.mark.parametrize("resident_bytes", [0, 3 * BLOCK_ELEMENTS])
-@pytest.mark.parametrize("waiting", [None, "int8"])
+SOME_RESIDENT = 3 * BLOCK_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("waiting", "resident_bytes"),
+    quick(itertools.product([None, "int8"], [0, SOME_RESIDENT]), [(None, SOME_RESIDENT), ("int8", 0)]),
+)
 def test_a_detached_model_evaluates_on_the_device_and_its_training_goes_on(waiting: Any, resident_bytes: int) -> None:
     config: dict[str, Any] = {"weights": "host", "waiting": waiting, "resident_bytes": resident_bytes}
     model = model_of()
@@ -280,8 +302,8 @@ def test_a_detached_model_evaluates_on_the_device_and_its_training_goes_on(waiti
             assert places(other) == outside
             inside.clear()
             hift.reattach()
-        train(expected, undisturbed, BATCHES, 2 * LAYERS, start=8)
-        train(other, hift, BATCHES, 2 * LAYERS, start=8)
+        train(expected, undisturbed, BATCHES, LAYERS, start=8)
+        train(other, hift, BATCHES, LAYERS, start=8)
         hift.detach()
         undisturbed.detach()
     assert_same_bits(other, expected)
@@ -317,12 +339,10 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("moves", ["nothing", "a cast and back", "detach and again", "reattach"])
-@pytest.mark.parametrize("waiting", [None, "int8"])
-def test_whatever_is_written_to_a_detached_model_is_what_it_computes_with(
-    waiting: Any, moves: str, write: Callable[[Any], Any]
-) -> None:
+@pairwise(
+    moves=["nothing", "a cast and back", "detach and again", "reattach"], waiting=[None, "int8"], write=list(WRITES)
+)
+def test_whatever_is_written_to_a_detached_model_is_what_it_computes_with(waiting: Any, moves: str, write: str) -> None:
     """Also if a part of the model alone is called, as generation does through an adapter, and after the optimizer."""
     model, hift = hift_over(model_of(), "AdamW", weights="host", waiting=waiting, resident_bytes=0)
     train(model, hift, BATCHES, 3)
@@ -335,7 +355,7 @@ def test_whatever_is_written_to_a_detached_model_is_what_it_computes_with(
         elif moves == "detach and again":
             hift.detach()
         for parameter in model.model.layers.parameters():
-            write(parameter)
+            WRITES[write](parameter)
     plain = model_of()
     plain.load_state_dict(model.state_dict())
     if moves == "detach and again":

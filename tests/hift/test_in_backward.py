@@ -4,6 +4,7 @@ The length of this file is that of the ways in which a backward can end: each le
 """
 
 import copy
+import functools
 import pickle
 import re
 from contextlib import nullcontext
@@ -35,6 +36,8 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.helpers.pairwise import pairwise, rotated
+from tests.helpers.ranks import quick
 from tests.helpers.reference import decay_split, grouped_optimizer, train
 from tests.helpers.tolerance import assert_sums_close
 from tests.hift.cases import BIG_VOCAB, DTYPES, OPTIMIZERS, CountingSGD, cosine, full_disk, hift_over
@@ -49,7 +52,7 @@ def pair(
     name: str = "AdamW",
     *,
     batches: Any = None,
-    steps: int = STEPS,
+    steps: int = LAYERS + 2,
     split: bool = False,
     **config: Any,
 ) -> tuple[nn.Module, nn.Module]:
@@ -88,15 +91,14 @@ def test_groups_with_their_own_decay_change_no_bit() -> None:
     assert_same_bits(*pair(tiny_llama(torch.bfloat16), split=True, stream_bytes=4096))
 
 
-@DTYPES
-@pytest.mark.parametrize("layers_per_group", [1, 2])
+@rotated(layers_per_group=[1, 2], dtype=[torch.bfloat16, torch.float32])
 def test_a_tied_embedding_is_stepped_once_when_both_uses_have_given(layers_per_group: int, dtype: torch.dtype) -> None:
     assert_same_bits(*pair(tiny_llama(dtype, tied=True), layers_per_group=layers_per_group))
     assert_same_bits(*pair(tiny_gpt2(dtype), layers_per_group=layers_per_group))
 
 
 def test_a_classifier_and_odd_parameters_too() -> None:
-    assert_same_bits(*pair(tiny_bert(), batches=label_batches(STEPS)))
+    assert_same_bits(*pair(tiny_bert(), batches=label_batches(LAYERS + 2)))
     odd = odd_model(torch.bfloat16, fp32_gates=True)
     assert_same_bits(*pair(odd, batches=token_batches(10), steps=10, layers=ODD_LAYERS, stream_bytes=4096))
 
@@ -107,7 +109,7 @@ def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> N
     made = []
     for place in ({"gradients": "stepped"}, {}, {"state": "device"}):
         # Weights are cut, so that slices get their first state in a turn in which others are on their way already.
-        other, hift = hift_over(twin(model), name, layers_per_group=LAYERS, stream_bytes=4096, **place)
+        other, hift = hift_over(twin(model), name, layers_per_group=LAYERS, stream_bytes=16_384, **place)
         for index, batch in enumerate(token_batches(6)):
             output = other(**batch)
             # Every other step, the first among them, trains the embedding alone.
@@ -139,20 +141,28 @@ def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
             assert_sums_close(model.get_parameter(name).data, weight - change, 2, weight.abs() + change.abs())
 
 
-@pytest.mark.parametrize("modes", [("device", "stepped"), ("stepped", "host"), ("host", "stepped"), ("host", "host")])
-def test_a_run_resumes_in_mid_cycle_in_either_mode(modes: tuple[Any, Any]) -> None:
+@functools.cache
+def never_interrupted() -> Any:
+    whole, usual = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
+    train(whole, usual, token_batches(STEPS), STEPS)
+    return whole
+
+
+MODES = [("device", "stepped"), ("stepped", "host"), ("host", "stepped"), ("host", "host")]
+
+
+@pytest.mark.parametrize(("mode", "later"), quick(MODES, MODES[:3]))
+def test_a_run_resumes_in_mid_cycle_in_either_mode(mode: Any, later: Any) -> None:
     made, batches = tiny_llama(torch.bfloat16), token_batches(STEPS)
-    whole, usual = hift_over(twin(made), torch.optim.AdamW, lr=1e-2)
-    train(whole, usual, batches, STEPS)
-    first, saving = hift_over(made, torch.optim.AdamW, gradients=modes[0], stream_bytes=4096, lr=1e-2)
+    first, saving = hift_over(made, torch.optim.AdamW, gradients=mode, stream_bytes=4096, lr=1e-2)
     train(first, saving, batches, 7)
     saved, other = copy.deepcopy(saving.state_dict()), tiny_llama(torch.bfloat16, seed=5)
     other.load_state_dict(first.state_dict())
-    second, loading = hift_over(other, torch.optim.AdamW, gradients=modes[1], lr=1e-2)
+    second, loading = hift_over(other, torch.optim.AdamW, gradients=later, lr=1e-2)
     loading.load_state_dict(saved)
     assert_same_tree(loading.state_dict()["state"], saved["state"])
     train(second, loading, batches, STEPS - 7, start=7)
-    assert_same_bits(second, whole)
+    assert_same_bits(second, never_interrupted())
 
 
 def test_own_hyperparameters_of_a_class_declared_elementwise_are_kept() -> None:
@@ -240,9 +250,9 @@ class _Fails(torch.autograd.Function):
         raise _Fails.error("stopped here")
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("layers_per_group", [2, LAYERS])
+@pairwise(
+    reentrant=[None, False, True], layers_per_group=[2, LAYERS], error=[torch.OutOfMemoryError, KeyboardInterrupt]
+)
 def test_a_backward_that_fails_in_its_middle_is_an_error_at_the_step(
     layers_per_group: int, reentrant: bool | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,8 +384,7 @@ def test_whoever_clips_or_reads_a_gradient_that_was_stepped_is_told(use: Any) ->
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rotated(accumulation=[1, 2], dtype=[torch.bfloat16, torch.float32])
 def test_the_norm_of_stepped_gradients_is_told_and_a_clipping_that_changes_nothing_passes(
     dtype: torch.dtype, accumulation: int
 ) -> None:

@@ -51,7 +51,7 @@ def test_a_trainer_moves_all_but_the_blocks(
 @pytest.mark.parametrize("waiting", [None, "int8"])
 def test_hift_takes_them_over_under_the_trainer(waiting: str | None, tmp_path: Path) -> None:
     config = HiFTConfig.paper(weights="host", waiting=waiting, resident_bytes=0)  # type: ignore[arg-type]
-    batches = token_batches(8)
+    batches = token_batches(6)
     rows = [{key: value[0] for key, value in batch.items()} for batch in batches]
     base = tiny_llama(torch.bfloat16)
     trained = []
@@ -61,7 +61,7 @@ def test_hift_takes_them_over_under_the_trainer(waiting: str | None, tmp_path: P
             slivertune.keep_blocks_on_host(model)
         with forgotten():
             arguments = TrainingArguments(
-                str(tmp_path), max_steps=8, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+                str(tmp_path), max_steps=6, per_device_train_batch_size=2, use_cpu=True, report_to=[],
                 save_strategy="no", learning_rate=1e-2,
             )  # fmt: skip
             trainer = Trainer(model, arguments, train_dataset=rows)

@@ -104,7 +104,7 @@ def test_training_goes_on_from_weights_that_were_changed_in_part(
         tiny_llama(torch.bfloat16), torch.optim.AdamW, kind=StaleMasters, **settings(place, tmp_path)
     )
     before = weights(model)
-    for start in range(0, 4 * LAYERS, LAYERS):
+    for start in range(0, 3 * LAYERS, LAYERS):
         for trained, optimizer in ((model, hift), (other, reference)):
             cycle(trained, optimizer, start)
             for parameter in trained.parameters():

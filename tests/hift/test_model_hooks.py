@@ -33,6 +33,7 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.helpers.pairwise import rotated
 from tests.helpers.reference import train
 from tests.hift.cases import hift_over, said
 
@@ -134,8 +135,7 @@ def test_a_refused_hift_holds_nothing() -> None:
     HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2).detach()
 
 
-@pytest.mark.parametrize("config", [{}, {"gradients": "stepped"}, {"state": "device"}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rotated(config=[{}, {"gradients": "stepped"}, {"state": "device"}], dtype=[torch.bfloat16, torch.float32])
 def test_reattach_goes_on_to_the_bit(dtype: torch.dtype, config: dict[str, Any]) -> None:
     (model, hift), (other, whole) = (
         hift_over(tiny_llama(dtype), torch.optim.AdamW, lr=1e-2, **config) for _ in range(2)
@@ -271,8 +271,7 @@ REPLACED: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
-@pytest.mark.parametrize("what", REPLACED)
+@rotated(what=REPLACED, gradients=["device", "host", "stepped"])
 def test_a_parameter_that_was_replaced_or_resized_is_named(what: str, gradients: Any) -> None:
     change, message = REPLACED[what]
     model, hift = hift_over(tiny_llama(), torch.optim.AdamW, gradients=gradients, lr=1e-2)

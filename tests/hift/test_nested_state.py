@@ -18,6 +18,7 @@ from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.compilation import IGNORED
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.pairwise import rotated
+from tests.helpers.ranks import quick
 from tests.helpers.reference import train
 from tests.hift.cases import hift_over, reloaded, with_reference
 
@@ -166,7 +167,7 @@ def test_it_resumes_with_the_same_bits(name: str, place: str, tmp_path: Path) ->
         assert_same_bits(run[0], whole_model)
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("name", quick(["AdamW8bit", "AdamW4bit", "AdamWFp8"], ["AdamW4bit"]))
 def test_it_travels_in_the_folder_beside_a_checkpoint(name: str, tmp_path: Path) -> None:
     optimizer_class, options = CASES[name]()
     runs = [hift_over(tiny_llama(BF16, vocab=VOCAB, seed=seed), optimizer_class, **options) for seed in (0, 9)]
@@ -188,7 +189,7 @@ def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: P
     assert not (tmp_path / "hift").exists()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, ["AdamW4bit", "nested"]))
 def test_it_waits_off_the_device(name: str) -> None:
     optimizer_class, options = CASES[name]()
     model, hift = hift_over(tiny_llama(vocab=VOCAB), optimizer_class, **options)

@@ -4,6 +4,7 @@ Together with other settings they stand in test_pairwise.py; combinations that a
 """
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from slivertune.hift import prefetch
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
 from tests.helpers.pairwise import rotated
+from tests.helpers.ranks import quick
 from tests.helpers.reference import train
 from tests.hift.cases import BIG_VOCAB, hift_over
 from tests.hift.test_ordering import assert_in_order
@@ -26,9 +28,10 @@ ROOMS = [1, 20_000, 60_000, 10**9]
 STEPS = 17
 
 
-def trained(model: nn.Module, name: str, steps: int = STEPS, **config: Any) -> nn.Module:
+def trained(model: nn.Module, name: str, steps: int | None = None, **config: Any) -> nn.Module:
+    """A copy of a model, trained for two cycles and two updates, and for no more than `STEPS`."""
     other, hift = hift_over(twin(model), name, **{"stream_bytes": STREAM_BYTES, **config})
-    train(other, hift, token_batches(steps, vocab=BIG_VOCAB), steps)
+    train(other, hift, token_batches(STEPS, vocab=BIG_VOCAB), steps or min(STEPS, 2 * hift.cycle_length + 2))
     return other
 
 
@@ -57,10 +60,14 @@ def test_all_copies_are_in_order_with_room(config: dict[str, Any], prefetch_byte
     assert_in_order("AdamW", torch.bfloat16, stream_bytes=STREAM_BYTES, prefetch_bytes=prefetch_bytes, **config)
 
 
+@functools.cache
+def trained_in_order() -> nn.Module:
+    return trained(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", STEPS, prefetch_bytes=60_000)
+
+
 @pytest.mark.parametrize("missing", ["compute_after", "slot", "compute"])
 def test_a_missing_wait_changes_bits(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
-    expected = trained(model, "AdamW", prefetch_bytes=60_000)
+    expected = trained_in_order()
     on = DelayedStreams.on
 
     def without_slot(self: DelayedStreams, direction: Any, *after: Any) -> Any:
@@ -73,7 +80,9 @@ def test_a_missing_wait_changes_bits(missing: str, monkeypatch: pytest.MonkeyPat
     else:
         monkeypatch.setattr(DelayedStreams, "synchronize", lambda self: None)
     with delayed(None):
-        other, hift = hift_over(twin(model), "AdamW", stream_bytes=STREAM_BYTES, prefetch_bytes=60_000)
+        other, hift = hift_over(
+            tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", stream_bytes=STREAM_BYTES, prefetch_bytes=60_000
+        )
         batches = token_batches(STEPS, vocab=BIG_VOCAB)
         train(other, hift, batches, 11)
         if missing == "compute":  # what the host reads too early
@@ -112,7 +121,7 @@ def state_in_forward(
     return held
 
 
-@pytest.mark.parametrize("prefetch_bytes", [0, 2**18, 2**20, 2**30])
+@pytest.mark.parametrize("prefetch_bytes", quick([0, 2**18, 2**20, 2**30], [0, 2**20, 2**30]))
 def test_a_forward_finds_no_more_than_the_budget_and_what_it_can_use(prefetch_bytes: int) -> None:
     with Ledger() as ledger:
         model, hift, batches = build(prefetch_bytes=prefetch_bytes)

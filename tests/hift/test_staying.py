@@ -21,7 +21,7 @@ from tests.helpers.models import (
     twin,
     weights,
 )
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, Stumbling, hift_over
@@ -40,8 +40,8 @@ def staying(model: Any, optimizer: Any, **config: Any) -> tuple[Any, HiFT]:
 
 
 def updates_of(hift: HiFT) -> int:
-    """Two cycles, a turn and a half."""
-    return 2 * hift.cycle_length + TURN + 2
+    """A cycle, a turn and a half: state is made, comes for the first time, and has given way to another group's."""
+    return hift.cycle_length + TURN + 2
 
 
 def kept(hift: HiFT) -> dict[int, LoadedPiece]:
@@ -52,7 +52,8 @@ def kept(hift: HiFT) -> dict[int, LoadedPiece]:
     return pieces.staying | {index: each for index, each in pieces.loaded.items() if each.owed is not None}
 
 
-@pairwise(
+# Of their pairs most are in test_pairwise.py.
+@rotated(
     name=["AdamW", "AdamW amsgrad", "SGD momentum", "transformers Adafactor", "AdamW8bit"],
     layers_per_group=[1, 2],
     dtype=[torch.float32, torch.bfloat16],
@@ -114,7 +115,7 @@ def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
 def test_all_copies_are_in_order(config: dict[str, Any], room: int) -> None:
     with pretended() as streams:
         model, hift = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=room, **config)
-        train(model, hift, BATCHES, 2 * hift.cycle_length + 2)
+        train(model, hift, BATCHES, hift.cycle_length + TURN + 2)
         saved = copy.deepcopy(hift.state_dict())
         train(model, hift, BATCHES, 1)
         hift.load_state_dict(saved)
@@ -127,7 +128,11 @@ def test_all_copies_are_in_order(config: dict[str, Any], room: int) -> None:
 def test_where_all_fits_nothing_is_copied_in_the_middle_of_a_turn(gradients: Any) -> None:
     with pretended() as streams:
         model, hift = staying(
-            tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=ALL, gradients=gradients
+            tiny_llama(torch.bfloat16, vocab=BIG_VOCAB),
+            "AdamW",
+            prefetch_bytes=ALL,
+            gradients=gradients,
+            layers_per_group=2,
         )
         train(model, hift, BATCHES, hift.cycle_length)
         for _ in range(hift.num_groups):
@@ -143,8 +148,10 @@ def test_where_all_fits_nothing_is_copied_in_the_middle_of_a_turn(gradients: Any
     assert streams.violations == []
 
 
-@pytest.mark.parametrize("gradients", ["device", "stepped"])
-@pytest.mark.parametrize("updates", [1, 2, TURN])
+@pytest.mark.parametrize(
+    ("updates", "gradients"),
+    quick(itertools.product([1, 2, TURN], ["device", "stepped"]), [(1, "device"), (2, "stepped"), (TURN, "device")]),
+)
 def test_state_that_is_thrown_away_is_not_copied(updates: int, gradients: Any) -> None:
     with pretended() as streams:
         model, hift = hift_over(
@@ -200,6 +207,7 @@ def test_what_passes_is_spread_evenly_among_what_stays() -> None:
 
 def in_mid_turn(**config: Any) -> tuple[Any, HiFT, Any, HiFT]:
     """Two models after a cycle and two updates of a turn, of the second of which nothing stays."""
+    config = {"layers_per_group": 2, **config}
     start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
     model, hift = staying(twin(start), "AdamW", prefetch_bytes=ALL, **config)
     other, plain = staying(twin(start), "AdamW", **config)
@@ -235,7 +243,9 @@ def test_a_state_dict_between_a_forward_and_its_step_has_the_last_update() -> No
 
 def test_a_run_that_is_resumed_in_mid_turn_goes_on_with_the_same_bits() -> None:
     model, hift, other, plain = in_mid_turn()
-    resumed, third = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB, seed=5), "AdamW", prefetch_bytes=ALL)
+    resumed, third = staying(
+        tiny_llama(torch.bfloat16, vocab=BIG_VOCAB, seed=5), "AdamW", prefetch_bytes=ALL, layers_per_group=2
+    )
     train(resumed, third, BATCHES, third.cycle_length + 1)
     resumed.load_state_dict(model.state_dict())
     third.load_state_dict(hift.state_dict())
@@ -273,7 +283,7 @@ def test_an_evaluation_finds_nothing_held_and_changes_nothing() -> None:
 
 
 def test_a_turn_whose_last_step_is_skipped_leaves_nothing_behind() -> None:
-    model, hift, other, plain = in_mid_turn()
+    model, hift, other, plain = in_mid_turn(layers_per_group=1)
     before = hift.active_group
     assert before == 0, "the embedding, which a batch of embeddings does not reach"
     for each, optimizer in ((model, hift), (other, plain)):

@@ -1,5 +1,6 @@
 """How many bytes pass between host and device in a cycle: each once, neither twice nor too late."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.ranks import quick
 from tests.helpers.reference import train
 from tests.hift.cases import BIG_VOCAB, hift_over
 from tests.hift.test_ordering import pretended
@@ -30,29 +32,34 @@ def bytes_of_a_cycle(**config: Any) -> tuple[float, float]:
     return copied["inbound"] / num_parameters, copied["outbound"] / num_parameters
 
 
-@pytest.mark.parametrize("prefetch_bytes", [0, 50_000, 10**9])
+CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
+    "usual": ({}, 0),
+    "two layers": ({"layers_per_group": 2}, 0),
+    "in the backward": ({"gradients": "stepped"}, 0),
+    "gradients on the host": ({"gradients": "host"}, GRADIENT),
+}
+
+
 @pytest.mark.parametrize(
-    ("config", "gradients"),
-    [
-        ({}, 0),
-        ({"layers_per_group": 2}, 0),
-        ({"gradients": "stepped"}, 0),
-        ({"gradients": "host"}, GRADIENT),
-    ],
-    ids=["usual", "two layers", "in the backward", "gradients on the host"],
-)
-def test_masters_and_moments_come_and_leave_once_a_cycle(
-    config: dict[str, Any], gradients: int, prefetch_bytes: int
-) -> None:
+    ("name", "prefetch_bytes"),
+    quick(
+        itertools.product(CONFIGS, [0, 50_000, 10**9]),
+        [("usual", 0), ("usual", 10**9), ("two layers", 50_000), ("in the backward", 50_000),
+         ("gradients on the host", 10**9)],
+    ),
+)  # fmt: skip
+def test_masters_and_moments_come_and_leave_once_a_cycle(name: str, prefetch_bytes: int) -> None:
+    config, gradients = CONFIGS[name]
     each_way = MASTER_AND_MOMENTS + gradients
     assert bytes_of_a_cycle(prefetch_bytes=prefetch_bytes, **config) == (each_way, each_way)
 
 
 @pytest.mark.parametrize("gradients", ["device", "stepped"])
 def test_what_stays_comes_and_leaves_once_a_turn_and_what_does_not_in_each_update(gradients: Any) -> None:
-    usual = bytes_of_a_cycle(steps_per_group=3, prefetch_bytes=0, gradients=gradients)
-    stays = bytes_of_a_cycle(steps_per_group=3, prefetch_bytes=10**9, gradients=gradients)
-    assert usual == (3 * MASTER_AND_MOMENTS,) * 2 and stays == (MASTER_AND_MOMENTS,) * 2
+    turns: dict[str, Any] = {"steps_per_group": 2, "layers_per_group": 2, "gradients": gradients}
+    usual = bytes_of_a_cycle(prefetch_bytes=0, **turns)
+    stays = bytes_of_a_cycle(prefetch_bytes=10**9, **turns)
+    assert usual == (2 * MASTER_AND_MOMENTS,) * 2 and stays == (MASTER_AND_MOMENTS,) * 2
 
 
 def test_state_that_has_room_has_come_before_the_step_where_weights_come_too() -> None:
