@@ -115,8 +115,10 @@ class Streams(TorchDispatchMode):
         known = {memory for memory, _, _ in touched}
         if func.overloadpacket.__name__ in _FORM_ALONE:
             touched.clear()
+        # A form that is taken with a device of its own is for a copy that goes there.
+        owner = self.current if func.overloadpacket.__name__ in _FORM_ALONE and kwargs.get("device") else stream
         for tensor in _tensors(out):
-            memory = self._of(tensor, stream)
+            memory = self._of(tensor, owner)
             if memory not in known:
                 touched.append((memory, tensor, True))
         self._note(stream, touched, func)
