@@ -84,18 +84,19 @@ class LlamaWithTermForCausalLM(hf.LlamaForCausalLM):  # type: ignore[misc]
     """A Llama that adds to its loss what a function makes of the logits."""
 
     term: Callable[[torch.Tensor], Any]
+    only_in_training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        if output.loss is not None:
+        if output.loss is not None and (self.training or not self.only_in_training):
             output.loss = output.loss + self.term(output.logits)
         return output
 
 
-def with_term(term: Callable[[torch.Tensor], Any]) -> Callable[[], nn.Module]:
+def with_term(term: Callable[[torch.Tensor], Any], *, only_in_training: bool = False) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = LlamaWithTermForCausalLM(hf.LlamaConfig(**DECODER))
-        model.term = term
+        model.term, model.only_in_training = term, only_in_training
         return model
 
     return build
@@ -131,7 +132,11 @@ NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "bamba": (lambda: bamba(z_loss_coefficient=1e-3), READ),
     **{
-        f"a term by {name}": (with_term(term), reason)
+        f"a term by {name}{', in training' * only_in_training}": (
+            with_term(term, only_in_training=only_in_training),
+            reason,
+        )
+        for only_in_training in (False, True)
         for name, term, reason in (
             ("sum", lambda logits: logits.sum(), "outside of the loss function (sum)"),
             ("slice", lambda logits: 0.0 * logits[..., :1].mean(), "outside of the loss function (getitem)"),
@@ -240,10 +245,27 @@ def test_loss_and_gradients_are_those_of_the_plain_model(name: str) -> None:
 def test_a_model_that_cant_be_served_is_told_apart_beforehand(name: str) -> None:
     build, reason = NOT_SERVED[name]
     model = made(build)
-    before, rng = state_of(model), torch.random.get_rng_state()
-    found = why_not_chunked(model)
-    assert found is not None and reason in found
-    assert state_of(model) == before and torch.equal(torch.random.get_rng_state(), rng)
+    for is_training in (True, False):
+        before, rng = state_of(model.train(is_training)), torch.random.get_rng_state()
+        found = why_not_chunked(model)
+        assert found is not None and reason in found
+        assert state_of(model) == before and torch.equal(torch.random.get_rng_state(), rng)
+
+
+class NormOfRows(nn.BatchNorm1d):
+    """Normalizes all tokens of a batch, and keeps running statistics in training."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.flatten(0, -2)).view_as(hidden)
+
+
+def test_a_model_in_evaluation_keeps_its_modes_and_running_statistics(model: Any) -> None:
+    model.eval().model.norm = NormOfRows(16).train()
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    before, buffers = state_of(model), {name: each.clone() for name, each in model.named_buffers()}
+    assert why_not_chunked(model) is None
+    assert state_of(model) == before
+    assert_same_tree(dict(model.named_buffers()), buffers)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "bamba"])

@@ -11,11 +11,11 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slivertune.chunked_loss.absent_logits import READ, AbsentLogits, ChunkedLossError
-from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
+from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, chunked_cross_entropy
+from slivertune.chunked_loss.trial import why_not_equal
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
 from slivertune.core.setting_checks import check_integer
-from slivertune.core.torch_internals import is_without_data
 from slivertune.core.transformers_internals import find_transformers_model
 
 
@@ -47,7 +47,7 @@ def attach_chunked_cross_entropy(
 
 
 def why_not_chunked(model: nn.Module) -> str | None:
-    """Find out whether a model is supported, by a forward of two tokens without gradients.
+    """Find out whether a model is supported, by forwards of two tokens without gradients, as it is and in training.
 
     Call it on the model as it will be trained: with its adapters, and inside of autocast if training is.
 
@@ -67,51 +67,8 @@ def why_not_chunked(model: nn.Module) -> str | None:
     reason = _structural_reason(inner)
     if reason is not None:
         return reason
-    embedding = inner.get_input_embeddings().weight
-    # The first token of a vocabulary is often padding. Its embedding is zero, so every head has the same loss.
-    tokens = torch.full((1, 2), embedding.shape[0] // 2, dtype=torch.long, device=embedding.device)
-    with torch.no_grad(), ChunkedCrossEntropyHandle(inner, evaluation=True) as handle:
-        try:
-            with torch.random.fork_rng():
-                chunked = _outputs(inner(input_ids=tokens, labels=tokens))[0]
-                chunked_score = handle.last_loss
-        except ChunkedLossError as error:
-            return error.reason
-        except MixedDtypesError:
-            return None  # whole logits fail here, too; under the autocast of training both work
-        except torch.OutOfMemoryError:
-            raise
-        except (ValueError, RuntimeError) as error:
-            # A loss that the model computes by itself finds no classes in the logits.
-            return f"{type(inner).__name__} does not compute its loss by model.loss_function ({error})"
-        finally:
-            handle.remove()
-        if is_without_data():
-            return None  # in a memory plan there is no value to compare
-        with torch.random.fork_rng():
-            plain, logits = _outputs(inner(input_ids=tokens, labels=tokens))
-        score = ForCausalLMLoss(logits, tokens, logits.shape[-1])
-    # Terms that the model adds to the loss of its logits, such as a router's loss, differ only by the sum's rounding.
-    # The loss itself comes from products in another order, and only the plain ones are rounded to the logits' dtype.
-    rounding = 4 * torch.finfo(plain.dtype).eps * (1 + plain.abs())
-    eps = max(torch.finfo(logits.dtype).eps, 0.0 if logits.device.type == "cpu" else _TF32_EPS)
-    rounding_of_products = 32 * eps * (1 + logits.abs().max())
-    for found, expected, limit in (
-        (chunked - chunked_score, plain - score, rounding),
-        (chunked, plain, rounding + rounding_of_products),
-    ):
-        if not torch.isclose(found, expected, rtol=0.0, atol=float(limit.nan_to_num()), equal_nan=True):
-            return f"its loss of two tokens is {float(expected - found):.6g} off in chunks"
-    return None
-
-
-_TF32_EPS = 2.0**-10
-"""Relative rounding of fp32 matrix products on a GPU, which may use TF32."""
-
-
-def _outputs(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a model's loss and logits."""
-    return (output["loss"], output["logits"]) if isinstance(output, dict) else (output[0], output[1])
+    with ChunkedCrossEntropyHandle(inner) as handle:
+        return handle.why_not_equal()
 
 
 class ChunkedCrossEntropyHandle(ModelHandle):
@@ -157,7 +114,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         self._undo.append(inner.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True).remove)
         # This hook runs first, since other hooks may read the output.
         self._undo.append(inner.register_forward_hook(ModuleHook(self._end), prepend=True, always_call=True).remove)
-        self._loss = loss
+        self._model, self._loss = inner, loss
         self._in_forward = False
         if may_be_called_directly(model):
             self._undo.append(call_through_hooks(inner, lambda: self._in_forward))
@@ -167,6 +124,25 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         """Last loss that was computed in chunks and without gradients, a scalar."""
         assert self._loss.last is not None
         return self._loss.last
+
+    def why_not_equal(self) -> str | None:
+        """Return the reason why the model's chunked loss differs from its plain loss, as a clause. None if it does not.
+
+        Runs the model a few times on two tokens, without gradients.
+        """
+
+        def run(is_chunked: bool, batch: dict[str, Any]) -> Any:
+            self._evaluation = is_chunked
+            return self._model(**batch)
+
+        def chunked(**batch: Any) -> tuple[Any, torch.Tensor]:
+            return run(True, batch), self.last_loss
+
+        evaluation = self._evaluation
+        try:
+            return why_not_equal(self._model, chunked, lambda **batch: run(False, batch))
+        finally:
+            self._evaluation = evaluation
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._in_forward = True
