@@ -3,8 +3,9 @@
 import copy
 import inspect
 import pickle
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -335,6 +336,15 @@ def test_a_model_in_inference_mode_is_served(name: str) -> None:
         assert_sums_close(model(**batch()).loss, expected, TERMS)
 
 
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """No code that another test has compiled, or that was run as it is since it had raised."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo, of its own
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
@@ -342,6 +352,30 @@ def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
         compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
         assert_sums_close(compiled(**batch()).loss, expected, TERMS)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo, of its own
+@pytest.mark.parametrize(
+    ("term", "compiled", "fullgraph"),
+    [
+        ("sum", "a wrapper", False),
+        ("its size alone, in training", "a wrapper", True),
+        ("its size alone", "in place", False),
+        ("its maximum, in training", "the head", False),
+    ],
+)
+def test_a_compiled_loss_that_would_be_wrong_is_an_error(term: str, compiled: str, fullgraph: bool) -> None:
+    build, reason = NOT_SERVED[f"a term by {term}"]
+    model = call = made(build)
+    attach_chunked_cross_entropy(model)
+    if compiled == "a wrapper":
+        call = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    else:
+        (model if compiled == "in place" else model.lm_head).compile(backend="eager")
+    for _ in range(2):
+        with pytest.raises(Exception if fullgraph else ChunkedLossError, match=re.escape(reason)):
+            call(**batch())
 
 
 def test_logits_that_are_absent_are_a_plain_tensor_once_the_forward_is_over(model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         check_integer("chunk_bytes", chunk_bytes, 1)
         self._evaluation = evaluation
         self._signature = inspect.signature(type(inner).forward)
-        self._head = _Head(inner.get_output_embeddings(), chunk_bytes)
+        self._head = _Head(inner.get_output_embeddings(), chunk_bytes, self.why_not_equal)
         loss = _Loss(self._head)
         _attached.add(inner)
         self._undo.append(lambda: _attached.discard(inner))
@@ -138,11 +139,15 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         def chunked(**batch: Any) -> tuple[Any, torch.Tensor]:
             return run(True, batch), self.last_loss
 
-        evaluation = self._evaluation
+        head = self._head
+        # The first compiled forward asks for this, and may have begun.
+        before = self._evaluation, self._in_forward, head.stand_ins, head.scored
+        head.is_on_trial, head.scored = True, []
         try:
             return why_not_equal(self._model, chunked, lambda **batch: run(False, batch))
         finally:
-            self._evaluation = evaluation
+            self._evaluation, self._in_forward, head.stand_ins, head.scored = before
+            head.is_on_trial = False
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._in_forward = True
@@ -180,12 +185,18 @@ class _Head(StandIn):
     Args:
         module: The head.
         chunk_bytes: Bytes of the fp32 scores that exist at a time.
+        why_not_equal: Function that finds the reason why the model's loss is not supported. Compiled code asks for it
+            once, since it can't watch what the model does with a stand-in.
     """
 
-    def __init__(self, module: nn.Linear, chunk_bytes: int) -> None:
+    def __init__(self, module: nn.Linear, chunk_bytes: int, why_not_equal: Callable[[], str | None]) -> None:
         super().__init__(module.forward)
         self.module = module
         self._chunk_bytes = chunk_bytes
+        self._why_not_equal: Callable[[], str | None] | None = why_not_equal
+        self._reason: str | None = None
+        self.is_on_trial = False
+        """Whether the forwards that look for that reason run now."""
         self.stand_ins: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Stand-ins that are not scored yet, each with its hidden states, or None outside of a chunked forward."""
         self.scored: list[torch.Tensor] = []
@@ -211,9 +222,22 @@ class _Head(StandIn):
             )
         if self.stand_ins is None:
             return nn.Linear.forward(self.module, hidden)
-        stand_in = AbsentLogits.like(hidden)
+        if torch.compiler.is_compiling() and not self.is_on_trial:
+            self._reason = self._find_reason()
+        if self._reason is not None:
+            raise ChunkedLossError(self._reason)
+        stand_in = AbsentLogits.like(hidden, is_compiling=torch.compiler.is_compiling() and not self.is_on_trial)
         self.stand_ins.append((stand_in, hidden))
         return stand_in
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _find_reason(self) -> str | None:
+        """Return the reason why the model's loss is not supported. Runs uncompiled while the model is compiled."""
+        if self._why_not_equal is not None:
+            function, self._why_not_equal = self._why_not_equal, None
+            with torch.compiler.set_stance("force_eager"):
+                self._reason = function()
+        return self._reason
 
     def loss_of(self, stand_in: torch.Tensor, **request: Any) -> torch.Tensor | None:
         """Compute the loss of a stand-in by a call of the module, or return None if this head did not make it.
