@@ -3,8 +3,9 @@
 import copy
 import inspect
 import pickle
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -84,18 +85,19 @@ class LlamaWithTermForCausalLM(hf.LlamaForCausalLM):  # type: ignore[misc]
     """A Llama that adds to its loss what a function makes of the logits."""
 
     term: Callable[[torch.Tensor], Any]
+    only_in_training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        if output.loss is not None:
+        if output.loss is not None and (self.training or not self.only_in_training):
             output.loss = output.loss + self.term(output.logits)
         return output
 
 
-def with_term(term: Callable[[torch.Tensor], Any]) -> Callable[[], nn.Module]:
+def with_term(term: Callable[[torch.Tensor], Any], *, only_in_training: bool = False) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = LlamaWithTermForCausalLM(hf.LlamaConfig(**DECODER))
-        model.term = term
+        model.term, model.only_in_training = term, only_in_training
         return model
 
     return build
@@ -131,7 +133,11 @@ NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "bamba": (lambda: bamba(z_loss_coefficient=1e-3), READ),
     **{
-        f"a term by {name}": (with_term(term), reason)
+        f"a term by {name}{', in training' * only_in_training}": (
+            with_term(term, only_in_training=only_in_training),
+            reason,
+        )
+        for only_in_training in (False, True)
         for name, term, reason in (
             ("sum", lambda logits: logits.sum(), "outside of the loss function (sum)"),
             ("slice", lambda logits: 0.0 * logits[..., :1].mean(), "outside of the loss function (getitem)"),
@@ -240,10 +246,27 @@ def test_loss_and_gradients_are_those_of_the_plain_model(name: str) -> None:
 def test_a_model_that_cant_be_served_is_told_apart_beforehand(name: str) -> None:
     build, reason = NOT_SERVED[name]
     model = made(build)
-    before, rng = state_of(model), torch.random.get_rng_state()
-    found = why_not_chunked(model)
-    assert found is not None and reason in found
-    assert state_of(model) == before and torch.equal(torch.random.get_rng_state(), rng)
+    for is_training in (True, False):
+        before, rng = state_of(model.train(is_training)), torch.random.get_rng_state()
+        found = why_not_chunked(model)
+        assert found is not None and reason in found
+        assert state_of(model) == before and torch.equal(torch.random.get_rng_state(), rng)
+
+
+class NormOfRows(nn.BatchNorm1d):
+    """Normalizes all tokens of a batch, and keeps running statistics in training."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.flatten(0, -2)).view_as(hidden)
+
+
+def test_a_model_in_evaluation_keeps_its_modes_and_running_statistics(model: Any) -> None:
+    model.eval().model.norm = NormOfRows(16).train()
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    before, buffers = state_of(model), {name: each.clone() for name, each in model.named_buffers()}
+    assert why_not_chunked(model) is None
+    assert state_of(model) == before
+    assert_same_tree(dict(model.named_buffers()), buffers)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "bamba"])
@@ -313,6 +336,15 @@ def test_a_model_in_inference_mode_is_served(name: str) -> None:
         assert_sums_close(model(**batch()).loss, expected, TERMS)
 
 
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """No code that another test has compiled, or that was run as it is since it had raised."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo, of its own
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
@@ -320,6 +352,30 @@ def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
         compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
         assert_sums_close(compiled(**batch()).loss, expected, TERMS)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo, of its own
+@pytest.mark.parametrize(
+    ("term", "compiled", "fullgraph"),
+    [
+        ("sum", "a wrapper", False),
+        ("its size alone, in training", "a wrapper", True),
+        ("its size alone", "in place", False),
+        ("its maximum, in training", "the head", False),
+    ],
+)
+def test_a_compiled_loss_that_would_be_wrong_is_an_error(term: str, compiled: str, fullgraph: bool) -> None:
+    build, reason = NOT_SERVED[f"a term by {term}"]
+    model = call = made(build)
+    attach_chunked_cross_entropy(model)
+    if compiled == "a wrapper":
+        call = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    else:
+        (model if compiled == "in place" else model.lm_head).compile(backend="eager")
+    for _ in range(2):
+        with pytest.raises(Exception if fullgraph else ChunkedLossError, match=re.escape(reason)):
+            call(**batch())
 
 
 def test_logits_that_are_absent_are_a_plain_tensor_once_the_forward_is_over(model: Any) -> None:

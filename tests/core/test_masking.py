@@ -8,6 +8,19 @@ from slivertune.cli import main
 from slivertune.core import masking
 from slivertune.core.masking import MASK, Secret, is_secret, learn, masked
 
+RANDOM = "aB3_dE6-gH9" * 4
+TOKENS = (
+    f"sk-proj-{RANDOM}",
+    f"sk-ant-api03-{RANDOM}",
+    f"hf_oauth_{RANDOM}.{RANDOM}",
+    f"hf_app_{RANDOM.replace('-', '')}",
+    f"ghr_{'x1' * 20}",
+    f"glpat-{RANDOM[:20]}",
+)
+
+
+LONG_NAMES = "hf_a_name_of_a_function_that_is_long, glpat-short, disk-0123456789012345678901"
+
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +34,8 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
         *((name, True) for name in ("MY_PASSWORD", "api_key", "CLEARML_API_SECRET_KEY", "push_to_hub_token")),
         *((name, True) for name in ("accessToken", "Authorization", "GH_PAT", "PGPASSWORD", "MYSQL_PWD", "api-keys")),
         *((name, True) for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_KEY", "private_key")),
-        *((name, False) for name in ("PWD", "OLDPWD", "author", "sort_key", "bytes_per_token_pattern")),
+        *((name, True) for name in ("--wandb_key", "hf-key", "HUB_KEYS", "openaiKey", "ANTHROPIC_KEY")),
+        *((name, False) for name in ("PWD", "OLDPWD", "author", "sort_key", "bytes_per_token_pattern", "shelf_key")),
         *(
             (name, False)
             for name in ("--token_ratio", "--sample_tokens", "--token_tile_size", "--token_pattern", "key")
@@ -42,16 +56,21 @@ def test_a_secret_is_told_by_its_name(name: str, found: bool) -> None:
         ("unrecognized arguments: --token abc", f"unrecognized arguments: --token {MASK}"),
         ("argument --hub_token: expected one argument", "argument --hub_token: expected one argument"),
         ("at https://me:pass@host/a.csv?x=1", f"at https://{MASK}@host/a.csv?x=1"),
+        ("no folder https:/me:pass@host/a, s3:/k@b", f"no folder https:/{MASK}@host/a, s3:/{MASK}@b"),
+        ("unrecognized arguments: --wandb_key abc", f"unrecognized arguments: --wandb_key {MASK}"),
+        ("C:/me@host/a and a:b@host", "C:/me@host/a and a:b@host"),
         ("s3://host/a?X-Amz-Signature=abc&x=1", f"s3://host/a?X-Amz-Signature={MASK}&x=1"),
         ('{"api_key": "abc", "eos_token": "x"}', f'{{"api_key": "{MASK}", "eos_token": "x"}}'),
         (f"a hf_{'x' * 34}.", f"a {MASK}."),
         (f"a ghp_{'x' * 36} and sk-{'x' * 24}", f"a {MASK} and {MASK}"),
+        *((f"a {token}, b", f"a {MASK}, b") for token in TOKENS),
         ("--wandb-api-key abc --seed 3", f"--wandb-api-key {MASK} --seed 3"),
         ("HF_TOKEN=abc WANDB_API_KEY='a c' slivertune", f"HF_TOKEN={MASK} WANDB_API_KEY={MASK} slivertune"),
         ("https://host/a?auth=abc#x", f"https://host/a?auth={MASK}#x"),
         ('{"accessToken":"abc"}', f'{{"accessToken":"{MASK}"}}'),
         ("Authorization: Bearer abc", f"Authorization: Bearer {MASK}"),
         ("a run sk-learn-with-a-very-long-name", "a run sk-learn-with-a-very-long-name"),
+        (LONG_NAMES, LONG_NAMES),
         ("eos_token='</s>' pad_token=0", "eos_token='</s>' pad_token=0"),
         (
             "--token_ratio 0.3 --sample_tokens 4 me@host a/hf_model",

@@ -226,6 +226,27 @@ def each_block(call: Callable[..., Any]) -> Callable[[Own, torch.Tensor], torch.
     return run
 
 
+class OwnFunction(torch.autograd.Function):
+    """A checkpoint whose context is set up after its forward."""
+
+    @staticmethod
+    def forward(function: Callable[..., Any], given: torch.Tensor) -> torch.Tensor:
+        return function(given)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        context.function = inputs[0]
+        context.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        given = context.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = context.function(given)
+        torch.autograd.backward(output, gradients)
+        return None, given.grad
+
+
 reentrant = partial(checkpoint, use_reentrant=True)
 WAYS: dict[str, Callable[[Own, torch.Tensor], torch.Tensor]] = {
     "blocks": each_block(reentrant),
@@ -240,6 +261,7 @@ WAYS: dict[str, Callable[[Own, torch.Tensor], torch.Tensor]] = {
     "a function of a list": each_block(
         lambda block, hidden: reentrant(lambda x: torch.cat([x, block.inner.weight[None]], 1)[:, :6], hidden)
     ),
+    "an own function": each_block(OwnFunction.apply),
     "one in another": each_block(lambda block, hidden: reentrant(lambda given: reentrant(block, given), hidden)),
 }
 
@@ -262,6 +284,31 @@ def test_what_an_own_checkpoint_would_lose_is_refused_in_the_forward(method: str
     with pytest.raises(RuntimeError, match=r"blocks\.0.*reentrant checkpointing.*use_reentrant=False"):
         METHODS[method](model, {"rows": rows})
     assert all(torch.equal(each, before[name]) for name, each in model.named_parameters() if name in before)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("compiled", [("head",), ("blocks.1.norm", "blocks.2")], ids=str)
+@pytest.mark.parametrize("method", ["hift", "sft"])
+def test_modules_beside_compiled_ones_are_refused_too(method: str, compiled: tuple[str, ...]) -> None:
+    model = own_model(WAYS["blocks"])
+    for path in compiled:
+        model.get_submodule(path).compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"blocks\.0.*reentrant checkpointing.*use_reentrant=False"):
+        METHODS[method](model, {"rows": torch.arange(6)[None]})
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("kind", [Block, Attention])
+def test_compiled_modules_whose_gradients_are_lost_are_warned_of_at_the_first_step(kind: type[nn.Module]) -> None:
+    model = own_model(WAYS["blocks"])
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.compile(backend="eager")
+    optimizer = SFT(model, config=SFTConfig(density=0.5, reselection_interval=0), lr=0.1, total_steps=3)
+    model(torch.arange(6)[None]).loss.backward()
+    with pytest.warns(UserWarning, match=r"no gradient has reached any of the 3 trained tensors .* this step"):
+        optimizer.step()
+    assert optimizer.updates == 0
 
 
 class OwnLayer(LlamaDecoderLayer):

@@ -154,6 +154,26 @@ def test_a_training_that_no_gradient_reached_is_an_error(method: str, tmp_path: 
         trainer.train()
 
 
+@pytest.mark.parametrize("method", ["dense", "hift", "sft"])
+@pytest.mark.parametrize(
+    ("options", "is_error"),
+    [
+        ({"max_steps": 1, "warmup_steps": 1}, True),
+        ({"max_steps": 2, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1}, False),
+        ({"max_steps": 1, "warmup_steps": 1, "learning_rate": 0.0}, False),
+    ],
+)
+def test_a_training_whose_every_rate_was_0_is_an_error_unless_it_was_requested(
+    options: dict[str, Any], is_error: bool, method: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, NonFiniteGuard(10, pytest.fail), model=tiny_llama(), **options)
+    if method != "dense":
+        attach(trainer, HiFTConfig.paper() if method == "hift" else SFTConfig(density=0.1))
+    reason = "none of the 1 updates since step 0 was applied, since the learning rate was 0 in each.*--warmup_steps"
+    with pytest.raises(RuntimeError, match=reason) if is_error else nullcontext():
+        trainer.train()
+
+
 OVERFLOWED = "since their gradients overflowed under fp16, whose loss scale falls for some updates"
 UNREACHED = "since no gradient reached the trained weights"
 

@@ -75,17 +75,18 @@ def test_training_and_evaluation_hold_no_logits_and_end_where_the_plain_run_ends
         ({"model": "gemma2"}, "the model reads its head's output outside of the loss function"),
         ({"model": "bamba"}, "the model reads its head's output outside of the loss function"),
         ({"model": "a term by its size alone"}, "its loss of two tokens is "),
+        ({"model": "a term by its size alone, in training"}, "its loss of two tokens is "),
     ],
 )
 def test_a_loss_that_cant_be_chunked_is_said_in_one_line(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     options = dict(options)
     name = options.pop("model", None)
-    model: Any = made(NOT_SERVED[name][0]).train() if name else tiny_llama()
+    model: Any = (made(NOT_SERVED[name][0]) if name else tiny_llama()).eval()
     before, said = twin(model), list[str]()
     assert attach_loss(make_trainer(tmp_path, model=model, **options), CAUSAL, said.append, wanted=True) is None
     (line,) = said
     assert line.startswith(f"note: the loss is computed from whole logits, not in chunks, since {reason}")
-    assert "forward" not in vars(model.get_output_embeddings()) and model.training  # type: ignore[operator]
+    assert "forward" not in vars(model.get_output_embeddings()) and not model.training  # type: ignore[operator]
     assert_same_bits(before, model)
 
 

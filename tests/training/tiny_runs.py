@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensor
@@ -214,7 +215,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 
 
 def poison_losses(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
-    """Make a Llama's loss NaN in the given calls of its training mode, counted from 1."""
+    """Make a Llama's loss NaN in the given training forwards, counted from 1."""
     original = LlamaForCausalLM.forward
     count = 0
 
@@ -222,8 +223,8 @@ def poison_losses(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal count
         output = original(self, *args, **kwargs)
-        # The plan of the run has forward passes of its own, without data.
-        if self.training and not isinstance(output.loss, FakeTensor):
+        # The plan of the run has forwards of its own, without data. The trial of the loss has some without gradients.
+        if self.training and torch.is_grad_enabled() and not isinstance(output.loss, FakeTensor):
             count += 1
             if count in calls:
                 output.loss = output.loss * float("nan")

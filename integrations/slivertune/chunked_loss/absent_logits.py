@@ -23,9 +23,13 @@ class ChunkedLossError(RuntimeError):
         reason: Reason, as a clause.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the loss can't be chunked: {reason}. Call remove() on the handle")
-        self.reason = reason
+    @property
+    def reason(self) -> str:
+        """Reason, as a clause."""
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f"the loss can't be chunked: {self.reason}. Call remove() on the handle"
 
 
 class AbsentLogits(torch.Tensor):
@@ -38,18 +42,19 @@ class AbsentLogits(torch.Tensor):
     """Whether the forward is over."""
 
     @classmethod
-    def like(cls, hidden: torch.Tensor) -> torch.Tensor:
+    def like(cls, hidden: torch.Tensor, *, is_compiling: bool) -> torch.Tensor:
         """Make the stand-in for the logits of hidden states.
 
         Args:
             hidden: Input of the head, shape (..., hidden size).
+            is_compiling: Whether `torch.compile` traces this call.
 
         Returns:
             Stand-in, shape (..., 0), fp32, so that a model's cast to fp32 returns the same tensor. It is a plain tensor
             if operators do not run one by one: inside of `torch.compile`, and without data, as in a memory plan.
         """
         empty = hidden.new_empty((*hidden.shape[:-1], 0), dtype=torch.float32, requires_grad=False)
-        is_watched = type(empty) is torch.Tensor and not torch.compiler.is_compiling()
+        is_watched = type(empty) is torch.Tensor and not is_compiling
         return empty.as_subclass(cls) if is_watched else empty
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slivertune.chunked_loss.absent_logits import READ, AbsentLogits, ChunkedLossError
-from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
+from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, chunked_cross_entropy
+from slivertune.chunked_loss.trial import why_not_equal
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
 from slivertune.core.setting_checks import check_integer
-from slivertune.core.torch_internals import is_without_data
 from slivertune.core.transformers_internals import find_transformers_model
 
 
@@ -47,7 +48,7 @@ def attach_chunked_cross_entropy(
 
 
 def why_not_chunked(model: nn.Module) -> str | None:
-    """Find out whether a model is supported, by a forward of two tokens without gradients.
+    """Find out whether a model is supported, by forwards of two tokens without gradients, as it is and in training.
 
     Call it on the model as it will be trained: with its adapters, and inside of autocast if training is.
 
@@ -67,51 +68,8 @@ def why_not_chunked(model: nn.Module) -> str | None:
     reason = _structural_reason(inner)
     if reason is not None:
         return reason
-    embedding = inner.get_input_embeddings().weight
-    # The first token of a vocabulary is often padding. Its embedding is zero, so every head has the same loss.
-    tokens = torch.full((1, 2), embedding.shape[0] // 2, dtype=torch.long, device=embedding.device)
-    with torch.no_grad(), ChunkedCrossEntropyHandle(inner, evaluation=True) as handle:
-        try:
-            with torch.random.fork_rng():
-                chunked = _outputs(inner(input_ids=tokens, labels=tokens))[0]
-                chunked_score = handle.last_loss
-        except ChunkedLossError as error:
-            return error.reason
-        except MixedDtypesError:
-            return None  # whole logits fail here, too; under the autocast of training both work
-        except torch.OutOfMemoryError:
-            raise
-        except (ValueError, RuntimeError) as error:
-            # A loss that the model computes by itself finds no classes in the logits.
-            return f"{type(inner).__name__} does not compute its loss by model.loss_function ({error})"
-        finally:
-            handle.remove()
-        if is_without_data():
-            return None  # in a memory plan there is no value to compare
-        with torch.random.fork_rng():
-            plain, logits = _outputs(inner(input_ids=tokens, labels=tokens))
-        score = ForCausalLMLoss(logits, tokens, logits.shape[-1])
-    # Terms that the model adds to the loss of its logits, such as a router's loss, differ only by the sum's rounding.
-    # The loss itself comes from products in another order, and only the plain ones are rounded to the logits' dtype.
-    rounding = 4 * torch.finfo(plain.dtype).eps * (1 + plain.abs())
-    eps = max(torch.finfo(logits.dtype).eps, 0.0 if logits.device.type == "cpu" else _TF32_EPS)
-    rounding_of_products = 32 * eps * (1 + logits.abs().max())
-    for found, expected, limit in (
-        (chunked - chunked_score, plain - score, rounding),
-        (chunked, plain, rounding + rounding_of_products),
-    ):
-        if not torch.isclose(found, expected, rtol=0.0, atol=float(limit.nan_to_num()), equal_nan=True):
-            return f"its loss of two tokens is {float(expected - found):.6g} off in chunks"
-    return None
-
-
-_TF32_EPS = 2.0**-10
-"""Relative rounding of fp32 matrix products on a GPU, which may use TF32."""
-
-
-def _outputs(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a model's loss and logits."""
-    return (output["loss"], output["logits"]) if isinstance(output, dict) else (output[0], output[1])
+    with ChunkedCrossEntropyHandle(inner) as handle:
+        return handle.why_not_equal()
 
 
 class ChunkedCrossEntropyHandle(ModelHandle):
@@ -146,7 +104,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         check_integer("chunk_bytes", chunk_bytes, 1)
         self._evaluation = evaluation
         self._signature = inspect.signature(type(inner).forward)
-        self._head = _Head(inner.get_output_embeddings(), chunk_bytes)
+        self._head = _Head(inner.get_output_embeddings(), chunk_bytes, self.why_not_equal)
         loss = _Loss(self._head)
         _attached.add(inner)
         self._undo.append(lambda: _attached.discard(inner))
@@ -157,7 +115,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         self._undo.append(inner.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True).remove)
         # This hook runs first, since other hooks may read the output.
         self._undo.append(inner.register_forward_hook(ModuleHook(self._end), prepend=True, always_call=True).remove)
-        self._loss = loss
+        self._model, self._loss = inner, loss
         self._in_forward = False
         if may_be_called_directly(model):
             self._undo.append(call_through_hooks(inner, lambda: self._in_forward))
@@ -167,6 +125,29 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         """Last loss that was computed in chunks and without gradients, a scalar."""
         assert self._loss.last is not None
         return self._loss.last
+
+    def why_not_equal(self) -> str | None:
+        """Return the reason why the model's chunked loss differs from its plain loss, as a clause. None if it does not.
+
+        Runs the model a few times on two tokens, without gradients.
+        """
+
+        def run(is_chunked: bool, batch: dict[str, Any]) -> Any:
+            self._evaluation = is_chunked
+            return self._model(**batch)
+
+        def chunked(**batch: Any) -> tuple[Any, torch.Tensor]:
+            return run(True, batch), self.last_loss
+
+        head = self._head
+        # The first compiled forward asks for this, and may have begun.
+        before = self._evaluation, self._in_forward, head.stand_ins, head.scored
+        head.is_on_trial, head.scored = True, []
+        try:
+            return why_not_equal(self._model, chunked, lambda **batch: run(False, batch))
+        finally:
+            self._evaluation, self._in_forward, head.stand_ins, head.scored = before
+            head.is_on_trial = False
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._in_forward = True
@@ -204,12 +185,18 @@ class _Head(StandIn):
     Args:
         module: The head.
         chunk_bytes: Bytes of the fp32 scores that exist at a time.
+        why_not_equal: Function that finds the reason why the model's loss is not supported. Compiled code asks for it
+            once, since it can't watch what the model does with a stand-in.
     """
 
-    def __init__(self, module: nn.Linear, chunk_bytes: int) -> None:
+    def __init__(self, module: nn.Linear, chunk_bytes: int, why_not_equal: Callable[[], str | None]) -> None:
         super().__init__(module.forward)
         self.module = module
         self._chunk_bytes = chunk_bytes
+        self._why_not_equal: Callable[[], str | None] | None = why_not_equal
+        self._reason: str | None = None
+        self.is_on_trial = False
+        """Whether the forwards that look for that reason run now."""
         self.stand_ins: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Stand-ins that are not scored yet, each with its hidden states, or None outside of a chunked forward."""
         self.scored: list[torch.Tensor] = []
@@ -235,9 +222,22 @@ class _Head(StandIn):
             )
         if self.stand_ins is None:
             return nn.Linear.forward(self.module, hidden)
-        stand_in = AbsentLogits.like(hidden)
+        if torch.compiler.is_compiling() and not self.is_on_trial:
+            self._reason = self._find_reason()
+        if self._reason is not None:
+            raise ChunkedLossError(self._reason)
+        stand_in = AbsentLogits.like(hidden, is_compiling=torch.compiler.is_compiling() and not self.is_on_trial)
         self.stand_ins.append((stand_in, hidden))
         return stand_in
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _find_reason(self) -> str | None:
+        """Return the reason why the model's loss is not supported. Runs uncompiled while the model is compiled."""
+        if self._why_not_equal is not None:
+            function, self._why_not_equal = self._why_not_equal, None
+            with torch.compiler.set_stance("force_eager"):
+                self._reason = function()
+        return self._reason
 
     def loss_of(self, stand_in: torch.Tensor, **request: Any) -> torch.Tensor | None:
         """Compute the loss of a stand-in by a call of the module, or return None if this head did not make it.

@@ -102,9 +102,7 @@ def score_rows(
     matrix = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     parts = list(even_slices(num_rows, num_classes * wide.itemsize, chunk_bytes))
-    buffers = ScoreBuffers(
-        max((part.stop - part.start for part in parts), default=0) * num_classes, dtype, hidden.device
-    )
+    buffers = ScoreBuffers(max([0, *(part.stop - part.start for part in parts)]) * num_classes, dtype, hidden.device)
     for part in parts:
         scores = buffers.scores(hidden[part].to(dtype), matrix, bias)
         classes, scales = targets[part, None], row_scales[part, None]
@@ -156,7 +154,7 @@ def weight_gradients(
     weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else None
     bias_gradient = torch.empty_like(bias) if of_bias and bias is not None else None
     parts = list(even_slices(num_classes, num_rows * wide_dtype(dtype).itemsize, chunk_bytes))
-    buffers = ScoreBuffers(max((part.stop - part.start for part in parts), default=0) * num_rows, dtype, hidden.device)
+    buffers = ScoreBuffers(max([0, *(part.stop - part.start for part in parts)]) * num_rows, dtype, hidden.device)
     for part in parts:
         scores = buffers.scores(hidden, weight[part].to(dtype), None if bias is None else bias[part].to(dtype))
         scores.sub_(peaks).exp_().mul_(softmax_scales)

@@ -20,7 +20,8 @@ _Value = TypeVar("_Value")
 
 _NAME = (
     r"(?:token|secret|(?:pg)?passw(?:or)?d|passphrase|pwd|credentials?|auth|authorization|pat|connection[_-]?string|"
-    r"(?:api|access|account|auth|encryption|private|secret|session|signing|ssh|storage)[_-]?keys?)"
+    r"(?:api|access|account|auth|encryption|private|secret|session|signing|ssh|storage)[_-]?keys?|"
+    r"(?:anthropic|comet|hf|hub|huggingface|kaggle|neptune|openai|wandb)[_-]?keys?)"
 )
 _PREFIX = r"(?:[\w-]*[_-]|(?-i:\w*[a-z](?=[A-Z])))?"
 _WHOLE_NAME = _PREFIX + _NAME
@@ -31,15 +32,21 @@ _OF_TOKENIZER = r"(?:pad|eos|bos|mask|unk|sep|cls|image)_token"
 _VALUE = rf"(?!'?{MASK})('[^']*'|\"[^\"]*\"|[^\s'\"-]\S*)"
 _IN_TEXT = (
     (re.compile(rf"(--{_WHOLE_NAME}(?:\s+|=)){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
-    (re.compile(r"(\w://)[^/\s'\"]+@"), rf"\1{MASK}@"),
+    (re.compile(r"((?:\w\w:|\w:/)/)[^/\s'\"]+@"), rf"\1{MASK}@"),
     (re.compile(rf"([?&]{_PREFIX}(?:{_NAME}|sig|signature|key)=)[^&\s'\"#]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"(?<![\w?&-])((?!{_OF_TOKENIZER}){_WHOLE_NAME}=){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"([\"'](?!{_OF_TOKENIZER}){_WHOLE_NAME}[\"']\s*:\s*[\"'])[^\"']+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"(\bauthorization:\s*(?:\w+\s+)?+)[^\s'\"<]+", re.IGNORECASE), rf"\1{MASK}"),
-    (re.compile(r"\b(?:hf_[A-Za-z0-9]{30,}|gh[opsu]_[A-Za-z0-9]{36,}|github_pat_\w{36,}|sk-[A-Za-z0-9]{20,})\b"), MASK),
+    (
+        re.compile(
+            r"\b(?:hf_(?:oauth_[\w.-]{20,}|[A-Za-z0-9]{30,}|(?=\w*\d)\w{30,})|gh[oprsu]_[A-Za-z0-9]{36,}|"
+            r"github_pat_\w{36,}|glpat-[\w-]{20,}|sk-(?:[A-Za-z0-9]{20,}|(?=[\w-]*\d)[\w-]{20,}))\b"
+        ),
+        MASK,
+    ),
 )
 """Patterns that are replaced in any text, with their replacements: an option, a URL's user and parameter, an assignment
-as of a shell, a key in JSON, a header, the tokens of services."""
+as of a shell, a key in JSON, a header, the tokens of services. A URL made a path has one slash."""
 _FEWEST_LETTERS = 6
 """Minimum length, in letters, of a secret that is looked for in texts. A shorter one would hide common words."""
 _FEWEST_OF_ENVIRONMENT = 12

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -135,8 +134,8 @@ class RecordingCheck:
     """Refuses a training forward in which a module runs inside of a checkpoint that torch does not record.
 
     For one forward, it hooks the modules that it is told to watch. It also looks for their parameters in calls of
-    torch's functions, since a checkpointed method may call no module. A model with a compiled module is not watched,
-    since a hook would become part of the graph.
+    torch's functions, since a checkpointed method may call no module. Compiled modules and all below them are not
+    watched, since a hook would become part of the graph, and a model with any of them not for calls of functions.
     """
 
     def __init__(self) -> None:
@@ -150,11 +149,16 @@ class RecordingCheck:
             modules: Modules that hold trained parameters, each with the name of one of these.
         """
         self.end()
-        if not modules or any(runs_compiled(each) or compiled_call_of(each) is not None for each in model.modules()):
+        if not modules:
             return
+        compiled = [each for each in model.modules() if runs_compiled(each) or compiled_call_of(each) is not None]
+        unhooked = {below for each in compiled for below in each.modules()}
         for module, name in modules.items():
-            hook = ModuleHook(_checks_recording(name))
-            self._watching.callback(module.register_forward_pre_hook(hook).remove)
+            if module not in unhooked:
+                hook = ModuleHook(_checks_recording(name))
+                self._watching.callback(module.register_forward_pre_hook(hook).remove)
+        if compiled:
+            return
         # Bypass ZeRO-3's own dictionary, which gathers each requested parameter in a forward.
         owned = ((each, name) for module, name in modules.items() for each in dict.values(module._parameters))
         trained = {id(each): name for each, name in owned if each is not None and each.requires_grad}
@@ -199,10 +203,10 @@ def check_recorded(name: str) -> None:
     """
     if torch.is_grad_enabled():
         return
-    context = _outermost_function()
-    if context is not None and not any(context.needs_input_grad):
+    function, args = _outermost_function()
+    if function is not None and not any(isinstance(each, torch.Tensor) and each.requires_grad for each in args):
         raise RuntimeError(
-            f"{name} is trained, but runs under reentrant checkpointing ({type(context).__name__}), which loses its "
+            f"{name} is trained, but runs under reentrant checkpointing ({function.__name__}), which loses its "
             "gradient: no tensor among the positional arguments of the checkpoint requires a gradient. Call "
             "torch.utils.checkpoint.checkpoint with use_reentrant=False"
         )
@@ -232,19 +236,20 @@ def has_other_reentrant(model: nn.Module) -> bool:
     return any(blocks.isdisjoint(module.modules()) for module in switched_on - blocks)
 
 
-def _outermost_function() -> Any:
-    """Return the context of the outermost autograd function whose forward runs now. None outside of any."""
+def _outermost_function() -> tuple[type | None, Sequence[Any]]:
+    """Return the outermost autograd function whose forward runs now, and its positional arguments. None without any."""
     frame: FrameType | None = inspect.currentframe()
-    found = None
+    function: type | None = None
+    args: Sequence[Any] = ()
     while frame is not None:
-        code = frame.f_code
-        # To read the locals of a frame keeps their tensors alive until it returns. Modules' frames are passed over.
-        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
-            context = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, FunctionCtx):
-                found = context
+        # To read the locals of a frame keeps their tensors alive until it returns. These live as long by themselves.
+        if frame.f_code is _APPLY:
+            function, args = frame.f_locals["cls"], frame.f_locals["args"]
         frame = frame.f_back
-    return found
+    return function, args
+
+
+_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _checks_recording(name: str) -> Callable[..., None]:

@@ -54,10 +54,15 @@ class DeltaParameters(nn.Module):
         if self.witness.grad is None:
             self.witness.grad = self._idle = torch.zeros_like(self.witness)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a backward has ended without reaching any delta, and no gradient has arrived since."""
+        return self._idle is not None and self.witness.grad is self._idle
+
     def scale(self) -> torch.Tensor:
         """Return the factor that clipping or unscaling applied to all gradients since they arrived, an fp32 scalar."""
         gradient = self.witness.grad
-        if gradient is None or gradient is self._idle:
+        if gradient is None or self.is_idle:
             return torch.ones_like(self.witness)
         return gradient / _WITNESS_GRADIENT
 

@@ -119,6 +119,7 @@ class SFT(CheckpointedSliver):
         super().__init__([{"params": list(self._delta_parameters.parameters()), **options}], options)
         self._updates = 0
         self._num_idle_steps = 0
+        self._has_warned_of_idle = False
         self.grad_norm: torch.Tensor | None = None
         """Norm of the trained weights' gradient in the last step, before `max_grad_norm` applied (fp32 scalar)."""
         self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
@@ -299,15 +300,19 @@ class SFT(CheckpointedSliver):
         return any(weight.phi.grad is not None for weight in self._weights)
 
     def _note_idle_step(self) -> None:
+        """Warn at the first step whose backward reached no trained tensor, and if there was no gradient for many."""
         self._num_idle_steps += 1
-        if self._num_idle_steps == IDLE_STEPS:
-            warnings.warn(
-                f"no gradient has reached any of the {len(self._weights)} trained tensors (the first is "
-                f"{self._weights[0].name}) in the last {IDLE_STEPS} steps, none of which was an update. Check that the "
-                "loss depends on them, call torch.utils.checkpoint.checkpoint with use_reentrant=False, or name others "
-                "with SFTConfig(targets=...)",
-                stacklevel=4,
-            )
+        is_first = self._delta_parameters.is_idle and not self._has_warned_of_idle
+        if not is_first and self._num_idle_steps != IDLE_STEPS:
+            return
+        self._has_warned_of_idle |= is_first
+        steps = "this step, which is no" if is_first else f"the last {IDLE_STEPS} steps, none of which was an"
+        warnings.warn(
+            f"no gradient has reached any of the {len(self._weights)} trained tensors (the first is "
+            f"{self._weights[0].name}) in {steps} update. Check that the loss depends on them, call "
+            "torch.utils.checkpoint.checkpoint with use_reentrant=False, or name others with SFTConfig(targets=...)",
+            stacklevel=4,
+        )
 
     def detach(self, *, merge: bool = True) -> None:
         """Remove everything that SFT put on the model, and restore `requires_grad`.

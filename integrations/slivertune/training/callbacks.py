@@ -94,6 +94,8 @@ class NonFiniteGuard(TrainerCallback):
         """Number of updates, and of skipped ones, when this training began. A resumed run starts above 0."""
         self._is_due, self._has_applied = False, False
         """Whether the next step has gradients to apply, and whether this training has applied an update."""
+        self._has_rate, self._lacked_rate = True, False
+        """Whether the next step has a learning rate above 0, and whether a step was no update for lack of one."""
         self._updates_before: int | None = None
         """Updates that this library's optimizer had applied before this training. None for another optimizer."""
 
@@ -134,7 +136,14 @@ class NonFiniteGuard(TrainerCallback):
     ) -> None:
         """Reset the record of applied updates."""
         self._first_step, self._first_skipped, self._has_applied = state.global_step, self.num_skipped, False
-        self._updates_before = _updates_of(kwargs.get("optimizer"))
+        self._updates_before, self._lacked_rate = _updates_of(kwargs.get("optimizer")), False
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Record whether the schedule has a rate for the next step, unless a rate of 0 is requested."""
+        rates = kwargs["lr_scheduler"].get_last_lr() if args.learning_rate else [None]
+        self._has_rate = any(rate is None or rate > 0 for rate in rates)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -174,11 +183,17 @@ class NonFiniteGuard(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Record whether the update was applied: not skipped here, by a loss scale, or for lack of gradients."""
+        """Record whether the update was applied: not skipped here, by a loss scale, or for lack of gradients or a rate.
+
+        HiFT may apply the rate that it has held since its cycle began.
+        """
         updates = _updates_of(kwargs["optimizer"])
         if updates is not None:
             self._is_due = updates > (self._updates_before or 0)
-        self._has_applied |= self._is_due and not getattr(kwargs["optimizer"], "step_was_skipped", False)
+        is_stepped = self._is_due and not getattr(kwargs["optimizer"], "step_was_skipped", False)
+        has_rate = self._has_rate or bool(updates and _own(kwargs["optimizer"]).applied_lr)
+        self._has_applied |= is_stepped and has_rate
+        self._lacked_rate |= is_stepped and not has_rate
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -194,6 +209,8 @@ class NonFiniteGuard(TrainerCallback):
         message = f"none of the {num_updates} updates since step {self._first_step} was applied"
         if num_skipped == num_updates:
             message += ", since their losses or gradients were not finite"
+        elif self._lacked_rate:
+            message += ", since the learning rate was 0 in each"
         elif args.fp16:
             message += ", since their gradients overflowed under fp16, whose loss scale falls for some updates"
         else:
@@ -202,8 +219,13 @@ class NonFiniteGuard(TrainerCallback):
             self._say(f"warning: {message}; the model is that of the checkpoint")
             return
         raise RuntimeError(
-            f"{message}. The model is unchanged. Lower --learning_rate or --max_grad_norm, look for broken rows, use "
-            "more updates or bf16, or check that the loss depends on the trained weights"
+            f"{message}. The model is unchanged. Lower "
+            + (
+                "--warmup_steps, or use more updates"
+                if self._lacked_rate
+                else "--learning_rate or --max_grad_norm, look for broken rows, use more updates or bf16, or check "
+                "that the loss depends on the trained weights"
+            )
         )
 
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
@@ -228,8 +250,13 @@ class NonFiniteGuard(TrainerCallback):
 
 def _updates_of(optimizer: Any) -> int | None:
     """Return the number of updates that this library's optimizer has applied, or None for any other, or none."""
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = _own(optimizer)
     return inner.updates if isinstance(inner, Sliver) else None
+
+
+def _own(optimizer: Any) -> Any:
+    """Return the optimizer in accelerate's wrapper, or itself."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def keep_events_in(trainer: Trainer, folder: Path) -> None:

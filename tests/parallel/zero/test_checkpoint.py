@@ -37,6 +37,7 @@ SAID = {
     "one rank's file is damaged": ["slivertune_hift_rank_1_of_2.pt has 11 bytes where"],
     "no manifest": ["has no slivertune_checkpoint.json, so its writing was cut short"],
     "a flipped bit of DeepSpeed's": ["mp_rank_00_model_states.pt holds other bytes"],
+    "a beta of 2": ["_of_2.pt: the saved state is damaged: ", "does not take the hyperparameters of param group 0"],
     "nobody says which": ["has no file 'latest'"],
 }
 """What is said to checkpoints that are refused."""
@@ -121,8 +122,9 @@ def refusals(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[st
             ("a flipped bit of DeepSpeed's", model, flip),
             ("one rank's file is gone", own, Path.unlink),
             ("one rank's file is damaged", own, lambda path: path.write_bytes(b"half a file")),
+            ("a beta of 2", own, give_impossible_beta),
         ):
-            whole = path.read_bytes()
+            kept = {each: each.read_bytes() for each in (*own.parent.glob("slivertune_*"), path)}
             dist.barrier()
             if rank == 0:
                 change(path)
@@ -130,11 +132,20 @@ def refusals(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[st
             messages[what] = refusal()
             dist.barrier()
             if rank == 0:
-                path.write_bytes(whole)
+                for each, content in kept.items():
+                    each.write_bytes(content)
             dist.barrier()
         # Nothing was changed by what was refused.
         messages["state"] = f"{run.sliver.updates} updates, group {run.model.hift_schedule.active}"
     return messages
+
+
+def give_impossible_beta(path: Path) -> None:
+    for each in path.parent.glob("slivertune_hift_rank_*.pt"):
+        saved = torch.load(each, weights_only=True)
+        saved["param_groups"][0]["betas"] = (2.0, 0.999)
+        torch.save(saved, each)
+    write_manifest(path.parent)
 
 
 def flip(path: Path) -> None:

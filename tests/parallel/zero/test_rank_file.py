@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.manifest import write_manifest
-from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file
+from slivertune.hift.piece import PARAM_GROUP
+from slivertune.parallel.zero.rank_file import VERSION, check_fits, file_name, read_rank_file
 from slivertune.parallel.zero.shares import fp32_weights, identity, load_zero
 from tests.helpers.models import assert_same_tree, tiny_llama
 from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced
+
+INNER = ["groups", "1", "optimizer", "param_groups"]
+STATE = ["groups", "1", "optimizer", "state", 0]
+FIRST = sum(each.numel() for each in tiny_llama().model.layers[0].parameters()) // 2  # type: ignore[union-attr,index]
+"""Elements of the first rank's share of group 1."""
 
 
 class Saved:
@@ -52,8 +58,9 @@ class Saved:
                     found.append((name, first - offset, first - begin, last - first))
                 offset += each.numel()
             moments = {"exp_avg": flat[begin:end].clone(), "exp_avg_sq": flat[begin:end].square()}
+            of_group = {"lr": 1e-2, "betas": (0.9, 0.999), PARAM_GROUP: 0, "params": [0]}
             groups[str(group.index)] = {
-                "optimizer": {"state": {0: {"step": torch.tensor(1.0), **moments}}, "param_groups": [{"lr": 1e-2}]},
+                "optimizer": {"state": {0: {"step": torch.tensor(1.0), **moments}}, "param_groups": [of_group]},
                 "masters": [flat[begin:end].clone()],
             }
             pieces[str(group.index)] = [found]
@@ -141,6 +148,17 @@ def test_nothing_in_it_is_executed(saved: Saved, tmp_path: Path) -> None:
         (["groups", "1", "masters", 0], torch.tensor([math.nan]), r"\['masters'\]\[0\] is no master without NaN"),
         (["groups", "1", "optimizer", "state", 0, "exp_avg"], torch.tensor([math.inf]), r"\['exp_avg'\] is no finite"),
         (["groups", "1", "optimizer", "state", 0, "step"], torch.tensor(-5.0), r"\['step'\] is no finite state"),
+        ([*STATE, "exp_avg"], torch.zeros(3), r"'exp_avg' of group 1 is no state of \d+ elements"),
+        ([*STATE, "exp_avg"], torch.zeros(FIRST, dtype=torch.int32), r"\['exp_avg'\] is no state of its kind"),
+        ([*STATE, "exp_avg_sq"], -torch.ones(FIRST), r"\['exp_avg_sq'\] is no state of its kind"),
+        (["groups", "1", "optimizer", "state"], {1: {}}, "the state of group 1 is no state of 1 masters"),
+        ([*INNER, 0, "lr"], math.inf, r"\['param_groups'\]\[0\]\['lr'\] is no learning rate"),
+        (["param_groups", 0, "lr"], math.nan, r"param_groups\[0\]\['lr'\] is no learning rate"),
+        (["param_groups", 0, "lr"], "x", r"param_groups\[0\]\['lr'\] is no learning rate"),
+        (["param_groups", 0], {"initial_lr": -1.0}, r"\['initial_lr'\] is no learning rate"),
+        (["own", "1", 0], {"lr": math.nan}, r"own\['1'\]\[0\]\['lr'\] is no learning rate"),
+        (["scaler"], {"cur_scale": 0.0}, r"scaler\['cur_scale'\] is no positive number"),
+        (["scaler"], {"cur_scale": 1.0, "scale_factor": -2.0}, r"scaler\['scale_factor'\] is no positive number"),
         (["held_lr"], [math.nan], r"held_lr\[0\] is no learning rate"),
         (["scaler"], {"cur_scale": math.nan}, r"scaler\['cur_scale'\] is no finite number"),
         (["groups", "1", "masters"], [], r"pieces\['1'\] is no list for each master"),
@@ -158,6 +176,33 @@ def test_the_part_that_is_another_is_named(path: list[Any], value: Any, message:
     saved.write(replaced(saved.honest[0], path, value))
     with pytest.raises(ValueError, match=message):
         fp32_weights(saved.folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            ["param_groups", 0],
+            {"lr": 1e-2, "betas": (2.0, 0.999)},
+            r"AdamW does not take .* \(ValueError: Invalid beta",
+        ),
+        (["param_groups", 0], {"lr": 1e-2, "eps": -1.0}, r"does not take .* \(ValueError: Invalid epsilon"),
+        (["param_groups", 0], {"weight_decay": "0"}, r"weight_decay of param group 0 is '0', and this optimizer has"),
+        (["param_groups"], [], "param_groups is no list of 1 param groups"),
+        ([*INNER, 0, "betas"], (0.9, -1.0), r"does not take .* \(ValueError: Invalid beta"),
+        ([*INNER, 0, "betas"], 0.9, r"betas of param group 0 is '0\.9'"),
+        ([*INNER, 0, PARAM_GROUP], 1, r"groups\['1'\].*\['param_groups'\] is no list for 1 param groups"),
+        ([*INNER, 0], {"lr": 1e-2}, "it has no 'slivertune_param_group'"),
+        (["own", "0"], [{"eps": math.nan}], "eps of param group 0 is 'nan'"),
+        (["own", "0"], [{}, {}], r"own\['0'\] is no list of 1 param groups"),
+    ],
+)
+def test_hyperparameters_that_the_base_optimizer_does_not_take_are_refused(
+    path: list[Any], value: Any, message: str, saved: Saved
+) -> None:
+    check_fits(saved.folder, saved.honest[0], saved.hift)
+    with pytest.raises(ValueError, match=rf"{saved.folder}.*{message}"):
+        check_fits(saved.folder, replaced(saved.honest[0], path, value), saved.hift)
 
 
 def test_ranks_of_different_models_are_refused(saved: Saved) -> None:

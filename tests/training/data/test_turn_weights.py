@@ -21,7 +21,13 @@ from slivertune.training.data.turn_weights import UnknownWeightError, asks_to_be
         ({"loss_scale": 0}, False),
         ({"masked": True}, False),
         ({"masked": False}, True),
+        ({"learnable": False}, False),
+        ({"ignore": True}, False),
+        ({"ignore": 0}, True),
+        ({"skip": 1}, False),
+        ({"no_loss": True}, False),
         ({"weight": 0, "masked": True}, False),
+        ({"mask": None, "label": False}, None),
     ],
 )
 def test_what_a_message_says_is_read_in_the_words_of_several_tools(
@@ -40,6 +46,9 @@ def test_what_a_message_says_is_read_in_the_words_of_several_tools(
         ({"loss": [0]}, r"have loss=\[0\] in a message"),
         ({"weight": 0, "train": True}, "have weight=0 and train=True in one message, which contradict each other"),
         ({"weight": 1, "masked": True}, "have weight=1 and masked=True in one message"),
+        ({"mask": True}, "have mask=True in a message, .* in some tools and puts it in in others. Name it masked or"),
+        ({"mask": 0}, "have mask=0 in a message"),
+        ({"skip": 0, "no_loss": True}, "have skip=0 and no_loss=True in one message, which contradict each other"),
         ({"train_detail": [{"begin_offset": 0}]}, "have train_detail in a message, and parts of a turn"),
     ],
 )

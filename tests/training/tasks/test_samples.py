@@ -1,3 +1,4 @@
+import ast
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -5,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.training.tasks.samples import Probe, make_probe
 from slivertune.training.tasks.task import Task
+from tests.training.tiny import byte_tokenizer
 
 
 def make_task(rows: list[dict[str, Any]], *, labels: dict[int, str] | None = None) -> Task:
@@ -78,6 +81,28 @@ def test_a_text_without_labels_is_continued_by_so_many_tokens(model_and_tokenize
     assert probe is not None
     assert (probe.prompt, probe.expected) == (TEXT[: len(TEXT) // 2], None)
     assert len(tokenizer(probe.ask())["input_ids"]) <= 5 * 3, "five bytes, of which a broken one is shown by three"
+
+
+class Repeats(nn.Module):
+    """Stands for a language model, and repeats what it is given."""
+
+    device = torch.device("cpu")
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return input_ids.repeat(1, 2)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize(("asked", "rest"), [("a b", "a b"), ("<bos>a b", "a b"), ("<bos> <bos>a", "a"), ("<bos>", "")])
+def test_a_prompt_has_the_bos_that_the_tokenizer_adds_once(asked: str, rest: str, adds_bos: bool) -> None:
+    tokenizer = byte_tokenizer(bos=adds_bos)
+    probe = probe_of((Repeats(), tokenizer), [], asked)
+    assert probe is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "decode", lambda ids, **options: tokenizer.convert_ids_to_tokens(ids))
+        tokens = ast.literal_eval(probe.ask())
+    expected = ["<bos>", *tokenizer.tokenize(rest)] if adds_bos else tokenizer.tokenize(asked)
+    assert tokens == expected
 
 
 def test_asking_is_repeatable_and_leaves_randomness_and_mode_alone(model_and_tokenizer: tuple[Any, Any]) -> None:

@@ -19,7 +19,7 @@ from slivertune.hift.checkpoint import check_identity
 from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.zero.deepspeed_internals import fill_frozen, follow_master, load_first, masters_listed
-from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
+from slivertune.parallel.zero.rank_file import VERSION, check_fits, file_name, read_rank_file, saved_ranks
 from slivertune.parallel.zero.schedule import GroupSchedule
 from slivertune.parallel.zero.shares import SavedShares, ShareFragment, identity, pieces_of
 
@@ -223,6 +223,7 @@ class Checkpoints:
         saved = read_rank_file(folder, whose, num_saved)
         path = folder / file_name(whose, num_saved)
         check_identity(path, saved["identity"], self._identity(), built="the optimizer and the config")
+        check_fits(path, saved, self._schedule.optimizer)
         if num_saved != num_ranks:
             return saved
         for group, mover in self._schedule.movers.items():

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-from slivertune.core.saved_state import describe_damage, is_count, load_dictionary
-from slivertune.core.saved_values import is_finite, is_rate, is_step
+from slivertune.core.saved_state import StateMismatchError, describe_damage, is_count, load_dictionary
+from slivertune.core.saved_values import check_hyperparameters, fits_sign, is_finite, is_rate, is_step
+from slivertune.hift import HiFT
+from slivertune.hift.checkpoint import check_accepted
+from slivertune.hift.piece import PARAM_GROUP
 from slivertune.parallel.checkpoint.sidecar import check_plain
 
 VERSION = 3
@@ -62,6 +65,38 @@ def read_rank_file(folder: Path, rank: int, num_ranks: int, *, mmap: bool = Fals
     return saved
 
 
+def check_fits(path: Path, saved: Mapping[str, Any], optimizer: HiFT) -> None:
+    """Check the hyperparameters in a rank's file by those of the optimizer that is to load them.
+
+    Args:
+        path: The file.
+        saved: Its content.
+        optimizer: HiFT over the model and the groups of the saved run.
+
+    Raises:
+        ValueError: If one is of another kind, or the base optimizer does not take it.
+    """
+    outer = optimizer.param_groups
+    given = [("param_groups", saved["param_groups"], outer)]
+    try:
+        for name, adapted in saved["own"].items():
+            inner = saved["groups"].get(name, saved["active"])["optimizer"]["param_groups"]
+            indices = [each[PARAM_GROUP] for each in inner]
+            is_known = all(is_count(index) and index < len(outer) for index in indices)
+            _require(is_known, f"groups[{name!r}]['optimizer']['param_groups']", f"list for {len(outer)} param groups")
+            own = [outer[index] for index in indices]
+            given += [(f"groups[{name!r}]['optimizer']['param_groups']", inner, own), (f"own[{name!r}]", adapted, own)]
+        for what, theirs, ours in given:
+            _require(len(theirs) == len(ours), what, f"list of {len(ours)} param groups")
+            check_hyperparameters(theirs, ours)
+            check_accepted(theirs, ours, optimizer.base)
+    except StateMismatchError as error:
+        raise ValueError(f"{path}: {error}") from error
+    except (KeyError, TypeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(describe_damage(path, reason)) from error
+
+
 _Check = Callable[[Any, str], None]
 
 
@@ -83,8 +118,20 @@ def _rate(value: Any, what: str) -> None:
     _require(is_rate(value), what, "learning rate")
 
 
+def _scale(value: Any, what: str) -> None:
+    """Check one number of the loss scaler. Gradients are divided by a scale, and scales by the factor."""
+    _number(value, what)
+    _require(value > 0 or not what.endswith(("['cur_scale']", "['scale_factor']")), what, "positive number")
+
+
 def _mapping(value: Any, what: str) -> None:
     _require(isinstance(value, Mapping) and all(type(key) is str for key in value), what, "mapping by name")
+
+
+def _hyperparameters(value: Any, what: str) -> None:
+    _mapping(value, what)
+    for key in value.keys() & {"lr", "initial_lr"}:
+        _rate(value[key], f"{what}[{key!r}]")
 
 
 def _plain(value: Any, what: str) -> None:
@@ -130,12 +177,20 @@ def _group(value: Any, what: str) -> None:
     _list_of(_master)(value["masters"], f"{what}['masters']")
     optimizer, name = value["optimizer"], f"{what}['optimizer']"
     _mapping(optimizer, name)
-    _list_of(_mapping)(optimizer["param_groups"], f"{name}['param_groups']")
+    _list_of(_hyperparameters)(optimizer["param_groups"], f"{name}['param_groups']")
     for index, values in _indexed(optimizer["state"], f"{name}['state']"):
-        _mapping(values, f"{name}['state'][{index}]")
+        where = f"{name}['state'][{index}]"
+        _mapping(values, where)
         for key, each in values.items():
             is_number = is_step(each) if key == "step" else is_finite(each)
-            _require(is_number, f"{name}['state'][{index}][{key!r}]", "finite state")
+            _require(is_number, f"{where}[{key!r}]", "finite state")
+            _require(_is_real(each) and fits_sign(key, each), f"{where}[{key!r}]", "state of its kind")
+
+
+def _is_real(value: Any) -> bool:
+    """Return whether a value, if it is a tensor with elements, has real numbers or codes of a byte each."""
+    has_elements = isinstance(value, torch.Tensor) and value.dim() > 0
+    return not has_elements or value.is_floating_point() or value.dtype in (torch.uint8, torch.int8)
 
 
 def _indexed(value: Any, what: str) -> Any:
@@ -143,19 +198,22 @@ def _indexed(value: Any, what: str) -> Any:
     return value.items()
 
 
+_OF_BLOCKS = ("absmax", "qmap")
+"""Beginnings of the names of 8-bit state that has a value per block or code."""
+
 _PARTS: dict[str, _Check] = {
     "identity": _plain,
     "updates": _count,
     "held_lr": _list_of(_rate),
     "skipped_turns": _counts_by_index,
     "skipped_in_cycle": _counts_by_index,
-    "param_groups": _list_of(_mapping),
+    "param_groups": _list_of(_hyperparameters),
     "groups": _by_name(_group),
     "active": _group,
     "pieces": _by_name(_list_of(_list_of(_piece))),
     "shapes": _by_name(_by_name(_list_of(_count))),
-    "scaler": _by_name(_number),
-    "own": _by_name(_list_of(_mapping)),
+    "scaler": _by_name(_scale),
+    "own": _by_name(_list_of(_hyperparameters)),
 }
 
 
@@ -174,3 +232,9 @@ def _check_groups(saved: Mapping[str, Any]) -> None:
             for parameter, first, offset, length in pieces:
                 is_within = parameter in sizes and first + length <= prod(sizes[parameter])
                 _require(is_within and offset + length <= master.numel(), what, f"list of pieces within {parameter!r}")
+        for index, values in exported["optimizer"]["state"].items():
+            _require(index < len(masters), f"the state of group {name}", f"state of {len(masters)} masters")
+            for key, value in values.items():
+                has_elements = isinstance(value, torch.Tensor) and value.dim() and not key.startswith(_OF_BLOCKS)
+                is_whole = not has_elements or value.shape == masters[index].shape
+                _require(is_whole, f"{key!r} of group {name}", f"state of {masters[index].numel()} elements")

@@ -13,14 +13,20 @@ _LEARNED_IF = {
     "training": True,
     "trainable": True,
     "learn": True,
+    "learnable": True,
     "masked": False,
+    "ignore": False,
+    "skip": False,
+    "no_loss": False,
 }
 """Key of a message -> value with which the message is trained on, True for true (or 1) and False for false (or 0).
 OpenAI and Mistral use `weight`, Axolotl `train` and `training`, ms-swift `loss` and `loss_scale`, LLaMA-Factory
 `loss_weight`, verl `trainable`, torchtune `masked`."""
 _OF_PARTS = ("train_detail", "training_detail")
 """Axolotl's keys that mark parts of a turn."""
-KEYS = frozenset((*_LEARNED_IF, *_OF_PARTS))
+_UNCLEAR = "mask"
+"""Key with which some tools leave a turn out of the loss, and others, as with `loss_mask`, put it in."""
+KEYS = frozenset((*_LEARNED_IF, *_OF_PARTS, _UNCLEAR))
 
 
 class UnknownWeightError(ValueError):
@@ -38,7 +44,7 @@ def asks_to_be_learned(message: Mapping[str, Any]) -> bool | None:
 
     Raises:
         UnknownWeightError: If a value is neither true, false, 1 nor 0, if two keys contradict each other, or if a key
-            marks parts of the turn.
+            marks parts of the turn or may mean either.
     """
     said: dict[str, bool] = {}
     for key, value in message.items():
@@ -46,6 +52,11 @@ def asks_to_be_learned(message: Mapping[str, Any]) -> bool | None:
             continue
         if key in _OF_PARTS:
             raise UnknownWeightError(f"have {key} in a message, and parts of a turn can't be left out of the loss")
+        if key == _UNCLEAR:
+            raise UnknownWeightError(
+                f"have {key}={value!r} in a message, which leaves a turn out of the loss in some tools and puts it in "
+                "in others. Name it masked or loss_mask"
+            )
         # True and 1 are equal, and so are 1 and 1.0.
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise UnknownWeightError(f"have {key}={value!r} in a message, which is neither true, false, 1 nor 0")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer
 
+from slivertune.training.tasks.special_ends import added_ends
 from slivertune.training.tasks.task import Task
 from slivertune.training.tasks.tokenization import IGNORED, padding_id
 
@@ -61,11 +62,13 @@ def make_probe(
         return None
     if task.id2label is not None:
         return _judgement(trainer, task, tokenizer)
-    ids, expected = _first_prompt(task, tokenizer) if asked is None else (tokenizer(asked)["input_ids"], None)
     if asked is None:
+        ids, expected = _first_prompt(task, tokenizer)
         ids = ids[-(task.max_length - 1) :]  # keep the end, which the response follows
-    elif cut:
-        ids = ids[: task.max_length - 1]
+    else:
+        # A prompt that begins with BOS, as copied from a rendered chat, has it once.
+        ids, expected = tokenizer(added_ends(tokenizer).text_once(asked))["input_ids"], None
+        ids = ids[: task.max_length - 1] if cut else ids
     if not 0 < len(ids) < task.max_length:
         raise ValueError(
             f"sample_prompt has {len(ids)} tokens, and must have 1 or more and fewer than "
