@@ -21,7 +21,7 @@ from slivertune.core.checkpointed_blocks import CheckpointedBlocksHandle
 from slivertune.core.compiled_blocks import runs_compiled
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import with_tensors_replaced
-from slivertune.core.torch_internals import apply_function, compiled_call_of
+from slivertune.core.torch_internals import CODE_OF_APPLY, apply_function, compiled_call_of
 from slivertune.core.transformers_internals import checkpointing_of
 
 
@@ -243,13 +243,10 @@ def _outermost_function() -> tuple[type | None, Sequence[Any]]:
     args: Sequence[Any] = ()
     while frame is not None:
         # To read the locals of a frame keeps their tensors alive until it returns. These live as long by themselves.
-        if frame.f_code is _APPLY:
+        if frame.f_code is CODE_OF_APPLY:
             function, args = frame.f_locals["cls"], frame.f_locals["args"]
         frame = frame.f_back
     return function, args
-
-
-_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _checks_recording(name: str) -> Callable[..., None]:

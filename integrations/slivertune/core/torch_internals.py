@@ -39,6 +39,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch._C._current_graph_task_id": "tells one backward pass from another",
     "torch.autograd.Variable._execution_engine.queue_callback": "calls at the end of a backward pass",
     "torch._C._autograd._top_saved_tensors_default_hooks": "leaves other saved tensors to whoever keeps them",
+    "torch.autograd.Function.apply.__func__.__code__": "finds the arguments of an autograd function that runs",
     "torch._C._get_dispatch_mode": "tells whether tensors have no data",
     "torch._C._TorchDispatchModeKey.FAKE": "tells whether tensors have no data",
     "torch._subclasses.fake_tensor.FakeTensor": "tells tensors without data",
@@ -104,6 +105,8 @@ FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
 """Formulas by operator (without overload): floating-point operations from its arguments and `out_val`, its result."""
 Convolution = nn.modules.conv._ConvNd
 """Base class of all convolutions."""
+CODE_OF_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+"""Code of `torch.autograd.Function.apply`, whose locals `cls` and `args` are the function and its arguments."""
 BatchNorm = nn.modules.batchnorm._NormBase
 """Base class of all norms over a batch or over a whole instance, whose statistics run over tokens."""
 ConstantPad = nn.modules.padding._ConstantPadNd
