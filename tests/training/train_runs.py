@@ -152,7 +152,7 @@ class Watch:
         return results
 
     def _look(self, module: Any, args: Any, kwargs: Any) -> None:
-        if module.training:
+        if module.training and torch.is_grad_enabled():
             self.batches.append(kwargs["input_ids"].clone())
 
 
