@@ -361,8 +361,8 @@ def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
     [
         ("sum", "a wrapper", False),
         ("its size alone, in training", "a wrapper", True),
-        ("its size alone", "in place", False),
-        ("its maximum, in training", "the head", False),
+        pytest.param("its size alone", "in place", False, marks=pytest.mark.slow),
+        pytest.param("its maximum, in training", "the head", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_loss_that_would_be_wrong_is_an_error(term: str, compiled: str, fullgraph: bool) -> None:

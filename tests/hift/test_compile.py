@@ -75,7 +75,8 @@ def test_three_cycles_take_a_few_graphs_all_in_the_first_and_train_the_same_bits
     assert_same_bits(compiled, plain)
 
 
-@pytest.mark.parametrize("ratio", [None, pytest.param(0.4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", [None, 0.4])
 def test_with_a_backward_that_is_compiled_too_losses_are_the_same_to_rounding(ratio: float | None) -> None:
     backend = CountedBackend("aot_eager")
     compiled_losses, plain_losses, graphs, num_calls, *_ = run_both(

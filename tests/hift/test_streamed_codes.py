@@ -103,7 +103,8 @@ def everything(model: Any) -> ExitStack:
     return stack
 
 
-@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], [torch.bfloat16]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_together_goes_on_from_the_midst_of_a_cycle_with_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "form": "nf4", "state": "disk", "state_ram_bytes": 10**5, "gradients": "host", "checkpointing": True,

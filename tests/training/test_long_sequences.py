@@ -28,6 +28,7 @@ def test_a_run_that_offloads_has_the_bits_of_plain_checkpointing(method: tuple[s
     assert_same_bits(runs["plain"], runs["offloaded"])
 
 
+@pytest.mark.slow
 def test_a_run_in_tiles_is_planned_with_them_and_its_loss_is_that_of_whole_batches(runs: Runs) -> None:
     more = (*CHECKPOINTED, "--max_steps", str(TINY_CYCLE))
     plain = runs.train("plain", *more)

@@ -239,7 +239,7 @@ def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
     assert differing(weights(model), expected) == []
 
 
-@pytest.mark.parametrize(("layout", "trainer"), quick(TRAINERS, TRAINERS[:1]))
+@pytest.mark.parametrize(("layout", "trainer"), quick(TRAINERS, []))
 def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
     layout: Layout, trainer: str, tmp_path: Path
 ) -> None:
