@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from slivertune.deltas import SparseDelta
     from slivertune.hift import HiFT, HiFTConfig, keep_blocks_on_host, load_quantized, quantize_layers
     from slivertune.interop import attach
-    from slivertune.parallel import initialize, prepare
+    from slivertune.parallel.initialize import initialize
+    from slivertune.parallel.prepare import prepare
     from slivertune.sft import SFT, SFTConfig
     from slivertune.tokentune import TokenTune, TokenTuneHandle
 
@@ -82,12 +83,12 @@ _MODULE_OF_NAME = {
     "chunked_cross_entropy": "slivertune.chunked_loss",
     "compile_blocks": "slivertune.core.compiled_blocks",
     "find_layers": "slivertune.core.layers",
-    "initialize": "slivertune.parallel",
+    "initialize": "slivertune.parallel.initialize",
     "keep_activations": "slivertune.core.kept_activations",
     "keep_blocks_on_host": "slivertune.hift",
     "load_quantized": "slivertune.hift",
     "offload_activations": "slivertune.core.offloaded_activations",
-    "prepare": "slivertune.parallel",
+    "prepare": "slivertune.parallel.prepare",
     "quantize_layers": "slivertune.hift",
     "tile_tokens": "slivertune.core.token_tiles",
     "why_not_chunked": "slivertune.chunked_loss",

@@ -98,6 +98,7 @@ def test_inductor_takes_a_few_graphs_and_trains_the_same_to_rounding() -> None:
     assert compiled_losses == pytest.approx(plain_losses, rel=limit, abs=0)
 
 
+@pytest.mark.slow
 def test_changing_lengths_and_evaluation_take_no_graph_after_the_first_cycle() -> None:
     backend = CountedBackend()
     model: Any = tiny_llama(blocks=BLOCKS)

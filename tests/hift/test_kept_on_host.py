@@ -48,7 +48,7 @@ def test_a_trainer_moves_all_but_the_blocks(
         assert lies(model.to("meta")) == {"blocks": {"meta"}, "rest": {"meta"}}
 
 
-@pytest.mark.parametrize("waiting", [None, "int8"])
+@pytest.mark.parametrize("waiting", [pytest.param(None, marks=pytest.mark.slow), "int8"])
 def test_hift_takes_them_over_under_the_trainer(waiting: str | None, tmp_path: Path) -> None:
     config = HiFTConfig.paper(weights="host", waiting=waiting, resident_bytes=0)  # type: ignore[arg-type]
     batches = token_batches(6)

@@ -119,7 +119,12 @@ AS_TRAIN = "so as slivertune train has it"
             "--model model --sweep seq_length=8,16 --fit 24GiB",
             f"{AS_TRAIN}: batch_size 8, precision mixed_hi, no",
         ),
-        ("bfloat16", "--model model --max batch_size --fit 577MiB --bf16", f"{AS_TRAIN}: seq_length 48, no"),
+        pytest.param(
+            "bfloat16",
+            "--model model --max batch_size --fit 577MiB --bf16",
+            f"{AS_TRAIN}: seq_length 48, no",
+            marks=pytest.mark.slow,
+        ),
         ("float16", "--model model --sweep method=hift,dense --batch_size 2", f"{AS_TRAIN}: seq_length 48, no"),
     ],
 )

@@ -59,6 +59,7 @@ def test_without_matplotlib_the_verb_fails_and_a_run_says_so_once(
     assert not (tmp_path / "report.png").exists()
 
 
+@pytest.mark.slow
 def test_train_draws_its_log_which_a_resumed_run_goes_on_with(runs: Runs) -> None:
     run = runs["out"]
     options = ("--logging_steps", "1", "--report", "true", "--save_strategy", "steps", "--save_steps", "3")
