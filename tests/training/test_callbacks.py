@@ -2,6 +2,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -172,6 +173,21 @@ def test_a_training_whose_every_rate_was_0_is_an_error_unless_it_was_requested(
     reason = "none of the 1 updates since step 0 was applied, since the learning rate was 0 in each.*--warmup_steps"
     with pytest.raises(RuntimeError, match=reason) if is_error else nullcontext():
         trainer.train()
+
+
+def test_a_schedule_that_has_no_rate_before_its_first_step_has_not_the_rate_0(tmp_path: Path) -> None:
+    """Some of DeepSpeed's have none."""
+    model, arguments, state, control = nn.Linear(1, 1), quiet_arguments(tmp_path), TrainerState(), TrainerControl()
+    schedule = Mock(get_last_lr=Mock(side_effect=AssertionError("need to call step() first")))
+    guard = NonFiniteGuard(10, pytest.fail)
+    guard.on_train_begin(arguments, state, control)
+    guard.on_step_begin(arguments, state, control, lr_scheduler=schedule)
+    model.weight.grad = torch.ones(1, 1)
+    guard.on_pre_optimizer_step(arguments, state, control, model=model)
+    guard.on_optimizer_step(arguments, state, control, optimizer=SimpleNamespace(step_was_skipped=False))
+    state.global_step = 1
+    guard.on_train_end(arguments, state, control)
+    schedule.get_last_lr.assert_called_once()
 
 
 OVERFLOWED = "since their gradients overflowed under fp16, whose loss scale falls for some updates"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,10 @@ class NonFiniteGuard(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Record whether the schedule has a rate for the next step, unless a rate of 0 is requested."""
-        rates = kwargs["lr_scheduler"].get_last_lr() if args.learning_rate else [None]
-        self._has_rate = any(rate is None or rate > 0 for rate in rates)
+        self._has_rate = True
+        if args.learning_rate:
+            with suppress(AssertionError):  # some of DeepSpeed's schedules have no rate before their first step
+                self._has_rate = any(rate > 0 for rate in kwargs["lr_scheduler"].get_last_lr())
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
