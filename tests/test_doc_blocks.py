@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+)
 
 import slivertune
 from slivertune.cli import _make_parser, main
@@ -24,7 +32,7 @@ from slivertune.training.options.parser import given_values
 from tests.conftest import CHECKOUT
 from tests.helpers.models import VOCAB, tiny_llama
 from tests.training.tiny import CHATML, quiet_arguments
-from tests.training.tiny_runs import sentences
+from tests.training.tiny_runs import UNMEASURED, sentences
 
 RUN_ELSEWHERE = ("command-line", "data", "first-hour")
 """Pages whose commands are all run, each by a test of its own."""
@@ -114,6 +122,78 @@ def test_the_training_of_the_readme_runs_and_what_it_leaves_is_drawn(
     more = ("--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--sample_tokens", "0")
     assert main([*(smaller.get(word, word) for word in words), *more]) == 0
     assert main(["report", "runs/mine", "--output", "hift.png"]) == 0 and Path("hift.png").is_file()
+
+
+def of_other_pages(verb: str) -> list[Any]:
+    """Commands of a verb that are run here: README's and those of which-method have tests of their own."""
+    return [each for each in of_verb(verb) if not str(each.id).startswith(("README", "which-method"))]
+
+
+@pytest.fixture
+def user(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Whoever types a page's command, in a folder with the files that it names; gives the words for small ones."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": text, "completion": " yes"} for text in sentences(20)]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    chats = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        for row in rows
+    ]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    tokenizer.chat_template = CHATML
+    shutil.copytree(tiny_base, "model")
+    config = MambaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        state_size=4,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    MambaForCausalLM(config).save_pretrained("mamba")
+    for folder in ("model", "mamba"):
+        tokenizer.save_pretrained(folder)
+    Path("run.yaml").write_text("model_name_or_path: model\ndataset: data.jsonl\nmax_steps: 2\n", encoding="utf-8")
+
+    def small(words: list[str]) -> list[str]:
+        model = "mamba" if any("backbone" in word for word in words) else "model"
+        words = [model if word == "PATH_OR_HUB_ID" else word for word in words]
+        has_file = "run.yaml" in words
+        missing = {"--model_name_or_path": model, "--dataset": "data.jsonl", "--output_dir": "out"}
+        for name, value in missing.items():
+            if name not in words and not (has_file and name != "--output_dir"):
+                words += [name, value]
+        # The last value of an option counts.
+        return [*words, *("--max_steps", "3", "--max_length", "128", "--use_cpu"), *UNMEASURED]
+
+    return small
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", of_other_pages("train"))
+def test_every_training_of_a_page_runs(words: list[str], user: Callable[..., list[str]]) -> None:
+    often = [word for name in ("--eval_steps", "--save_steps") if name in words for word in (name, "1")]
+    assert main([*user(words), *often, "--sample_tokens", "0"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [each for each in of_other_pages("compare") if len(each.values[0]) > 1])
+def test_every_comparison_of_a_page_runs(words: list[str], user: Callable[..., list[str]]) -> None:
+    rows = () if "--rows" in words else ("--rows", "hift")
+    assert main([*user([*words, *rows]), "--max_steps", "1"]) == 0
+    assert Path("out/compare.json").is_file()
+
+
+@pytest.mark.slow
+def test_deltas_are_merged_and_unmerged_by_the_commands_of_the_page(user: Callable[..., list[str]]) -> None:
+    assert main([*user(["train", "--method", "sft", "--density", "0.1"]), "--sample_tokens", "0"]) == 0
+    deltas = next(Path("out").rglob("*delta*"))
+    shutil.copytree(deltas if deltas.is_dir() else deltas.parent, "deltas")
+    for verb in ("merge", "unmerge"):
+        (words,) = [each.values[0] for each in of_other_pages(verb)]
+        assert main(words) == 0
+    base, again = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in ("model", "base"))
+    assert all(torch.equal(again[name], value) for name, value in base.items())
 
 
 def test_presets_that_pages_name_are_there() -> None:
