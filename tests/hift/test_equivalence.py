@@ -187,7 +187,7 @@ def test_several_groups_equal_the_reference(case: dict[str, Any], dtype: torch.d
 
 @rotated(name=OPTIMIZERS, dtype=[torch.float32, torch.bfloat16])
 def test_every_optimizer_equals_the_reference(name: str, dtype: torch.dtype) -> None:
-    config = {"layers_per_group": 2, "steps_per_group": 2, "scheduled": name in WITH_LR, "big": True}
+    config = {"cycles": 3, "layers_per_group": 2, "steps_per_group": 2, "scheduled": name in WITH_LR, "big": True}
     hift_and_reference(tiny_llama(dtype, vocab=BIG_VOCAB), name, **config)
 
 

@@ -415,7 +415,7 @@ def test_the_base_of_adapters_waits_for_good() -> None:
 @pytest.mark.parametrize(("form", "layers_per_group"), quick(itertools.product(["int8", "nf4"], [1, 2]), [("int8", 1)]))
 def test_the_device_holds_codes_the_rest_and_the_active_group(form: str, layers_per_group: int) -> None:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
     model = seeded(lambda: LlamaForCausalLM(config), 0).to(torch.bfloat16)
