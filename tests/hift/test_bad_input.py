@@ -147,7 +147,7 @@ BUILT = ["from the class", "over what trains", "over all parameters"]
 LAYERS_OF_FROZEN = [
     (which, count) for which in FROZEN for count in (1, 2) if (which, count) != ("all but one tensor", 2)
 ]
-"""Of each a way to build it, in turns, is quick."""
+"""Each model has one quick way to build it; the ways take turns."""
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
 
 @functools.cache
 def undisturbed() -> dict[str, torch.Tensor]:
-    """What a run has trained that nothing foreign was loaded into: four updates and a cycle."""
+    """Train four updates and a cycle; nothing foreign was loaded."""
     model, hift = started()
     train(model, hift, token_batches(12), LAYERS, start=4)
     return weights(model)

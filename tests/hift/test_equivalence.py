@@ -247,7 +247,7 @@ def test_groups_are_cut_from_the_bottom_and_the_last_may_be_smaller(layers_per_g
 
 
 def orders_of(seed: int, order: str = "random", layers_per_group: int = 1, *, cycles: int = 3) -> list[list[int]]:
-    """Which group was trainable in each of some cycles, by what requires a gradient."""
+    """List the trainable group of each turn, cycle by cycle, by the weights that require a gradient."""
     model = tiny_llama(blocks=6)
     groups = [sorted(group) for group in naive_groups(model, layers_per_group)]
     _, hift = hift_over(model, torch.optim.SGD, order=order, seed=seed, layers_per_group=layers_per_group, lr=0.1)

@@ -68,7 +68,7 @@ def test_zero_keeps_weights_and_shares_the_groups_state_out(
     shared = plan(layout, ranks)
     for group, before in zip(shared.groups, alone.groups, strict=True):
         assert group.peak.parameters == before.peak.parameters
-        # AdamW's moments and the master, 12 bytes a parameter, and a step count a tensor.
+        # AdamW's moments and the master, 12 bytes per parameter, and a step count per tensor.
         assert group.peak.state == pytest.approx(12 * group.num_parameters / ranks, rel=1e-3)
         assert group.peak.gradients <= before.gradient_bytes + sizes.bucket_elements * sizes.itemsize
     assert shared.host_bytes == pytest.approx(12 * alone.num_parameters / ranks, rel=1e-3)

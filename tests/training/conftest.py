@@ -1,4 +1,4 @@
-"""What makes tests of options quick, and changes nothing of what they see."""
+"""Make tests of options quick, without a change to the values that they read."""
 
 import functools
 from collections.abc import Iterator

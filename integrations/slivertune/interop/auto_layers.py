@@ -43,8 +43,7 @@ def settle_layers(trainer: Trainer, model: nn.Module, config: HiFTConfig, tune: 
         choice = _choose(trainer, model, config, tune)
     except ValueError as error:
         raise ValueError(f"layers_per_group='auto': {str(error).rstrip('.')}. {_INSTEAD}") from error
-    if trainer.is_world_process_zero():
-        print("\n".join(choice.lines()))
+    print("\n".join(choice.lines()))
     return replace(config, layers_per_group=choice.chosen.layers_per_group)
 
 
