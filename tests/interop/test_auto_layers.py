@@ -99,6 +99,7 @@ class OwnLlama(LlamaForCausalLM):
         ({"dataset": [{"input_ids": [5], "labels": [5]}]}, "a training set without a column input_ids has no plan"),
         ({"torch_compile": True}, "torch_compile has no plan"),
         ({"optim": "rmsprop"}, "a plan does not know --optim rmsprop"),
+        ({"class": (torch.optim.SGD, {"lr": 0.1})}, "an optimizer class of the Trainer's own has no plan"),
         ({"config": replace(AUTO, state="discard")}, "others or none decide"),
         pytest.param({"bytes": 1}, "one layer per step needs", marks=pytest.mark.slow),
         ({"card": None}, "the rates of this machine's GPU, and there is none whose rates are known"),
@@ -115,6 +116,7 @@ def test_what_can_not_be_chosen_for_says_to_give_a_number(
     more = {name: change[name] for name in ("torch_compile", "optim") if name in change}
     trainer = make_trainer(tmp_path, model=model, **ARGUMENTS, **more)
     trainer.train_dataset = change.get("dataset", ROWS)
+    trainer.optimizer_cls_and_kwargs = change.get("class")
     change.get("attached", lambda _: None)(model)
     with pytest.raises(ValueError, match=r"layers_per_group='auto': .*Give a number") as refusal:
         slivertune.attach(trainer, change.get("config", AUTO))

@@ -79,6 +79,7 @@ def _request(trainer: Trainer, model: Any, config: HiFTConfig, tune: TokenTune |
         (attention not in get_args(AttentionName), f"attention by {attention!r}"),
         (arguments.fp16, "fp16"),
         (arguments.torch_compile, "torch_compile"),
+        (trainer.optimizer_cls_and_kwargs is not None, "an optimizer class of the Trainer's own"),
         ((arguments.gradient_checkpointing_kwargs or {}).get("use_reentrant"), "reentrant checkpointing"),
         (keeps_activations(model), "a model with keep_activations"),
         ("input_ids" not in _columns_of(trainer.train_dataset), "a training set without a column input_ids"),

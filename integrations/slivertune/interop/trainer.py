@@ -1,6 +1,7 @@
 """`slivertune.attach`: HiFT, SFT and TokenTune under a stock Trainer, which keeps its loop and its checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -128,7 +129,8 @@ class Attachment:
             trained = with_loss(self.trainer, model)
             if trained is not model:
                 self._method.check_loss_weights(self._config, tuple(loss_weights(self.trainer, model)))
-            config = self._method.settle(self.trainer, model, self._config, self._tune)
+            with self._own_optimizer_class():
+                config = self._method.settle(self.trainer, model, self._config, self._tune)
             self.optimizer = self._method.make(
                 self.trainer, trained, config, momentum=self._momentum, make_base=self._make_base
             )
@@ -151,12 +153,21 @@ class Attachment:
 
     def _make_base(self) -> Any:
         """Make the Trainer's own optimizer, with its class and its rules for weight decay."""
+        try:
+            with self._own_optimizer_class():
+                return self.trainer.create_optimizer()
+        finally:
+            self.trainer.optimizer = None
+
+    @contextmanager
+    def _own_optimizer_class(self) -> Iterator[None]:
+        """Give the Trainer back the optimizer class that its user chose, if any, in the block."""
         trainer = self.trainer
         ours, trainer.optimizer_cls_and_kwargs = trainer.optimizer_cls_and_kwargs, self._base_class_and_kwargs
         try:
-            return trainer.create_optimizer()
+            yield
         finally:
-            trainer.optimizer_cls_and_kwargs, trainer.optimizer = ours, None
+            trainer.optimizer_cls_and_kwargs = ours
 
     def current_tokens(self) -> TokenTuneHandle:
         """Return the selection on the model in use. With `model_init`, build it first, since no other call does."""
