@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import CHECKOUT
-from tests.helpers.ranks import quick
 
 LAYOUTS = ("single", "ddp", "fsdp2", "zero2", "zero3")
 METHODS = ("hift", "sft", "tokentune_hift")
@@ -31,7 +30,8 @@ def run(script: str, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(output.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("layout", quick(LAYOUTS, ["single"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_resumes_with_the_bits_of_an_undisturbed_one(layout: str, tmp_path: Path) -> None:
     """One kill of all ranks, and one of a single rank."""
     options = ("--layouts", layout, "--methods", "hift", "--kills", "1", "--seed", "1")

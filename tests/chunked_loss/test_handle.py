@@ -359,7 +359,7 @@ def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
 @pytest.mark.parametrize(
     ("term", "compiled", "fullgraph"),
     [
-        ("sum", "a wrapper", False),
+        pytest.param("sum", "a wrapper", False, marks=pytest.mark.slow),
         ("its size alone, in training", "a wrapper", True),
         pytest.param("its size alone", "in place", False, marks=pytest.mark.slow),
         pytest.param("its maximum, in training", "the head", False, marks=pytest.mark.slow),

@@ -90,7 +90,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     [
         (CompiledUpdate, "pieces"),
         pytest.param(CompiledUpdate, "disk", marks=pytest.mark.slow),
-        (CompiledStep, "whole groups"),
+        pytest.param(CompiledStep, "whole groups", marks=pytest.mark.slow),
         pytest.param(CompiledStep, "pieces", marks=pytest.mark.slow),
         pytest.param(CompiledUpdate, "stepped", marks=pytest.mark.slow),
     ],
@@ -138,6 +138,7 @@ def test_a_compiled_step_runs_in_a_ledger() -> None:
     assert_same_bits(model, dense)
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_with_an_optimizer_whose_step_is_compiled(tmp_path: Path) -> None:
     models = []
     for config in (None, HiFTConfig.paper(layers_per_group=5)):

@@ -126,7 +126,7 @@ def assert_trains_as_by_hand(make: Callable[..., Any]) -> None:
     assert attachment.tokens is not None and attachment.tokens.num_draws == len(draws)
 
 
-FAST = ("padding free", "dft", "lora")
+FAST = ("padding free", "lora")
 
 
 @needs_fused_head

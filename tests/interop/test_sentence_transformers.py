@@ -130,18 +130,15 @@ RESUMED: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        ("softmax", "hift"),
-        *(
-            pytest.param(kind, method, marks=pytest.mark.slow)
-            for kind in KINDS
-            for method in RESUMED
-            if (kind, method) != ("softmax", "hift")
-            # Sentence-transformers keeps none of the loss's weights by itself.
-            and (kind not in ("softmax", "two losses") or method.startswith("hift"))
-        ),
+        (kind, method)
+        for kind in KINDS
+        for method in RESUMED
+        # Sentence-transformers keeps none of the loss's weights by itself.
+        if kind not in ("softmax", "two losses") or method.startswith("hift")
     ],
 )
 def test_a_run_that_is_resumed_in_mid_cycle_has_the_bits_of_one_that_never_stopped(

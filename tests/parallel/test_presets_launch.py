@@ -275,12 +275,13 @@ def launcher_of(name: str, twin: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stem"),
     [
-        pytest.param("accelerate", "zero1", marks=pytest.mark.slow),
+        ("accelerate", "zero1"),
         ("deepspeed", "zero2"),
-        pytest.param("torchrun", "zero3", marks=pytest.mark.slow),
+        ("torchrun", "zero3"),
     ],
 )
 def test_a_json_twin_runs_as_its_preset_does(

@@ -51,8 +51,8 @@ RESUMED = "HiFT, resumed in mid-cycle"
 STOPPED = Plan(method="hift", updates=CYCLES, stop_after=NUM_GROUPS + 2)
 ALL = {**PLANS, RESUMED: STOPPED}
 QUICK: dict[str, tuple[Layout, ...]] = {
-    "LoRA": ("ddp", "zero3"),
-    "HiFT": LAYOUTS,
+    "LoRA": ("ddp",),
+    "HiFT": ("ddp", "zero2", "zero3"),
     "HiFT, checkpointed, accumulated, clipped": ("fsdp2", "zero1"),  # which waits for the last micro-batch
     "SFT": ("fsdp2",),
     RESUMED: ("ddp",),

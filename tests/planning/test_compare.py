@@ -110,7 +110,7 @@ MANY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick(MANY, ["hift, gradients on the host", "dense", "lora", "sft"]))
+@pytest.mark.parametrize("name", quick(MANY, ["hift, gradients on the host", "lora"]))
 def test_plans_of_one_run_after_the_other_are_those_of_each_alone(name: str) -> None:
     first = paper_request(**GIVEN, **MANY[name])
     # Of HiFT's groups one has two blocks, or a block and what is in no block.

@@ -20,6 +20,7 @@ from slivertune.planning.make import attached, build_model, give_sizes, make_pla
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 from tests.helpers.plan_requests import paper_request
+from tests.helpers.ranks import quick
 from tests.planning.made import plan_made_once
 from tests.planning.real import LLAMA, real_batch, real_model
 
@@ -227,7 +228,7 @@ def test_the_bytes_of_state_on_disk_are_those_of_a_real_run(state_ram_bytes: int
     assert (plan.host_bytes, plan.disk_bytes) == pytest.approx((found["host"], found["disk"]), rel=0.03)
 
 
-@pytest.mark.parametrize("state", ["host", "disk", "device"])
+@pytest.mark.parametrize("state", quick(["host", "disk", "device"], ["disk"]))
 def test_checkpoints_that_are_kept_count_on_disk_with_the_one_that_is_written(state: Any) -> None:
     request = paper_request(precision="mixed_hi", state=state, **SIZES)
     without, kept = plan_of(request), plan_of(replace(request, save_total_limit=2))

@@ -23,8 +23,8 @@ from tests.tokentune.reference import (
 
 pytestmark = IGNORED
 
-FEW = {"gemma3, n = heads": "eager", "gpt2": "sdpa"}
-"""Norms between projections and attention, in doubtful shapes; other modules. The tests below have shared keys."""
+FEW = {"gpt2": "sdpa"}
+"""Other modules than the tests below have, whose model shares keys."""
 NOT_FOUND = ("longcat_flash",)
 """Their blocks hold no module with attention in its class name, so that `find_layers` has to be told."""
 

@@ -181,6 +181,7 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day_and_when_it_is_r
     assert fault in chats.complaint(*dated, "--resume_from_checkpoint", str(checkpoint))
 
 
+@pytest.mark.slow
 def test_rows_of_a_comparison_have_one_date_also_when_it_goes_on_another_day(
     chats: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,28 +83,22 @@ HIFT: dict[Layout, dict[str, HiFTCase]] = {
 }
 QUICK_OF_HIFT: dict[Layout, tuple[str, ...]] = {
     "ddp": (
-        "fp32",
         "three steps a group",
         "reentrant checkpointing",
-        "tied embeddings",
-        "small pieces",
         "bf16, accumulated, clipped",
         "weights on the host",
     ),
     "fsdp2": (
-        "fp32",
         "reentrant checkpointing",
         "tied embeddings",
-        "whole groups",
         "accumulated, clipped",
         "bf16 mixed precision, accumulated",
         "state on the device",
-        "evaluation in between",
         "weights on the host",
         "rank 0 alone loads",
     ),
     "zero1": ("fp32",),
-    "zero2": ("fp32", "bf16, checkpointed by re-entering"),
+    "zero2": ("bf16, checkpointed by re-entering",),
     "zero3": ("accumulated, clipped, three steps a group, checkpointed", "bf16, checkpointed by re-entering"),
 }
 """What `make test` runs: most settings, alone or among others, under some layout."""
@@ -175,15 +169,10 @@ SFT: dict[Layout, dict[str, SFTCase]] = {
 QUICK_OF_SFT: dict[Layout, tuple[str, ...]] = {
     "ddp": (
         "AG, clipped, accumulated",
-        "AG in bf16, accumulated",
         "AG, phases that overlap",
-        "MA, clipped, accumulated",
-        "AG in layers",
         "AG, gradients that one rank lacks",
         "MA in layers, bf16",
-        "Llama: AG, checkpoints, clipped, accumulated",
         "Llama: MA, tied, checkpoints, clipped, accumulated",
-        "Llama in bf16: AG",
     ),
     "fsdp2": ("MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated"),
     "zero1": ("AG, clipped, accumulated",),

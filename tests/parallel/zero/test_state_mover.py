@@ -346,7 +346,7 @@ def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return differing(*({n: e[1] if isinstance(e, tuple) else e for n, e in all_.items()} for all_ in (found, expected)))
 
 
-@pytest.mark.parametrize("missing", quick(MISSING, ["wait"]))
+@pytest.mark.parametrize("missing", quick(MISSING, []))
 def test_a_missing_wait_changes_bits(missing: str, at_once: OnRanks) -> None:
     for found, expected in zip(run_ranks(train_without, 2, missing), at_once(BROKEN), strict=True):
         assert different(found["weights"], expected["weights"])
