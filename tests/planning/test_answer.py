@@ -8,6 +8,7 @@ import pytest
 from transformers import Trainer
 
 from slivertune.core.layout import Layout
+from slivertune.core.options import enum_value
 from slivertune.core.presets import preset_path
 from slivertune.planning.answer import DATASET, train_command
 from slivertune.planning.kernels import Kernels
@@ -17,7 +18,6 @@ from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.training.command_line.parse import TrainArguments, parse_train_arguments
 from slivertune.training.command_line.plan_words import parse_plan_arguments
-from slivertune.training.options.arguments import enum_value
 from tests.training.made_runs import planned_back
 
 NUM_RANDOM = 50

@@ -267,3 +267,8 @@ def read_switch(text: str) -> bool:
 
 _TRUE = ("true", "t", "yes", "y", "1")
 _FALSE = ("false", "f", "no", "n", "0")
+
+
+def enum_value(value: Any) -> str:
+    """Return a setting that is an enumeration or one of its values, as it is typed on the command line."""
+    return str(getattr(value, "value", value))

@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIF
 from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.kept_activations import keeps_activations
+from slivertune.core.options import enum_value
 from slivertune.hift import HiFTConfig
 from slivertune.planning.cards import Card, card_here
 from slivertune.planning.layers_per_group import LayersChoice, choose_layers_per_group
@@ -95,7 +96,7 @@ def _request(trainer: Trainer, model: Any, config: HiFTConfig, tune: TokenTune |
     return PlanRequest(
         **settings | {"layers_per_group": 1},
         task=task,
-        optimizer=optimizer_named(str(getattr(arguments.optim, "value", arguments.optim)), arguments.optim_args or ""),
+        optimizer=optimizer_named(enum_value(arguments.optim), arguments.optim_args or ""),
         precision=precision,
         batch_size=arguments.per_device_train_batch_size,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from slivertune.core.options import enum_value
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.core.sliver import Sliver
 from slivertune.core.typed_command import setting_name
@@ -29,7 +30,7 @@ def check_base_optimizer(training: TrainingArguments) -> None:
     Raises:
         ValueError: If it can't be rotated; gives the reason.
     """
-    refuse_name(str(getattr(training.optim, "value", training.optim)))
+    refuse_name(enum_value(training.optim))
 
 
 def check_best_model(training: TrainingArguments) -> None:
@@ -302,7 +303,7 @@ class Notes(TrainerCallback):
         is_resumed = state.global_step > 0
         if is_resumed or optimizer is None or not state.is_world_process_zero:  # None: it could not be attached
             return
-        schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        schedule = enum_value(args.lr_scheduler_type)
         num_warmup = 0 if schedule in _WITHOUT_WARMUP else args.get_warmup_steps(state.max_steps)
         for note in self._method.notes(optimizer, state.max_steps, num_warmup):
             warnings.warn(note, UserWarning, stacklevel=2)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slivertune.core.layout import Layout
+from slivertune.core.options import enum_value
 
 _PLAIN = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
 LAYOUT_OF_STAGE: Mapping[int, Layout] = {1: "zero1", 2: "zero2", 3: "zero3"}
@@ -22,7 +23,7 @@ def layout_of(accelerator: Any) -> Layout:
     Raises:
         ValueError: If slivertune does not support the Accelerator's kind of distribution.
     """
-    name = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).upper()
+    name = enum_value(accelerator.distributed_type).upper()
     if name == "DEEPSPEED":
         stage = accelerator.state.deepspeed_plugin.zero_stage
         if stage in LAYOUT_OF_STAGE:

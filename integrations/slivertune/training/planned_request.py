@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainingArguments
 
+from slivertune.core.options import enum_value
 from slivertune.interop.auto_layers import longest_row
 from slivertune.planning.optimizers import OptimizerName, optimizer_named
 from slivertune.planning.request import AttentionName, PlanRequest, PrecisionName, TaskName
@@ -14,7 +15,6 @@ from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.command_line.parse import TrainArguments
 from slivertune.training.command_line.plan_words import WITHOUT_PLAN, request_values
 from slivertune.training.methods.registry import TRAIN_METHODS
-from slivertune.training.options.arguments import enum_value
 from slivertune.training.tasks.task import Task
 
 _COPIES_TO_DECAY: tuple[OptimizerName, ...] = ("sgd", "sgd_momentum", "adagrad")

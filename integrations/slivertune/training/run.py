@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from slivertune.core import atomic
+from slivertune.core.options import enum_value
 from slivertune.core.typed_command import typed_command
 from slivertune.training.assemble import Run
 from slivertune.training.command_line.parse import TrainArguments
@@ -24,7 +25,6 @@ from slivertune.training.folders import (
     newest_whole,
     read_results,
 )
-from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parser import without_unset
 from slivertune.training.output.beside_dense import measure_dense
 from slivertune.training.output.largest_batch import LargestBatch

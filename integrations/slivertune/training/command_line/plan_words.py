@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slivertune.core.options import Option, options_of
+from slivertune.core.options import Option, enum_value, options_of
 from slivertune.planning.arguments import NAMES_OF_QUESTIONS, OF_CARD, PlanArguments, Sweep
 from slivertune.planning.methods import check_options_are_read, planned_methods
 from slivertune.planning.optimizers import optimizer_named
@@ -14,7 +14,7 @@ from slivertune.training.command_line.plan_help import plan_help
 from slivertune.training.methods.method import TrainingMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.models import Precision, choose_precision
-from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments, enum_value
+from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments
 from slivertune.training.options.methods import DEFAULT_METHOD, METHOD_OPTIONS, method_option
 from slivertune.training.options.parser import Verb, given_values
 from slivertune.training.options.table import OLD_NAMES, option_named

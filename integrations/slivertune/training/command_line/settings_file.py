@@ -11,10 +11,10 @@ import yaml
 
 from slivertune.core.atomic import atomic_file
 from slivertune.core.masking import masked
+from slivertune.core.options import enum_value
 from slivertune.core.user_path import user_path
 from slivertune.training.command_line.parse import DERIVED, TrainArguments
 from slivertune.training.embedded.built_in import REFERENCE
-from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.help import common_options
 from slivertune.training.options.table import RENAMED
 from slivertune.training.options.trainer import CommonOptions

@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedConfig, Trainer, TrainerState, TrainingArguments
 
 from slivertune.core import atomic
+from slivertune.core.options import enum_value
 from slivertune.interop import attach
 from slivertune.interop.methods import TrainerMethod
 from slivertune.parallel.checkpoint.sidecar import Sidecar
 from slivertune.planning.methods import PlannedMethod
 from slivertune.planning.request import PlanRequest
 from slivertune.training.models import Bf16Use, LoadedModel
-from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.methods import MethodOptions
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import save_whole_model

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from slivertune.core.option_parser import PartedPaths, PartedTexts
 from slivertune.core.options import Spelling
@@ -16,11 +16,6 @@ WeightsDtype = Literal["auto", "fp32", "bf16"]
 SampleBy = Literal["line", "paragraph", "document"]
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "question_answer"]
 """Format of the rows of chat or instruction data. See `slivertune.training.data.formats`."""
-
-
-def enum_value(value: Any) -> str:
-    """Return a `TrainingArguments` field, an enumeration or its value, as it is typed on the command line."""
-    return str(getattr(value, "value", value))
 
 
 def is_date(text: object) -> bool:

@@ -17,6 +17,7 @@ from slivertune import __version__
 from slivertune.core import atomic
 from slivertune.core.ledger import Census
 from slivertune.core.masking import masked
+from slivertune.core.options import enum_value
 from slivertune.core.typed_command import typed_command
 from slivertune.planning.planned_time import PlannedTime
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
@@ -24,7 +25,6 @@ from slivertune.training.assemble import Run
 from slivertune.training.folders import RESULTS_NAME
 from slivertune.training.methods.method import Saved
 from slivertune.training.methods.tokens import tokens_line
-from slivertune.training.options.arguments import enum_value
 from slivertune.training.output.largest_batch import BatchSize
 from slivertune.training.trial import Trial
 
