@@ -23,8 +23,8 @@ from tests.tokentune.reference import (
 
 pytestmark = IGNORED
 
-FEW = {"gpt2": "sdpa"}
-"""Other modules than the tests below have, whose model shares keys."""
+QUICK = ("gpt2", "sdpa")
+"""A family with other modules than that of the tests below, which shares keys, and its attention."""
 NOT_FOUND = ("longcat_flash",)
 """Their blocks hold no module with attention in its class name, so that `find_layers` has to be told."""
 
@@ -44,7 +44,7 @@ def compiled_and_plain(family: Family, attention: str = "", *, checkpointing: bo
     ("family", "attention"),
     [
         pytest.param(
-            family, attention, id=f"{name}-{attention}", marks=() if FEW.get(name) == attention else pytest.mark.slow
+            family, attention, id=f"{name}-{attention}", marks=() if (name, attention) == QUICK else pytest.mark.slow
         )
         for name, family in FAMILIES.items()
         if name not in NOT_FOUND
