@@ -60,6 +60,11 @@ def test_a_bare_import_and_finding_a_preset_pull_in_nothing_heavy(code: str, tmp
     assert printed(f"import sys, slivertune; {code} {show}", cwd=tmp_path) == ""
 
 
+def test_a_script_with_its_own_layers_per_group_does_not_import_the_planner(tmp_path: Path) -> None:
+    show = "print(*(name for name in sys.modules if name.startswith('slivertune.planning')))"
+    assert printed(f"import sys; from slivertune import attach; {show}", cwd=tmp_path) == ""
+
+
 @pytest.mark.parametrize("name", sorted(slivertune.__all__))
 def test_a_public_name_resolves_and_is_listed(name: str) -> None:
     assert name in dir(slivertune)

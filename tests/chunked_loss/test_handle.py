@@ -346,7 +346,7 @@ def dynamo() -> Iterator[None]:
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo, of its own
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_model_is_served(fullgraph: bool, model: Any) -> None:
     expected = model(**batch()).loss
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):

@@ -65,3 +65,7 @@ def test_a_small_delta_is_added_in_fp32_and_rounded_once() -> None:
     error = (weight.double() - (base.double() + values.double())).abs().max()
     assert error <= 2.0**-14  # half a unit of bf16 at 0.02
     assert weight.unique().numel() > 2
+
+
+def test_a_delta_of_zero_leaves_the_sign_of_zero() -> None:
+    assert add_rounded("weight", torch.tensor([-0.0, 0.0]), torch.zeros(2)).signbit().tolist() == [True, False]

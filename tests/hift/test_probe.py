@@ -116,6 +116,7 @@ def test_ten_groups_are_ten_compiled_optimizers_rotated_by_hand(kind: Any, confi
     assert counters["stats"]["unique_graphs"] == num_graphs, "nothing is compiled after the second cycle"
 
 
+@pytest.mark.slow
 def test_a_compiled_step_resumes_with_the_same_bits() -> None:
     runs = [hift_over(tiny_llama(seed=seed), CompiledStep, lr=1e-2) for seed in (0, 5)]
     (model, first), (other, second) = runs

@@ -81,7 +81,7 @@ def test_sft_equals_a_trainer_that_was_given_the_optimizer(kind: str, tmp_path: 
     assert len(differing(trained(trainer), before)) == 18
 
 
-@kinds("cached mnrl", "cross encoder")
+@kinds("cross encoder")
 def test_tokentune_trains_on_the_selected_tokens_as_by_hand(kind: str, tmp_path: Path) -> None:
     rate = 5.0 if kind == "cross encoder" else 0.5
     options = {"optim": "sgd", "learning_rate": rate, "max_steps": 3, "max_grad_norm": 0.0}

@@ -74,7 +74,7 @@ def train(*trainers: Any) -> None:
         each.train()
 
 
-@makers("sft, bfd packing", "grpo, lora, reference")
+@makers("grpo, lora, reference")
 def test_hift_equals_an_adamw_that_is_rotated_by_hand(make: Make, tmp_path: Path) -> None:
     trainer, reference = (make(tmp_path / name, **CLIPPED) for name in ("hift", "reference"))
     free = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}

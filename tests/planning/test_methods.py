@@ -54,8 +54,10 @@ def test_sft_with_accumulation_takes_no_other_state() -> None:
     alone, accumulated = (plan_of(replace(SPARSE, gradient_accumulation_steps=n)).groups for n in (1, 2))
     for before, after in zip(alone, accumulated, strict=True):
         assert after.state_bytes == before.state_bytes
-        # The first micro-batch's gradients stay.
-        assert after.peak.total == before.peak.total + before.gradient_bytes
+        # The first micro-batch's gradients stay. The second is searched beside all pools, and merged with one of them.
+        # A search counts values in a MiB of bins.
+        more = after.peak.total - before.peak.total - before.gradient_bytes
+        assert 0 <= more <= 2**20 + 16 * before.num_parameters
 
 
 def test_sft_by_momentum_takes_10_bytes_a_weight_and_a_number_a_row_and_column() -> None:

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from slivertune.core.ledger import Census, Ledger, claim
+from slivertune.core.sized import sized
 from slivertune.planning import sft_run
+from slivertune.planning.counter import WorkCounter
 from slivertune.planning.fake import without_data
 from slivertune.planning.make import make_plan
-from slivertune.planning.replayed import VectorSize, replay, replaying
+from slivertune.planning.replayed import VectorSize, replaying
 from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA
 
@@ -24,60 +26,46 @@ def search(values: torch.Tensor) -> torch.Tensor:
     return (doubled + values).to(torch.bfloat16)
 
 
-def peaks(function: Any, num_calls: int = 3) -> list[Census]:
-    """What each call takes at its peak, beside the results of those before."""
+def census_and_work(function: Any, num_calls: int = 3) -> list[tuple[Census, Any]]:
+    """What each call takes at its peak, beside the results of those before, and its operators."""
     found, results = [], []
     with without_data(), replaying(), Ledger() as ledger:
         values = torch.empty(SIZE)
         for _ in range(num_calls):
+            counter = WorkCounter()
             ledger.reset_peak()
-            results.append(function(values))
-            found.append(ledger.peak)
+            with counter.counting(None):
+                results.append(function(values))
+            found.append((ledger.peak, counter.work_of(None).operators))
     assert {(each.dtype, each.numel()) for each in results} == {(torch.bfloat16, SIZE)}
     return found
 
 
-def test_a_replayed_computation_takes_what_it_took_and_leaves_as_much() -> None:
+def test_a_replayed_function_takes_what_it_took_and_leaves_as_much() -> None:
     compute = Mock(side_effect=search)
-
-    def replayed(values: torch.Tensor) -> torch.Tensor:
-        return replay("key", lambda: [values], lambda: compute(values), VectorSize.of, VectorSize.make)
-
-    assert peaks(replayed) == peaks(search)
+    assert census_and_work(sized(compute)) == census_and_work(search)
     assert compute.call_count == 1
 
 
-def test_another_key_is_another_computation_and_outside_all_are_run() -> None:
-    compute = Mock(side_effect=lambda: None)
+def test_other_sizes_are_another_call_and_outside_all_are_run() -> None:
+    compute = Mock(side_effect=lambda *args, **kwargs: torch.empty(3))
+    call = sized(compute)
 
-    def run(key: int) -> None:
-        replay(key, list, compute, lambda _: None, lambda _: None)
+    def num_runs(*args: Any, **kwargs: Any) -> int:
+        before = compute.call_count
+        call(*args, **kwargs)
+        return compute.call_count - before
 
     with without_data():
+        long, short = torch.empty(SIZE), torch.empty(SIZE // 2)
         with replaying():
-            for key in (1, 2, 1, 2):
-                run(key)
-        assert compute.call_count == 2
-        run(1)
+            assert [num_runs(long, 1), num_runs(long, 1), num_runs(torch.empty(SIZE), 1)] == [1, 0, 0]
+            assert [num_runs(short, 1), num_runs(long, 2), num_runs(long.int(), 1)] == [1, 1, 1]
+            assert [num_runs(1, [long]), num_runs(1, [long]), num_runs(1, [long, short])] == [1, 0, 1]
+            assert [num_runs(long, 1, more=compute), num_runs(long, 1, more=compute)] == [1, 1]
+        assert num_runs(long, 1) == 1
         with replaying():
-            run(1)
-    assert compute.call_count == 4
-
-
-def test_a_computation_that_frees_what_was_there_is_run_each_time() -> None:
-    compute = Mock()
-    with without_data(), replaying():
-        for _ in range(2):
-            there = [torch.empty(SIZE)]
-            claim(there[0], "state")
-
-            def free(there: list[torch.Tensor] = there) -> torch.Tensor:
-                compute()
-                there.clear()
-                return torch.empty(2 * SIZE)
-
-            replay("key", there.copy, free, VectorSize.of, VectorSize.make)
-    assert compute.call_count == 2
+            assert num_runs(long, 1) == 1
 
 
 def test_a_vector_is_made_as_large_as_the_memory_under_it() -> None:

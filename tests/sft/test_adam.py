@@ -43,7 +43,7 @@ def test_an_age_is_at_most_the_limit_after_a_long_phase(kind: type[AdamMoments])
     betas = (0.9, 0.999)
     moments = kind(2, betas, torch.device("cpu"))
     grown = Estimate(indices=torch.tensor([1]), mean=torch.ones(1), mean_square=torch.ones(1), num_steps=70_000)
-    moments.replace(torch.tensor([0]), grown, torch.tensor([0, 1]), {"betas": betas})
+    moments.replace(1, grown, torch.tensor([0, 2]), {"betas": betas})
     assert moments._ages().tolist() == [0, age_limit(betas)]
 
 

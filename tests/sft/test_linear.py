@@ -17,7 +17,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from slivertune import SFT
 from slivertune.core.checkpointing import enable_checkpointing
-from slivertune.sft.linear import CHUNK_ROWS, chunked_gradient, sampled_gradient
+from slivertune.sft.linear import CHUNK_ROWS, chunk_edges, chunked_gradient, sampled_gradient
+from slivertune.sft.packing import Positions
 from tests.helpers.models import (
     assert_same_bits,
     assert_same_tree,
@@ -359,14 +360,18 @@ def assert_products_close(
     assert found.shape == exact.shape and bool(((found.double() - exact).abs() <= limit).all())
 
 
+def in_chunks(output_gradient: Any, inputs: Any, indices: torch.Tensor, on_chunk: Any = None) -> torch.Tensor:
+    edges = chunk_edges(output_gradient.shape[1], inputs.shape[1])
+    cuts = Positions(indices, edges[-1], packed=False).cuts(edges)
+    return chunked_gradient(output_gradient, inputs, indices, cuts, on_chunk=on_chunk)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 100, CHUNK_ROWS, CHUNK_ROWS + 1, 3 * CHUNK_ROWS - 5])
 def test_entries_are_those_of_the_dense_gradient(rows: int, dtype: torch.dtype) -> None:
     output_gradient, inputs, indices = case(rows, dtype)
     seen = []
-    gradient = chunked_gradient(
-        output_gradient, inputs, indices, lambda chunk, start: seen.append((start, chunk.clone()))
-    )
+    gradient = in_chunks(output_gradient, inputs, indices, lambda chunk, start: seen.append((start, chunk.clone())))
     assert gradient.dtype == torch.float32
     assert_products_close(gradient, output_gradient, inputs, indices)
     assert len(seen) == -(-rows // CHUNK_ROWS)
@@ -380,7 +385,7 @@ def test_entries_are_those_of_the_dense_gradient(rows: int, dtype: torch.dtype) 
 def test_rows_without_an_active_weight_cost_nothing_wrong() -> None:
     output_gradient, inputs, _ = case(3 * CHUNK_ROWS, torch.float32)
     indices = torch.tensor([3, 2 * CHUNK_ROWS * 50 + 7], dtype=torch.int32)
-    assert_products_close(chunked_gradient(output_gradient, inputs, indices), output_gradient, inputs, indices)
+    assert_products_close(in_chunks(output_gradient, inputs, indices), output_gradient, inputs, indices)
 
 
 @pytest.mark.parametrize("rows", [1, 300])

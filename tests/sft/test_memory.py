@@ -70,10 +70,10 @@ def test_an_estimation_phase_costs_what_it_says_and_ends() -> None:
     assert seen == [20 + 16 * (t in (1, 2, 5, 6, 12, 13)) for t in range(1, 17)]
 
 
-@pytest.mark.parametrize(("interval", "share"), [(0, 0.25), (20, 0.6)])
+@pytest.mark.parametrize(("interval", "share"), [(0, 0.14), (20, 0.6)])
 def test_the_layer_form_never_holds_a_dense_gradient(interval: int, share: float) -> None:
     """Rows beyond one chunk: what is alive during backward stays below the dense gradient."""
-    rows, columns = 8192, 96
+    rows, columns = 8192, 4096
     layer = torch.nn.Linear(columns, rows, bias=False)
     optimizer = sft_over(
         layer, density=0.01, form="layer", targets=["weight"], reselection_interval=interval, estimation_steps=5
@@ -85,6 +85,7 @@ def test_the_layer_form_never_holds_a_dense_gradient(interval: int, share: float
         ledger.reset_peak()
         loss.backward()
     dense = rows * columns * 4
-    # One chunk is an eighth; the search for candidates takes as much again, and its masks and positions.
+    # One chunk is an eighth. The search takes a byte for each of its elements, 16 for each of a piece, and some vectors
+    # along the pool and what may enter it.
     assert ledger.peak.gradients + ledger.peak.residual < share * dense
     optimizer.detach()

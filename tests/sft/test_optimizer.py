@@ -204,6 +204,24 @@ def test_a_tensor_without_a_gradient_is_left_alone_and_the_others_go_on() -> Non
     assert delta.indices.tolist() == np.flatnonzero(naive.state["first.weight"]["mask"]).tolist()
 
 
+@pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
+def test_a_weight_with_a_delta_of_zero_keeps_its_bits(selection: str) -> None:
+    """Added to zero, -0.0 would become 0.0."""
+    model = Prescribed(SHAPES)
+    with torch.no_grad():
+        for name in ("second", "third"):
+            model.get_parameter(f"{name}.weight").fill_(-0.0)
+    optimizer = sft_over(model, selection=selection, density=0.5, targets=NAMES)
+    gradients = prescribed_gradients(13)
+    for batch in gradients:
+        batch.pop("second.weight")
+    train(model, optimizer, gradients)
+    assert model.get_parameter("second.weight").signbit().all()
+    idle = torch.ones(SHAPES["third"], dtype=torch.bool)
+    idle[optimizer.positions()["third.weight"].long()] = False
+    assert model.get_parameter("third.weight")[idle].signbit().all() and idle.any()
+
+
 def test_a_step_without_gradients_counts_for_nothing() -> None:
     model = Prescribed(SHAPES)
     optimizer, _ = build(model, CASES["AG"])

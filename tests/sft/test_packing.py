@@ -3,12 +3,23 @@ import statistics
 import pytest
 import torch
 
+from slivertune.sft.adam import age_limit
 from slivertune.sft.growth import Estimate
-from slivertune.sft.moments import PackedAdamMoments
+from slivertune.sft.moments import AdamMoments, PackedAdamMoments
 from slivertune.sft.packing import TILE, Positions, rounded_at_random, rounding_generator
 from tests.helpers.models import tiny_llama, token_batches
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
 from tests.sft.runs import sft_over, train
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_below_an_edge_are_counted_anew_only_after_a_reselection(packed: bool) -> None:
+    positions = Positions(torch.tensor([0, 3, 9, 10], dtype=torch.int32), 20, packed=packed)
+    assert positions.cuts((0, 10, 20)) == [0, 3, 4]
+    assert positions.cuts((0, 10, 20)) is positions.cuts((0, 10, 20))
+    assert positions.cuts((0, 4)) == [0, 2]
+    positions.set(torch.tensor([9, 10], dtype=torch.int32))
+    assert positions.cuts((0, 4)) == [0, 0]
 
 
 @pytest.mark.parametrize("size", [1, 100, TILE, TILE + 1, 5 * TILE + 77])
@@ -73,17 +84,35 @@ def test_cohorts_beyond_256_lose_the_oldest_alone() -> None:
     moments.cohort = torch.arange(256).repeat(2)[:300].to(torch.uint8)
     moments.cohort_ages = torch.arange(5, 256 + 5, dtype=torch.int32)
     ages = moments.cohort_ages[moments.cohort.long()]
-    kept = torch.ones(300, dtype=torch.bool)
-    kept[299] = False
     seeds = Estimate(
         indices=torch.tensor([7], dtype=torch.int32), mean=torch.ones(1), mean_square=torch.ones(1), num_steps=3
     )
-    moments.replace(torch.nonzero(kept).view(-1), seeds, torch.arange(300), {"betas": (0.9, 0.999)})
+    moments.replace(1, seeds, torch.tensor([*range(299), 300]), {"betas": (0.9, 0.999)})
     after = moments.cohort_ages[moments.cohort.long()]
     assert moments.cohort_ages.numel() == 256 and after[299] == 3
     young = ages[:299] < ages.max()
     assert torch.equal(after[:299][young], ages[:299][young])
     assert (after[:299][~young] == ages.max() - 1).all()
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.999])
+def test_ages_are_exact_after_any_number_of_reselections(beta: float) -> None:
+    """40 weights have at most 40 ages, however many there were. Ten are never dropped, and reach the largest age."""
+    betas = (0.9, beta)
+    options = {"betas": betas, "lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}
+    packed, plain = (kind(40, betas, torch.device("cpu")) for kind in (PackedAdamMoments, AdamMoments))
+    generator = torch.Generator().manual_seed(0)
+    for round_ in range(700):
+        count = int(torch.randint(1, 4, (), generator=generator))
+        others = 10 + torch.randperm(30, generator=generator)[count:]
+        order = torch.cat([torch.arange(10), others, torch.arange(40, 40 + count)])
+        values = torch.ones(count)
+        seeds = Estimate(indices=torch.arange(count).int(), mean=values, mean_square=values, num_steps=1 + round_ % 3)
+        for moments in (packed, plain):
+            moments.replace(count, seeds, order, options)
+            moments.update(torch.zeros(40), torch.ones(40), torch.arange(40).int(), options, generator)
+        assert torch.equal(packed._ages(), plain._ages())
+        assert packed.cohort_ages.numel() <= 256 and int(packed.cohort_ages.max()) <= age_limit(betas)
 
 
 @pytest.mark.slow

@@ -1,10 +1,16 @@
 """When weights are reselected, and under redistribution who gets how many."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
 from slivertune import SFTConfig
+from slivertune.sft import reselection
+from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.reselection import Schedule, share_out
+from slivertune.sft.weight import SparseWeight
 from tests.helpers.models import SEQUENCE, tiny_gpt2, tiny_llama, token_batches
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients, reselection_times
 from tests.sft.runs import sft_over, train
@@ -101,6 +107,27 @@ def test_redistribution_catches_more_of_the_gradient() -> None:
                 )
         caught.append(mass)
     assert caught[1] > 1.1 * caught[0]
+
+
+@pytest.mark.parametrize("redistribute", [False, True])
+def test_what_a_phase_held_is_freed_before_weights_are_replaced(
+    redistribute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: dict[str, weakref.ref[GrowthEstimator]] = {}
+    replace = reselection._replace
+
+    def replaced(weight: SparseWeight, *arguments: Any) -> None:
+        assert ended[weight.name]() is None
+        replace(weight, *arguments)
+
+    monkeypatch.setattr(reselection, "_replace", replaced)
+    model = Prescribed(SHAPES)
+    optimizer = sft_over(model, targets=NAMES, redistribute=redistribute, reselection_interval=20)
+    for gradients in prescribed_gradients(4):
+        model(gradients).backward()
+        ended |= {each.name: weakref.ref(*each.estimators.values()) for each in optimizer._weights}
+        optimizer.step()
+    assert set(ended) == set(NAMES)
 
 
 TOTAL = 100

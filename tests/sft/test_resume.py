@@ -84,6 +84,37 @@ def test_resume_is_exact_at_every_update(selection: str, dtype: torch.dtype, upd
             assert torch.equal(value, model.get_parameter(name)), f"{name} after resuming at {update}"
 
 
+@pytest.mark.parametrize(("redistribute", "density", "rate"), [(False, 0.3, 0.5), (True, 0.3, 0.5), (True, 0.02, 0.2)])
+def test_a_phase_whose_first_gradient_comes_after_another_reselection_resumes_exactly(
+    redistribute: bool, density: float, rate: float
+) -> None:
+    """Phases of updates 1 to 4 and 3 to 6: the third tensor may double after 4, and has no gradient in 3 and 4.
+
+    With few weights others shrink after 4 so far that nothing is left to replace after 6.
+    """
+    gradients = prescribed_gradients(TOTAL)
+    for batch in gradients[:2]:
+        batch["third.weight"] *= 100
+    for batch in gradients[2:4]:
+        batch.pop("third.weight")
+    options: dict[str, Any] = {"density": density, "replacement_rate": rate, "redistribute": redistribute}
+    options["targets"] = NAMES
+    model, optimizer = over(Prescribed(SHAPES), **options)
+    total = optimizer.num_weights
+    saved = []
+    for batch in gradients:
+        train(model, optimizer, [batch])
+        saved.append(through_a_file([optimizer.state_dict(), model.state_dict()]))
+        assert optimizer.num_weights == total
+    for at, (state, values) in enumerate(saved):
+        other, resumed = over(Prescribed(SHAPES), **options)
+        other.load_state_dict(values)
+        resumed.load_state_dict(state)
+        assert_same_tree(resumed.state_dict(), state)
+        train(other, resumed, gradients[at + 1 :])
+        assert_same_tree(resumed.state_dict(), optimizer.state_dict())
+
+
 def test_a_new_optimizer_over_the_checkpoints_weights_resumes_too() -> None:
     """The order of the HF Trainer: the model's weights are loaded before the optimizer is built."""
     model = tiny_llama(torch.bfloat16)

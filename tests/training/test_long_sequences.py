@@ -41,6 +41,7 @@ def test_a_run_in_tiles_is_planned_with_them_and_its_loss_is_that_of_whole_batch
     assert tiled["after"]["eval_loss"] == pytest.approx(plain["after"]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_in_mid_cycle_goes_on_with_the_same_bits(runs: Runs) -> None:
     more = (*CHECKPOINTED, "--offload_activations", "--token_tile_size", "16", "--save_steps", "3", *UNMEASURED)
     runs.train("whole", *more)

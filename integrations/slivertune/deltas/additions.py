@@ -116,7 +116,7 @@ def add_up(
 
 
 def add_rounded(name: str, pretrained: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Add a delta to pretrained values in fp32 and round once.
+    """Add a delta to pretrained values in fp32 and round once. A delta of zero changes no bit, as in training.
 
     Args:
         name: Name of the tensor, for the error.
@@ -129,7 +129,7 @@ def add_rounded(name: str, pretrained: torch.Tensor, values: torch.Tensor) -> to
     Raises:
         ValueError: If a sum of finite numbers is beyond the dtype's range.
     """
-    sums = (pretrained.float() + values).to(pretrained.dtype)
+    sums = torch.where(values == 0, pretrained, (pretrained.float() + values).to(pretrained.dtype))
     overflown = torch.nonzero(torch.isfinite(pretrained) & ~torch.isfinite(sums))
     if len(overflown):
         at = int(overflown[0])

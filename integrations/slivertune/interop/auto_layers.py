@@ -24,7 +24,7 @@ _INSTEAD = "Give a number, for example the one that `slivertune plan --layers_pe
 
 
 def settle_layers(trainer: Trainer, model: nn.Module, config: HiFTConfig, tune: TokenTune | None) -> HiFTConfig:
-    """Return the settings with a number of layers per group.
+    """Return the settings with a number of layers per group in place of `auto`.
 
     A plan knows neither `attach_chunked_cross_entropy`, `offload_activations` nor `tile_tokens`, so that a run with one
     of these may have room for more layers.
@@ -32,14 +32,12 @@ def settle_layers(trainer: Trainer, model: nn.Module, config: HiFTConfig, tune: 
     Args:
         trainer: The Trainer, whose arguments have batch, accumulation, precision and optimizer.
         model: Its model, on its device.
-        config: Settings of HiFT. A number is kept.
+        config: Settings of HiFT.
         tune: Token selection of the run, if there is one.
 
     Raises:
         ValueError: If the run can't be planned, or does not fit.
     """
-    if config.layers_per_group != "auto":
-        return config
     try:
         choice = _choose(trainer, model, config, tune)
     except ValueError as error:

@@ -15,7 +15,6 @@ from slivertune.core.sliver import Sliver
 from slivertune.core.typed_command import setting_name
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.unsupported_optimizers import refuse_name
-from slivertune.interop.auto_layers import settle_layers
 from slivertune.interop.checkpoints import load_state
 from slivertune.sft import SFT, SFTConfig
 from slivertune.tokentune import TokenTune
@@ -192,6 +191,10 @@ class TrainerHiFT(TrainerMethod):
 
     def settle(self, trainer: Trainer, model: nn.Module, config: HiFTConfig, tune: TokenTune | None) -> HiFTConfig:
         """Choose the layers per group, if they are `auto`."""
+        if config.layers_per_group != "auto":
+            return config
+        from slivertune.interop.auto_layers import settle_layers  # imports the planner, which no other run needs
+
         return settle_layers(trainer, model, config, tune)
 
     def make(

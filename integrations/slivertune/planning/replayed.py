@@ -1,107 +1,92 @@
-"""Computations that run once and are then replayed: their temporary memory follows from their sizes.
+"""Functions that run once for each size and are then replayed (`slivertune.core.sized`).
 
-A model's blocks are alike, so SFT's search allocates the same hundred or so tensors in each block. The first search
-runs under its own ledger. For all others, the bytes alive at its peak are allocated at once and freed, and its
-operators are counted again. The figures of a plan stay the same.
+A model's blocks are alike, so SFT's search runs the same thousands of operators in each of them. The first call runs
+under its own ledger. For all others, the bytes alive at its peak are allocated at once and freed, and its operators are
+counted again. The figures of a plan stay the same.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from slivertune.core.ledger import Kind, Ledger, claimed_at_birth
+from slivertune.core.sized import run_by
 from slivertune.planning.counter import WorkCounter
 from slivertune.planning.kernels import tell_listeners
 from slivertune.planning.step_work import Work
 
-_T = TypeVar("_T")
-_S = TypeVar("_S")
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "residual")
-_running: list[dict[Hashable, Any]] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Taken:
-    """Memory and work of a computation, beyond the memory that was allocated when it began."""
+    """Memory and work of a call, beyond the memory that was allocated when it began."""
 
     at_peak: dict[Kind, int]
     """Bytes of each kind at the moment of the largest total."""
     most: dict[Kind, int]
     """Largest bytes of each kind, at different moments."""
-    left: Any
-    """Sizes of the tensors that it left."""
+    left: "VectorSize"
+    """Size of the result."""
     work: Work
-    """Work that it computed."""
+    """Work that it did."""
 
-    @property
-    def can_be_replayed(self) -> bool:
-        """Whether no earlier memory was freed or claimed during the computation."""
-        return min(self.at_peak.values()) >= 0
+    def again(self) -> torch.Tensor:
+        """Allocate the memory for a moment, tell the work, and make a result of the same size."""
+        for (flops, num_bytes), count in self.work.operators.items():
+            for _ in range(count):
+                tell_listeners(flops, num_bytes)
+        _take(self.at_peak)
+        for kind, size in self.most.items():
+            if size > self.at_peak[kind]:
+                _take({kind: size})
+        return self.left.make()
 
 
 @contextmanager
 def replaying() -> Iterator[None]:
-    """Replay computations inside this context. Outside, each computation runs.
+    """Replay the functions that `sized` declares inside this context. Outside, each call runs.
 
-    All recorded computations are forgotten at the end.
+    All recorded calls are forgotten at the end.
     """
-    _running.append({})
-    try:
-        yield
-    finally:
-        _running.pop()
+    known: dict[Hashable, _Taken] = {}
 
-
-def replay(
-    key: Hashable,
-    there: Callable[[], Iterable[torch.Tensor]],
-    compute: Callable[[], _T],
-    sizes_left: Callable[[_T], _S],
-    leave: Callable[[_S], _T],
-) -> _T:
-    """Run a computation on fake tensors, or allocate the memory that it took when it ran with the same key.
-
-    Args:
-        key: All sizes and dtypes that determine its allocations.
-        there: Function that returns all tensors that it reads or may free. Memory that exists before is not counted.
-        compute: Function that runs it.
-        sizes_left: Function that returns the sizes of its result and of all else that it left, without any tensor.
-        leave: Function that makes the same tensors again from these sizes.
-
-    Returns:
-        The result of `compute` or `leave`.
-    """
-    if not _running:
-        return compute()
-    known = _running[-1]
-    taken: _Taken | None = known.get(key)
-    if taken is None:
+    def replay(function: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
+        there: list[torch.Tensor] = []
+        key = (function, tuple(_size_of(each, there) for each in args))
+        taken = known.get(key)
+        if taken is not None:
+            return taken.again()
         counter = WorkCounter()
         with Ledger() as ledger, counter.counting(None):
-            ledger.track(there())
+            ledger.track(there)
             ledger.reset_peak()
             before = ledger.current()
-            result = compute()
+            result = function(*args)
         known[key] = _Taken(
             at_peak={kind: getattr(ledger.peak, kind) - getattr(before, kind) for kind in _KINDS},
             most={kind: getattr(ledger.highest, kind) - getattr(before, kind) for kind in _KINDS},
-            left=sizes_left(result),
+            left=VectorSize.of(result),
             work=counter.work_of(None),
         )
         return result
-    if not taken.can_be_replayed:
-        return compute()
-    for (flops, num_bytes), count in taken.work.operators.items():
-        for _ in range(count):
-            tell_listeners(flops, num_bytes)
-    _take(taken.at_peak)
-    for kind, size in taken.most.items():
-        if size > taken.at_peak[kind]:
-            _take({kind: size})
-    return leave(taken.left)
+
+    with run_by(replay):
+        yield
+
+
+def _size_of(argument: Any, there: list[torch.Tensor]) -> Hashable:
+    """Return what decides a call's memory, and note the tensors that exist before it."""
+    if isinstance(argument, torch.Tensor):
+        there.append(argument)
+        return argument.dtype, tuple(argument.shape)
+    if isinstance(argument, list | tuple):
+        return tuple(_size_of(each, there) for each in argument)
+    known: Hashable = argument
+    return known
 
 
 def _take(num_bytes: dict[Kind, int]) -> None:

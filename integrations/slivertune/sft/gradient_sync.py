@@ -97,7 +97,7 @@ class GradientSync:
             self._join_until(ChunkKey(at, end, start, gradient.numel()))
             estimator.feed(gradient, start, active, self.communicator)
             if start + gradient.numel() == self._weights[at].target.num_elements:
-                estimator.end_backward()
+                estimator.end_backward(self.communicator)
 
     def _join_until(self, key: ChunkKey) -> None:
         """Join in the exchanges of other ranks that come before a chunk."""
@@ -108,7 +108,7 @@ class GradientSync:
             estimator.begin(self._delta_parameters.begin())
             estimator.join(first.start, first.length, weight.device, self.communicator)
             if first.start + first.length == weight.target.num_elements:
-                estimator.end_backward()
+                estimator.end_backward(self.communicator)
 
     def _await_end(self) -> None:
         if self._waits_for_end or self.communicator.is_alone:

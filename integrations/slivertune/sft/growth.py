@@ -15,7 +15,7 @@ import torch
 
 from slivertune.core.ledger import claim
 from slivertune.sft.communicator import ALONE, Communicator
-from slivertune.sft.selection import largest_entries, largest_positions
+from slivertune.sft.largest import NONE, entries_at, largest_entries, largest_positions, within
 
 POOL_FACTOR = 2
 """Entries in the pool per trained weight."""
@@ -40,12 +40,12 @@ class Estimate:
         """Return the estimate of some of the candidates.
 
         Args:
-            chosen: Indices of these candidates, int64, sorted.
+            chosen: Their indices, int64, sorted, then `NONE`.
         """
         return Estimate(
-            indices=self.indices.index_select(0, chosen),
-            mean=self.mean.index_select(0, chosen),
-            mean_square=self.mean_square.index_select(0, chosen),
+            indices=entries_at(self.indices, chosen, NONE),
+            mean=entries_at(self.mean, chosen, 0),
+            mean_square=entries_at(self.mean_square, chosen, 0),
             num_steps=self.num_steps,
         )
 
@@ -64,6 +64,7 @@ class GrowthEstimator:
     """
 
     def __init__(self, num_elements: int, num_active: int, *, num_spare: int = 0, packed: bool = False) -> None:
+        self._num_elements = num_elements
         num_inactive = num_elements - num_active
         self.num_candidates = min(num_active + num_spare, num_inactive)
         pool_factor = PACKED_POOL_FACTOR if packed else POOL_FACTOR
@@ -109,15 +110,24 @@ class GrowthEstimator:
             active: Trained positions of the tensor, which can't be grown, int32, sorted.
             communicator: Connection to the ranks that feed the same part; used while there are no candidates.
         """
-        known = self._known(start, gradient.numel())
-        if self.has_candidates and self._indices is not None and self._step is not None:
-            self._step[known] += gradient.index_select(0, self._indices[known] - start).float()
+        if self._indices is not None and self._step is not None:
+            self._add(gradient, start)
+            if self.has_candidates:
+                return
+        taken = [active] if self._indices is None else [active, self._indices]
+        found = largest_entries(gradient, self._pool_size, taken, start)
+        self._admit(gradient, start, gradient.numel(), torch.where(found == NONE, NONE, found + start), communicator)
+
+    def _add(self, gradient: torch.Tensor, start: int) -> None:
+        """Add a part of a dense gradient at the pool's or the candidates' positions."""
+        assert self._indices is not None and self._step is not None
+        if gradient.numel() == self._num_elements:
+            self._step += gradient.index_select(0, self._indices)
             return
-        barred = [active[self._within(active, start, gradient.numel())]]
-        if self._indices is not None:
-            barred.append(self._indices[known])
-        found = self._largest_entries(gradient, self._pool_size, [positions.long() - start for positions in barred])
-        self._admit(gradient, start, gradient.numel(), (found + start).int(), communicator)
+        places = within(self._indices, start, gradient.numel())
+        is_here = places < gradient.numel()
+        values = gradient.index_select(0, places.clamp_(max=gradient.numel() - 1)).float()
+        self._step += values.masked_fill_(~is_here, 0)
 
     @torch.no_grad()
     def join(self, start: int, length: int, device: torch.device, communicator: Communicator) -> None:
@@ -129,29 +139,21 @@ class GrowthEstimator:
             device: Device of the gradients.
             communicator: Connection to the other ranks.
         """
-        self._admit(None, start, length, torch.empty(0, dtype=torch.int32, device=device), communicator)
+        self._admit(None, start, length, torch.empty(0, dtype=torch.int64, device=device), communicator)
 
     def _admit(
         self, gradient: torch.Tensor | None, start: int, length: int, found: torch.Tensor, communicator: Communicator
     ) -> None:
-        """Average a part at the pool's positions and at every rank's largest others, which may enter the pool."""
-        newcomers = communicator.union(found, min(self._pool_size, length))
-        part = self._known(start, length)
-        known = newcomers[:0] if self._indices is None else self._indices[part]
+        """Average a part at the positions of every rank's largest entries, which may enter the pool."""
+        newcomers = communicator.union(found.int(), min(self._pool_size, length))
         if gradient is None:
-            values = torch.zeros(known.numel() + newcomers.numel(), dtype=torch.float32, device=found.device)
+            values = torch.zeros(newcomers.shape, dtype=torch.float32, device=found.device)
         else:
-            values = gradient.index_select(0, torch.cat([known, newcomers]) - start).float()
+            places = torch.where(newcomers == NONE, NONE, newcomers - start)
+            values = entries_at(gradient, places, 0).float()
         communicator.mean_([values])
-        if self._step is not None:
-            self._step[part] += values[: known.numel()]
-        self._entrants.append((newcomers, values[known.numel() :]))
         # Merge them with the entrants of earlier parts, so that at most a pool's size is held.
-        self._entrants = [self._largest_of_all(self._entrants, self._pool_size)]
-
-    def _known(self, start: int, length: int) -> slice:
-        """Return the slice of the pool's positions in a part."""
-        return slice(0, 0) if self._indices is None else self._within(self._indices, start, length)
+        self._entrants = [_largest_of_all([*self._entrants, (newcomers, values)], self._pool_size)]
 
     def running(self, serial: int) -> torch.Tensor | None:
         """Return the candidates' gradients of the running update, fp32, or zeros if there were none yet.
@@ -177,15 +179,22 @@ class GrowthEstimator:
             self._step.copy_(gradients)
 
     @torch.no_grad()
-    def end_backward(self) -> None:
-        """Admit the largest newcomers to the pool, after all parts of a micro-batch's gradient were fed."""
+    def end_backward(self, communicator: Communicator = ALONE) -> None:
+        """Admit the largest newcomers to the pool, after all parts of a micro-batch's gradient were fed.
+
+        Args:
+            communicator: Connection to the ranks that feed the same tensor. They add to a mean that is the same on all
+                of them, so the mean of the sums is the new one.
+        """
         if self.has_candidates or not self._entrants:
             return
         parts = self._entrants
         if self._indices is not None and self._step is not None:
+            communicator.mean_([self._step])
             parts = [(self._indices, self._step), *parts]
         self._entrants = []
-        self._indices, self._step = self._largest_of_all(parts, self._pool_size)
+        self._indices, self._step = _largest_of_all(parts, self._pool_size)
+        del parts  # the former pool, which else counts beside the new one
         self.claim()
 
     @torch.no_grad()
@@ -200,7 +209,7 @@ class GrowthEstimator:
             return
         self._step *= scale
         if self._sum is None or self._sum_of_squares is None:
-            self._indices, first = self._largest_of_all([(self._indices, self._step)], self.num_candidates)
+            self._indices, first = _largest_of_all([(self._indices, self._step)], self.num_candidates)
             self._sum, self._sum_of_squares = first.to(self._dtype), first.square().to(self._dtype)
             self._step = torch.zeros_like(first)
             self.claim()
@@ -255,27 +264,17 @@ class GrowthEstimator:
             if tensor is not None:
                 claim(tensor, "state")
 
-    def _largest_of_all(
-        self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the `count` entries of largest magnitude in several disjoint sets, sorted by position."""
-        indices, values = parts[0]
-        if len(parts) > 1:
-            indices, order = torch.cat([indices for indices, _ in parts]).sort()
-            values = torch.cat([values for _, values in parts])[order]
-        elif indices.numel() <= count:
-            return parts[0]
-        chosen = self._largest_positions(values.abs(), count)
-        return indices.index_select(0, chosen), values.index_select(0, chosen)
 
-    # The methods below depend on values. Planning has no values, but knows how many there will be.
-
-    _largest_entries = staticmethod(largest_entries)
-    _largest_positions = staticmethod(largest_positions)
-
-    def _within(self, indices: torch.Tensor, start: int, length: int) -> slice:
-        """Return the slice of some sorted positions that lie in a range."""
-        # The last position of a range fits into int32; its end may not.
-        first = torch.searchsorted(indices, start)
-        last = torch.searchsorted(indices, start + length - 1, right=True)
-        return slice(*torch.stack([first, last]).tolist())
+def _largest_of_all(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` entries of largest magnitude in several disjoint sets, sorted by position, then `NONE`."""
+    indices, values = parts[0]
+    if len(parts) > 1:
+        indices, order = torch.cat([indices for indices, _ in parts]).sort()
+        values = torch.cat([values for _, values in parts]).index_select(0, order)
+        del order
+    elif indices.numel() <= count:
+        return parts[0]
+    chosen = largest_positions(values.abs(), min(count, indices.numel()), indices != NONE)
+    return entries_at(indices, chosen, NONE), entries_at(values, chosen, 0)

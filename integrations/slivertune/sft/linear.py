@@ -5,7 +5,7 @@ The gradient of its active weights is computed without the whole dense gradient 
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slivertune.core.sized import sized
 from slivertune.deltas.delta import read_flat, write_flat
 from slivertune.sft.config import PhiGradient
 from slivertune.sft.gradient_sync import GradientSync
@@ -125,11 +126,13 @@ class DeltaLayer:
         """Compute the gradient of phi in fp32, and show the dense one to the growth estimators, chunk by chunk."""
         serial = self._gradient_sync.begin()
         active = self.weight.indices
-        if self.weight.estimators:
-            show = partial(self._gradient_sync.show, self._at, active=active, serial=serial)
-            return chunked_gradient(output_gradient, inputs, active, show)
-        compute = sampled_gradient if self._phi_gradient == "sampled" else chunked_gradient
-        return compute(output_gradient, inputs, active)
+        if self._phi_gradient == "sampled" and not self.weight.estimators:
+            return sampled_gradient(output_gradient, inputs, active)
+        cuts = self.weight.cuts(chunk_edges(output_gradient.shape[1], inputs.shape[1]))
+        if not self.weight.estimators:
+            return chunked_gradient(output_gradient, inputs, active, cuts)
+        show = partial(self._gradient_sync.show, self._at, active=active, serial=serial)
+        return chunked_gradient(output_gradient, inputs, active, cuts, on_chunk=show)
 
 
 def dequantised(target: Target) -> torch.Tensor:
@@ -187,10 +190,12 @@ class _Product(torch.autograd.Function):
         return input_gradient, phi_gradient, bias_gradient, None
 
 
+@sized
 def chunked_gradient(
     output_gradient: torch.Tensor,
     inputs: torch.Tensor,
     indices: torch.Tensor,
+    cuts: Sequence[int],
     on_chunk: Callable[[torch.Tensor, int], None] | None = None,
 ) -> torch.Tensor:
     """Compute dY^T X some rows at a time, and keep the active entries of each chunk.
@@ -201,27 +206,31 @@ def chunked_gradient(
         output_gradient: Gradient dY, shape (tokens, out).
         inputs: Inputs X, shape (tokens, in), of the same dtype.
         indices: Sorted flat positions in the (out, in) matrix, int32, shape (n,).
+        cuts: Numbers of positions below each of `chunk_edges`.
         on_chunk: Function that gets each flat chunk and the flat position of its first entry.
 
     Returns:
         Gradient, fp32, shape (n,). It has the bits of the dense gradient's entries, if the matrix product sums each
         entry in an order that does not depend on the number of rows.
     """
-    num_rows, num_columns = output_gradient.shape[1], inputs.shape[1]
+    num_columns = inputs.shape[1]
+    edges = chunk_edges(output_gradient.shape[1], num_columns)
+    gradient = torch.empty(indices.numel(), dtype=torch.float32, device=indices.device)
+    buffer = inputs.new_empty(edges[1] // num_columns, num_columns)
+    for edge, end, first, last in zip(edges, edges[1:], cuts, cuts[1:], strict=False):
+        rows = output_gradient[:, edge // num_columns : end // num_columns]
+        chunk = torch.mm(rows.t(), inputs, out=buffer[: rows.shape[1]]).view(-1)
+        gradient[first:last] = chunk.index_select(0, indices[first:last] - edge)
+        if on_chunk is not None:
+            on_chunk(chunk, edge)
+    return gradient
+
+
+def chunk_edges(num_rows: int, num_columns: int) -> tuple[int, ...]:
+    """Return the flat positions at which the chunks of a dense gradient begin, and the number of its elements."""
     # All chunks have one size: another kernel would sum a rest of a few rows in another order.
     chunk_rows = math.ceil(num_rows / math.ceil(num_rows / CHUNK_ROWS))
-    starts = list(range(0, num_rows, chunk_rows))
-    edges = torch.tensor([*starts, num_rows], device=indices.device) * num_columns
-    bounds = torch.searchsorted(indices.long(), edges).tolist()
-    gradient = torch.empty(indices.numel(), dtype=torch.float32, device=indices.device)
-    buffer = inputs.new_empty(chunk_rows, num_columns)
-    for start, first, last in zip(starts, bounds, bounds[1:], strict=False):
-        rows = output_gradient[:, start : start + chunk_rows]
-        chunk = torch.mm(rows.t(), inputs, out=buffer[: rows.shape[1]]).view(-1)
-        gradient[first:last] = chunk.index_select(0, indices[first:last] - start * num_columns)
-        if on_chunk is not None:
-            on_chunk(chunk, start * num_columns)
-    return gradient
+    return tuple(row * num_columns for row in (*range(0, num_rows, chunk_rows), num_rows))
 
 
 def sampled_gradient(output_gradient: torch.Tensor, inputs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

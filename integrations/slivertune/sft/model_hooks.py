@@ -39,7 +39,6 @@ class ModelHooks:
             deltas.
         phi_gradient: Method for gradients in the layer form.
         optimizer: The only optimizer that may step the deltas.
-        layer_class: Class that makes a linear layer add the deltas.
     """
 
     def __init__(
@@ -50,10 +49,8 @@ class ModelHooks:
         gradient_sync: GradientSync,
         phi_gradient: PhiGradient,
         optimizer: torch.optim.Optimizer,
-        layer_class: type[DeltaLayer] = DeltaLayer,
     ) -> None:
         self._model = model
-        self._layer_class = layer_class
         self._weights = weights
         self._owner = weights[0].target.module
         self._delta_parameters = delta_parameters
@@ -85,7 +82,7 @@ class ModelHooks:
                 parameter = weight.target.parameter.requires_grad_(True)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(at)))
             else:
-                self._handles.append(self._layer_class(weight, at, self._gradient_sync, self._phi_gradient))
+                self._handles.append(DeltaLayer(weight, at, self._gradient_sync, self._phi_gradient))
         modules = {weight.target.module for weight in self._weights}
         self._reentrant = ReentrantBlocks(self._model, lambda block: not modules.isdisjoint(block.modules()))
         self._handles.append(self._reentrant)

@@ -17,19 +17,15 @@ _MOST_COHORTS = 256
 """Number of cohorts that one byte can tell apart."""
 
 
-def regrown(vector: torch.Tensor, stay: torch.Tensor, grown: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def regrown(vector: torch.Tensor, grown: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return a vector along the trained weights after a reselection.
 
     Args:
         vector: Values of the old weights, one each, shape (n,).
-        stay: Sorted indices of the kept weights, int64.
-        grown: Values of the new weights, of the same dtype.
-        order: Permutation that sorts the kept and then the new weights by position, int64.
-
-    Returns:
-        Values of all weights, one each, in the order of positions.
+        grown: Values of the new weights, of the same dtype, shape (m,).
+        order: Place of each weight's value in the old and then the new ones, in the order of positions, int64.
     """
-    return torch.cat([vector.index_select(0, stay), grown]).index_select(0, order)
+    return torch.cat([vector, grown]).index_select(0, order)
 
 
 class Moments(ABC):
@@ -58,15 +54,13 @@ class Moments(ABC):
         """
 
     @abstractmethod
-    def replace(
-        self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
-    ) -> None:
+    def replace(self, num_grown: int, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Adapt the state to a reselection.
 
         Args:
-            stay: Sorted indices of the kept entries, int64.
-            seeds: AG's estimate for the new entries.
-            order: Permutation that sorts the kept and then the new entries by position, int64.
+            num_grown: Number of entries that may be new.
+            seeds: AG's estimate for them.
+            order: Place of each entry among the old and then the new ones, in the order of positions, int64.
             options: Options of the param group.
         """
 
@@ -113,9 +107,6 @@ class AdamMoments(Moments):
         """Return the number of updates that each weight has had, int32."""
         return self.age.int()
 
-    def _set_ages(self, ages: torch.Tensor) -> None:
-        self.age = ages.to(self.age.dtype)
-
     def update(
         self,
         delta: torch.Tensor,
@@ -144,17 +135,18 @@ class AdamMoments(Moments):
             self.exp_avg.copy_(rounded_at_random(exp_avg, generator))
             self.exp_avg_sq.copy_(rounded_at_random(exp_avg_sq, generator))
 
-    def replace(
-        self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
-    ) -> None:
+    def replace(self, num_grown: int, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Give grown weights the moments and the age from the estimation phase."""
         assert seeds is not None, "AdamW's grown weights need the moments of an estimation phase"
-        mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
-        self.exp_avg = regrown(self.exp_avg, stay, mean.to(self.dtype), order)
-        self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square.to(self.dtype), order)
-        ages = self._ages()
-        grown = ages.new_full(mean.shape, min(seeds.num_steps, age_limit(tuple(options["betas"]))))
-        self._set_ages(regrown(ages, stay, grown, order))
+        betas = tuple(options["betas"])
+        mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, betas)
+        self.exp_avg = regrown(self.exp_avg, mean.to(self.dtype), order)
+        self.exp_avg_sq = regrown(self.exp_avg_sq, square.to(self.dtype), order)
+        limit = age_limit(betas)
+        self._grow_ages(num_grown, min(seeds.num_steps, limit), limit, order)
+
+    def _grow_ages(self, num_grown: int, age: int, limit: int, order: torch.Tensor) -> None:
+        self.age = regrown(self.age, self.age.new_full((num_grown,), age), order)
 
 
 class PackedAdamMoments(AdamMoments):
@@ -177,9 +169,14 @@ class PackedAdamMoments(AdamMoments):
     def _ages(self) -> torch.Tensor:
         return self.cohort_ages.index_select(0, self.cohort.int())
 
-    def _set_ages(self, ages: torch.Tensor) -> None:
-        cohort_ages, cohort = ages.unique(return_inverse=True)
-        self.cohort_ages = cohort_ages[:_MOST_COHORTS]
+    def _grow_ages(self, num_grown: int, age: int, limit: int, order: torch.Tensor) -> None:
+        former = self._ages()
+        ages = regrown(former, former.new_full((num_grown,), age), order)
+        known = torch.cat([self.cohort_ages, former.new_full((1,), age)]).sort().values
+        # An age that no weight has any longer becomes the largest, so that it is cut off before any other.
+        is_gone = torch.ones_like(known, dtype=torch.bool).index_fill_(0, torch.searchsorted(known, ages), False)
+        self.cohort_ages = known.masked_fill_(is_gone, limit).sort().values[:_MOST_COHORTS]
+        cohort = torch.searchsorted(self.cohort_ages, ages)
         self.cohort = cohort.clamp_(max=_MOST_COHORTS - 1).to(torch.uint8)
 
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -233,13 +230,10 @@ class SM3Accumulators(Moments):
         if self.momentum_buffer is not None and momentum_buffer is not None and generator is not None:
             self.momentum_buffer.copy_(rounded_at_random(momentum_buffer, generator))
 
-    def replace(
-        self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
-    ) -> None:
+    def replace(self, num_grown: int, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Start grown weights without momentum, and keep rows and columns."""
         if self.momentum_buffer is not None:
-            grown = self.momentum_buffer.new_zeros(order.numel() - stay.numel())
-            self.momentum_buffer = regrown(self.momentum_buffer, stay, grown, order)
+            self.momentum_buffer = regrown(self.momentum_buffer, self.momentum_buffer.new_zeros(num_grown), order)
 
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of one accumulator per row and per column, and of one momentum per weight."""

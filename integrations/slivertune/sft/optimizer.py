@@ -27,7 +27,7 @@ from slivertune.sft.config import SFTConfig, checked_options
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.export import copy_base_values, copy_deltas, save
 from slivertune.sft.gradient_sync import GradientSync
-from slivertune.sft.linear import DeltaLayer, check_layer_form
+from slivertune.sft.linear import check_layer_form
 from slivertune.sft.model_hooks import ModelHooks
 from slivertune.sft.moments import new_moments
 from slivertune.sft.reselection import Reselection, Schedule
@@ -73,10 +73,7 @@ class SFT(CheckpointedSliver):
     """
 
     reselection_class = Reselection
-    """Class that chooses dropped and grown weights. Planning, which has no values to choose by, uses another."""
-
-    layer_class = DeltaLayer
-    """Class that puts the layer form on a linear layer. Planning uses another, which computes once for equal layers."""
+    """Class that chooses dropped and grown weights. Planning uses one that counts its work."""
 
     method = "sft"
     without_state = "its deltas can't be told from pretrained weights"
@@ -130,7 +127,6 @@ class SFT(CheckpointedSliver):
             self._gradient_sync,
             config.phi_gradient,
             self,
-            self.layer_class,
         )
         self._hooks.put_on()
         take(model.parameters(), self)

@@ -37,6 +37,7 @@ class Positions:
 
     def set(self, indices: torch.Tensor) -> None:
         """Store other positions."""
+        self._cuts: tuple[tuple[int, ...], list[int]] | None = None
         self.tensors = (indices,)
         if self._packed:
             # No size depends on a value, so a GPU need not be synchronised.
@@ -46,6 +47,14 @@ class Positions:
             counts[1:] -= ends
             # Beyond 2^15 the int16 is negative; `get` masks the sign away.
             self.tensors = (indices.to(torch.int16), counts)
+
+    def cuts(self, edges: tuple[int, ...]) -> list[int]:
+        """Count the positions below each edge. A GPU is waited for once after the positions were set."""
+        if self._cuts is None or self._cuts[0] != edges:
+            positions = self.get()
+            limits = torch.tensor(edges, dtype=positions.dtype, device=positions.device)
+            self._cuts = edges, torch.searchsorted(positions, limits).tolist()
+        return self._cuts[1]
 
 
 def rounding_generator(seed: int, name: str, updates: int, device: torch.device) -> torch.Generator:

@@ -15,8 +15,9 @@ import torch
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.growth import POOL_FACTOR, Estimate, GrowthEstimator
+from slivertune.sft.largest import NONE, entries_at, largest_of, largest_positions, largest_products, product_scores
 from slivertune.sft.moments import SM3Accumulators
-from slivertune.sft.selection import contains, largest_of, largest_positions, leading_products, true_positions
+from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight
 
 LEAST_SHARE = 0.25
@@ -109,14 +110,16 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """Entries of one tensor that a reselection may drop and grow."""
+    """Entries of one tensor that a reselection may grow."""
 
-    dropped: torch.Tensor
-    """Mask of the entries to drop, bool, shape (n,)."""
+    most: int
+    """Largest number of entries to replace."""
     indices: torch.Tensor
-    """Positions that may be grown, none of them active, int32, sorted."""
+    """Positions, int32, sorted, shape (m,)."""
     scores: torch.Tensor
-    """Scores of these positions, fp32, not negative."""
+    """Scores of these positions, fp32, not negative, shape (m,)."""
+    may_grow: torch.Tensor | None
+    """Mask of the positions that may be grown, bool, shape (m,), or None for all."""
     estimate: Estimate | None
     """AG's estimate at these positions, or None with MA."""
 
@@ -129,10 +132,9 @@ def propose(
     grew_in_phase: bool,
     breadth: int,
 ) -> Proposal | None:
-    """Choose the weights to drop, and the positions that may be grown in their place.
+    """Score the positions that may be grown in place of weights that are dropped.
 
-    Dropped weights are the nearest to their pretrained values. Grown positions were frozen until now, so that as many
-    are really replaced. If too few are frozen, fewer are replaced.
+    Grown positions were frozen until now, so that as many are really replaced. If too few are frozen, fewer are.
 
     Args:
         weight: The tensor.
@@ -147,30 +149,26 @@ def propose(
     if num_replaced == 0:
         return None
     moments, estimate = weight.moments, None
+    may_grow: torch.Tensor | None = None
     if isinstance(moments, SM3Accumulators):
-        if not bool(moments.rows.any()):
-            # No batch has reached this tensor, so all its positions have the same score.
-            return None
         # All active positions may be among the largest products.
         num_searched = min((1 + breadth) * weight.num_active, weight.target.num_elements)
-        wanted = num_replaced if breadth == 1 else num_searched
-        positions, products = leading_products(
-            moments.rows, moments.columns, weight.indices.long(), wanted, num_searched
-        )
-        indices, scores = positions.int(), products.pow_(0.25).float()
+        positions = largest_products(moments.rows, moments.columns, num_searched)
+        scores = product_scores(moments.rows, moments.columns, positions)
+        indices = positions.int()
+        # If no batch has reached this tensor, all its positions have the same score.
+        is_frozen = torch.ones(weight.target.num_elements, dtype=torch.bool, device=positions.device)
+        is_frozen.index_fill_(0, weight.indices.long(), False)
+        may_grow = is_frozen.index_select(0, positions).logical_and_(moments.rows.any())
     else:
         estimate = None if estimator is None else estimator.estimate()
         if estimate is None:
             return None
-        if grew_in_phase:
-            is_frozen = ~contains(weight.indices, estimate.indices)
-            estimate = estimate.select(true_positions(is_frozen))
         indices, scores = estimate.indices, estimate.mean.abs()
-    num_replaced = min(num_replaced, indices.numel())
-    if num_replaced == 0:
-        return None
-    dropped = largest_of(-weight.phi.data.abs(), num_replaced)
-    return Proposal(dropped=dropped, indices=indices, scores=scores, estimate=estimate)
+        if grew_in_phase:
+            may_grow = ~contains(weight.indices, indices)
+    most = min(num_replaced, indices.numel())
+    return Proposal(most=most, indices=indices, scores=scores, may_grow=may_grow, estimate=estimate)
 
 
 class Reselection:
@@ -182,9 +180,6 @@ class Reselection:
         schedule: Times of reselection, and numbers of replaced weights.
         config: Settings.
     """
-
-    estimator_class = GrowthEstimator
-    """Class that follows the candidates. Planning, which has no values to choose by, uses another."""
 
     def __init__(
         self, weights: Sequence[SparseWeight], shares: Sequence[int], schedule: Schedule, config: SFTConfig
@@ -202,14 +197,18 @@ class Reselection:
         """
         for number, end in enumerate(self._schedule.open_phases(updates)):
             for weight in self._weights:
-                num_active, num_elements = weight.num_active, weight.target.num_elements
-                grows = num_active < num_elements and self._schedule.num_replaced(end, num_active) > 0
-                if grows and end not in weight.estimators:
+                if self._can_grow(weight, end) and end not in weight.estimators:
                     # An earlier phase may grow `num_active` candidates. A later reselection needs this many.
-                    num_spare = math.ceil(self._config.replacement_rate * num_active) if number else 0
-                    weight.estimators[end] = self.estimator_class(
-                        num_elements, num_active, num_spare=num_spare, packed=self._config.packed
+                    num_spare = math.ceil(self._config.replacement_rate * weight.num_active) if number else 0
+                    weight.estimators[end] = GrowthEstimator(
+                        weight.target.num_elements, weight.num_active, num_spare=num_spare, packed=self._config.packed
                     )
+
+    def _can_grow(self, weight: SparseWeight, end: int) -> bool:
+        """Return whether the reselection at `end` may replace weights of a tensor."""
+        return weight.num_active < weight.target.num_elements and (
+            self._schedule.num_replaced(end, weight.num_active) > 0
+        )
 
     def end_estimates(self, updates: int, delta_parameters: DeltaParameters) -> None:
         """Count the running update's gradients in the phases that contain it.
@@ -246,31 +245,76 @@ class Reselection:
         """
         proposals: list[tuple[SparseWeight, Proposal]] = []
         breadth = POOL_FACTOR if self._config.redistribute else 1
+        grew_in_phase = self._schedule.grew_in_phase(updates)
         for weight in self._weights:
-            num_replaced = self._schedule.num_replaced(updates, weight.num_active)
             proposal = propose(
                 weight,
-                weight.estimators.pop(updates, None),
-                num_replaced,
-                grew_in_phase=self._schedule.grew_in_phase(updates),
+                weight.estimators.pop(updates, None),  # which nothing else holds, so that its sums are freed
+                self._schedule.num_replaced(updates, weight.num_active),
+                grew_in_phase=grew_in_phase,
                 breadth=breadth,
             )
-            if proposal is not None:
+            if proposal is None:
+                continue
+            if self._config.redistribute:
                 proposals.append((weight, proposal))
-        for (weight, proposal), count in zip(proposals, self._num_grown(proposals), strict=True):
-            grown = largest_positions(proposal.scores, count)
-            estimate = None if proposal.estimate is None else proposal.estimate.select(grown)
-            weight.replace(proposal.dropped, proposal.indices.index_select(0, grown), estimate, options)
+            else:
+                _replace(weight, proposal, proposal.most, options)
+        if proposals:
+            self._redistribute(proposals, options)
+        for weight in self._weights:
+            # A phase that waits for its first gradient begins anew with the present weights, as after a resume.
+            weight.estimators = {
+                end: each
+                for end, each in weight.estimators.items()
+                if each.has_candidates and self._can_grow(weight, end)
+            }
 
-    def _num_grown(self, proposals: list[tuple[SparseWeight, Proposal]]) -> list[int]:
-        dropped = [int(torch.count_nonzero(proposal.dropped)) for _, proposal in proposals]
-        if not self._config.redistribute or not proposals:
-            return dropped
+    def _redistribute(self, proposals: Sequence[tuple[SparseWeight, Proposal]], options: Mapping[str, Any]) -> None:
+        """Replace weights of all tensors together. A GPU waits for the numbers, which decide the sizes of the state."""
+        for (weight, proposal), (num_grown, num_active) in zip(proposals, self._numbers(proposals), strict=True):
+            _replace(weight, proposal, num_grown, options, num_active)
+
+    def _numbers(self, proposals: Sequence[tuple[SparseWeight, Proposal]]) -> list[tuple[int, int]]:
+        """Return for each tensor the number of positions to grow, and of its weights afterwards."""
+        dropped = [int(_num_dropped(proposal)) for _, proposal in proposals]
         requests = [
-            (proposal.scores, self._shares[weight.name], weight.num_active - count)
+            (_scores_of(proposal), self._shares[weight.name], weight.num_active - count)
             for (weight, proposal), count in zip(proposals, dropped, strict=True)
         ]
-        return share_out(requests, sum(dropped))
+        counts = share_out(requests, sum(dropped))
+        return [(count, request[2] + count) for request, count in zip(requests, counts, strict=True)]
+
+
+def _scores_of(proposal: Proposal) -> torch.Tensor:
+    return proposal.scores if proposal.may_grow is None else proposal.scores[proposal.may_grow]
+
+
+def _num_dropped(proposal: Proposal) -> int | torch.Tensor:
+    return proposal.most if proposal.may_grow is None else proposal.may_grow.sum().clamp(max=proposal.most)
+
+
+def _replace(
+    weight: SparseWeight,
+    proposal: Proposal,
+    num_grown: int,
+    options: Mapping[str, Any],
+    num_active: int | None = None,
+) -> None:
+    """Drop the weights that are nearest to their pretrained values, and grow the positions of the largest scores.
+
+    Args:
+        weight: The tensor.
+        proposal: Its positions.
+        num_grown: Largest number of positions to grow.
+        options: Options of the param group.
+        num_active: Number of weights afterwards, if it changes.
+    """
+    dropped = largest_of(weight.phi.data, _num_dropped(proposal), None, True)
+    chosen = largest_positions(proposal.scores, num_grown, proposal.may_grow)
+    grown = entries_at(proposal.indices, chosen, NONE)
+    estimate = None if proposal.estimate is None else proposal.estimate.select(chosen)
+    weight.replace(dropped, grown, estimate, options, num_active)
 
 
 def share_out(requests: Sequence[tuple[torch.Tensor, int, int]], total: int) -> list[int]:

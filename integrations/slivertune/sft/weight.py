@@ -10,10 +10,13 @@ from slivertune.core.ledger import claim
 from slivertune.core.parameters import check_form
 from slivertune.deltas.delta import SparseDelta, read_flat, write_flat
 from slivertune.sft.growth import Estimate, GrowthEstimator
+from slivertune.sft.largest import NONE
 from slivertune.sft.moments import Moments, regrown
 from slivertune.sft.packing import Positions, rounded_at_random, rounding_generator
-from slivertune.sft.selection import true_positions
 from slivertune.sft.targets import Target
+
+_NOWHERE = torch.iinfo(torch.int32).max
+"""Position after all entries of a tensor, of which SFT indexes fewer."""
 
 
 def bits_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -125,6 +128,10 @@ class SparseWeight:
     def indices(self) -> torch.Tensor:
         """Positions of the active weights: int32, shape (n,), sorted."""
         return self._positions.get()
+
+    def cuts(self, edges: tuple[int, ...]) -> list[int]:
+        """Count the active positions below each edge."""
+        return self._positions.cuts(edges)
 
     @property
     def num_active(self) -> int:
@@ -272,8 +279,8 @@ class SparseWeight:
             self.pretrained.write(self.indices, self._sums(self.kept_base))
 
     def _sums(self, base: torch.Tensor) -> torch.Tensor:
-        """Return W0 + delta at the active entries, added in fp32 and rounded once."""
-        return (base.float() + self.phi.data).to(base.dtype)
+        """Return W0 + delta at the active entries, added in fp32 and rounded once. A delta of zero changes no bit."""
+        return torch.where(self.phi.data == 0, base, (base.float() + self.phi.data).to(base.dtype))
 
     def merge(self) -> None:
         """Add the deltas for good to a weight that still holds W0."""
@@ -290,31 +297,34 @@ class SparseWeight:
             self.pretrained.write(self.indices, self.kept_base)
 
     def replace(
-        self, dropped: torch.Tensor, grown: torch.Tensor, estimate: Estimate | None, options: Mapping[str, Any]
+        self,
+        dropped: torch.Tensor,
+        grown: torch.Tensor,
+        estimate: Estimate | None,
+        options: Mapping[str, Any],
+        num_active: int | None = None,
     ) -> None:
         """Drop entries, restore their pretrained bits, and grow others with a delta of zero.
 
         Args:
             dropped: Mask of the entries to drop, bool, shape (n,).
-            grown: Positions to grow, int32, sorted, shape (m,); none is active.
+            grown: Positions to grow, int32, shape (m,), with `NONE` in place of those that are missing; none is active.
             estimate: AG's estimate at the grown positions.
             options: Options of the param group.
+            num_active: Number of entries afterwards. By default n: then as many must be grown as are dropped.
         """
-        former, stay = self.indices, true_positions(~dropped)
-        indices, order = torch.cat([former.index_select(0, stay), grown]).sort()
+        num_active = self.num_active if num_active is None else num_active
+        self.write_base()
+        former = self.indices.masked_fill(dropped, _NOWHERE)
+        indices, order = torch.cat([former, grown.masked_fill(grown == NONE, _NOWHERE)]).sort()
+        order = order[:num_active]
+        self._positions.set(indices[:num_active].clone())
         if self.kept_base is not None:
-            base = self.pretrained.read(grown)
-            if self.merged:
-                # Kept entries hold their sums from this step's update.
-                gone = true_positions(dropped)
-                self.pretrained.write(former.index_select(0, gone), self.kept_base.index_select(0, gone))
-                # Adding a delta of zero, as every update does, turns -0.0 into 0.0.
-                self.pretrained.write(grown, (base.float() + 0.0).to(base.dtype))
-            self.kept_base = regrown(self.kept_base, stay, base, order)
-        self._positions.set(indices)
+            self.kept_base = self.pretrained.read(self.indices)
         self.phi.grad = None
-        self.phi.data = regrown(self.phi.data, stay, self.phi.data.new_zeros(grown.numel()), order)
-        self.moments.replace(stay, estimate, order, options)
+        self.phi.data = regrown(self.phi.data, self.phi.data.new_zeros(grown.numel()), order)
+        self.moments.replace(grown.numel(), estimate, order, options)
+        self.write()
         self.claim()
 
     def state_dict(self) -> dict[str, Any]:
