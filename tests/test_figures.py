@@ -36,7 +36,6 @@ from tests.helpers.kept_results import (
     lora_share,
     lost_by_fsdp2,
     measured_8b,
-    most_expensive,
     pinned_per_second,
     plan_time_settings,
     planned_point,
@@ -727,12 +726,16 @@ CLAIMS: list[tuple[str, str, Callable[[], bool]]] = [
     (
         "docs/sft.md",
         (
-            "AG pays for the search in a phase's first update and for the reselection itself; MA for the reselection "
-            "alone."
+            "AG pays for the search in a phase's first update and for the reselection itself, about half each; MA "
+            "for the reselection alone."
         ),
         lambda: (
-            most_expensive("sft_ag", 2) == {0, len(reselection_seconds("sft_ag")) - 1}
-            and most_expensive("sft_ma", 1) == {len(reselection_seconds("sft_ma")) - 1}
+            all(
+                0.4 < reselection_seconds("sft_ag")[place] / sum(reselection_seconds("sft_ag")) < 0.6
+                for place in (0, -1)
+            )
+            # The rest is noise: MA does nothing in the updates before.
+            and reselection_seconds("sft_ma")[-1] > 0.85 * sum(reselection_seconds("sft_ma"))
         ),
     ),
     (

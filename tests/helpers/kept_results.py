@@ -130,12 +130,6 @@ def reselection_seconds(name: str) -> list[float]:
     return [seconds - times["plain_seconds"] for seconds in times["seconds"][15:]]
 
 
-def most_expensive(name: str, count: int) -> set[int]:
-    """The places of the updates that take the most beyond a plain one."""
-    seconds = reselection_seconds(name)
-    return set(sorted(range(len(seconds)), key=seconds.__getitem__)[-count:])
-
-
 def deviations() -> list[float]:
     return [row["cosine_deviation"] for row in result("token_gradients")["rows"]]
 

@@ -27,7 +27,7 @@ def search(values: torch.Tensor) -> torch.Tensor:
 
 
 def census_and_work(function: Any, num_calls: int = 3) -> list[tuple[Census, Any]]:
-    """What each call takes at its peak, beside the results of those before, and its operators."""
+    """Count each call's bytes at its peak, beside the results of those before, and its operators."""
     found, results = [], []
     with without_data(), replaying(), Ledger() as ledger:
         values = torch.empty(SIZE)

@@ -188,7 +188,7 @@ def test_factors_that_are_not_finite_count_as_the_largest(where: str, value: flo
 def test_what_grows_by_products_is_the_same_as_from_all_of_them(
     kind: str, shape: tuple[int, int], are_leading: bool
 ) -> None:
-    """Of the 2k largest products those that are not trained, by the fourth root in fp32, ties to the lower position."""
+    """The frozen ones of the 2k largest products grow, by the fourth root in fp32, ties to the lower position."""
     rows, columns = KINDS[kind](shape[0]), KINDS[kind](shape[1])
     dense = np.outer(rows.double().numpy(), columns.double().numpy()).reshape(-1)
     scores = np.sqrt(np.sqrt(dense)).astype(np.float32)

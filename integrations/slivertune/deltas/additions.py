@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from slivertune.deltas.delta import Overlap, SparseDelta, sum_deltas
+from slivertune.deltas.delta import Overlap, SparseDelta, rounded_sum, sum_deltas
 from slivertune.deltas.delta_file import PLAIN_DTYPES, DeltaFile, check_base, load, name_of
 from slivertune.deltas.names import NameIndex
 from slivertune.deltas.sparse_file import DeltaFileError
@@ -116,7 +116,7 @@ def add_up(
 
 
 def add_rounded(name: str, pretrained: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Add a delta to pretrained values in fp32 and round once. A delta of zero changes no bit, as in training.
+    """Add a delta to pretrained values in fp32 and round once.
 
     Args:
         name: Name of the tensor, for the error.
@@ -129,7 +129,7 @@ def add_rounded(name: str, pretrained: torch.Tensor, values: torch.Tensor) -> to
     Raises:
         ValueError: If a sum of finite numbers is beyond the dtype's range.
     """
-    sums = torch.where(values == 0, pretrained, (pretrained.float() + values).to(pretrained.dtype))
+    sums = rounded_sum(pretrained, values)
     overflown = torch.nonzero(torch.isfinite(pretrained) & ~torch.isfinite(sums))
     if len(overflown):
         at = int(overflown[0])

@@ -89,6 +89,14 @@ def write_flat(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor
             flat[torch.unravel_index(positions, flat.shape)] = values
 
 
+def rounded_sum(values: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return values + delta in the dtype of the values, added in fp32 and rounded once. A delta of zero changes no bit.
+
+    Adding zero would turn -0.0 into 0.0.
+    """
+    return torch.where(delta == 0, values, (values.float() + delta).to(values.dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """Number of weights that deltas touch, and of those that two or more touch."""

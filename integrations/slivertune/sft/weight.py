@@ -8,7 +8,7 @@ from torch import nn
 
 from slivertune.core.ledger import claim
 from slivertune.core.parameters import check_form
-from slivertune.deltas.delta import SparseDelta, read_flat, write_flat
+from slivertune.deltas.delta import SparseDelta, read_flat, rounded_sum, write_flat
 from slivertune.sft.growth import Estimate, GrowthEstimator
 from slivertune.sft.largest import NONE
 from slivertune.sft.moments import Moments, regrown
@@ -162,7 +162,7 @@ class SparseWeight:
         self.check_tensor()
         self.follow(self.pretrained.device)
         present = self.pretrained.read(self.indices)
-        return bits_differ(present, self._sums(self.kept_base)), present
+        return bits_differ(present, rounded_sum(self.kept_base, self.phi.data)), present
 
     def is_changed_in_shards(self) -> torch.Tensor | None:
         """Return whether other code has set active entries of this rank's shard since the weight was sharded.
@@ -276,11 +276,7 @@ class SparseWeight:
     def write(self) -> None:
         """Set the active entries of a merged weight to W0 + delta, added in fp32 and rounded once."""
         if self.merged and self.kept_base is not None:
-            self.pretrained.write(self.indices, self._sums(self.kept_base))
-
-    def _sums(self, base: torch.Tensor) -> torch.Tensor:
-        """Return W0 + delta at the active entries, added in fp32 and rounded once. A delta of zero changes no bit."""
-        return torch.where(self.phi.data == 0, base, (base.float() + self.phi.data).to(base.dtype))
+            self.pretrained.write(self.indices, rounded_sum(self.kept_base, self.phi.data))
 
     def merge(self) -> None:
         """Add the deltas for good to a weight that still holds W0."""
@@ -289,7 +285,7 @@ class SparseWeight:
         self._check_data()
         base = self.base_values()
         if base is not None:
-            self.pretrained.write(self.indices, self._sums(base))
+            self.pretrained.write(self.indices, rounded_sum(base, self.phi.data))
 
     def write_base(self) -> None:
         """Restore the pretrained bits of a merged weight's active entries."""
