@@ -6,8 +6,8 @@ pages are mapped, registered with the CUDA runtime, and unregistered before they
 
 import mmap
 import os
+import sys
 import warnings
-import weakref
 from contextlib import suppress
 
 import torch
@@ -17,7 +17,14 @@ HUGE_PAGES_FROM_BYTES = 64 * 2**20
 
 
 class _Pages(mmap.mmap):
-    """Mapped pages. Weak references to this subclass are told before its memory is unmapped, unlike those to `mmap`."""
+    """Mapped pages, unpinned before they are unmapped. A weak reference's callback would come after that."""
+
+    pinned: tuple[torch.device, int, int] | None = None
+    """If they are pinned, the device, the address and the process that did it."""
+
+    def __del__(self) -> None:
+        if self.pinned is not None and not sys.is_finalizing():
+            _unpin(*self.pinned)
 
 
 def pinned_memory(device: torch.device, num_bytes: int, *, is_inherited: bool) -> torch.Tensor:
@@ -54,7 +61,7 @@ def pinned_memory(device: torch.device, num_bytes: int, *, is_inherited: bool) -
                 stacklevel=2,
             )
         else:
-            weakref.finalize(pages, _unpin, device, whole.data_ptr(), os.getpid()).atexit = False
+            pages.pinned = (device, whole.data_ptr(), os.getpid())
     return whole[:num_bytes]
 
 
