@@ -21,7 +21,7 @@ from slivertune.planning.request import PlanRequest
 from slivertune.sft import adam
 from tests.parallel.contract.runs import quiet
 from tests.parallel.reference import on_fsdp2_ranks, on_ranks
-from tests.planning.real import LLAMA, attach_hooks, real_batch, real_model, real_optimizer
+from tests.planning.real import LLAMA, attach_hooks, real_batch, real_model, real_optimizer, searched_as_on_a_gpu
 
 BUCKET_BYTES = 96 * 2**10
 """Of the gradient sync under DDP: fewer than a group's gradients, so that several are under way."""
@@ -58,7 +58,8 @@ def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest, config: Any =
     optimizer: Any = real_optimizer(request, model)
     attach_hooks(request, model)
     if request.method == "sft":
-        return _sparse_peaks(rank, request, model, optimizer)
+        with searched_as_on_a_gpu():
+            return _sparse_peaks(rank, request, model, optimizer)
     with _layout(request, model, optimizer) as (step, resized, made):
         gc.collect()
         with Ledger() as ledger, _Look(ledger, resized):

@@ -1,7 +1,7 @@
 """Real runs of tiny models on the CPU, by the library's plain use, counted by its ledger."""
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -241,13 +241,17 @@ def run_for_real(
     """
     model, batch = real_model(request, config), real_batch(request, config)
     streams = streams_made_by(StreamsWithEvents) if request.kernels == "gpu" else nullcontext()
-    # Plans are of a GPU, where SFT's search has the same sizes whatever the values are.
-    with streams, mock.patch.object(largest, "_is_on_host", _as_on_a_gpu):
+    with streams, searched_as_on_a_gpu():
         return _counted(request, model, batch, num_steps, first)
 
 
-def _as_on_a_gpu(mask: torch.Tensor) -> bool:
-    return False  # a Mock with a return value would keep each mask
+def _is_nowhere(mask: torch.Tensor) -> bool:
+    return False
+
+
+def searched_as_on_a_gpu() -> AbstractContextManager[Any]:
+    """SFT's search as plans have it: of a GPU, where it has the same sizes whatever the values are."""
+    return mock.patch.object(largest, "_is_on_host", _is_nowhere)  # a Mock with a return value would keep each mask
 
 
 def _counted(

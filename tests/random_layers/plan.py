@@ -1,6 +1,5 @@
 from torch import nn
 
-from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
@@ -17,7 +16,7 @@ class PlannedRandomLayers(PlannedMethod):
     steps_itself = True
     averages_in_buckets = True
 
-    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
+    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, shared: PlanRequest) -> MeasuredSteps:
         meter, named = GradientMeter(model), dict(model.named_parameters())
         with FakeOverrides():
             optimizer = RandomLayers(model, lr=1e-4, fused=True)

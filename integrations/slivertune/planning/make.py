@@ -100,7 +100,7 @@ def on_one_gpu(request: PlanRequest) -> PlanRequest:
 
 def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanRequest, bucket_elements: int = 0) -> Plan:
     with built(request, config) as (model, forward), standing_in(shared, model, bucket_elements):
-        return _plan(request, model, planned(request.method).measure(request, model, forward, shared.layout))
+        return _plan(request, model, planned(request.method).measure(request, model, forward, shared))
 
 
 @contextmanager

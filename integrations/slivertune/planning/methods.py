@@ -67,19 +67,19 @@ class PlannedMethod:
         """
         return model
 
-    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
+    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, shared: PlanRequest) -> MeasuredSteps:
         """Run the method's distinct steps on fake tensors.
 
         Args:
             request: The run, on one GPU.
             model: The model, with the stand-in of the layout's engine attached.
             forward: Forward of the model.
-            layout: Layout of the run over GPUs; sharding by engines is computed from sizes afterwards.
+            shared: The run with its layout over GPUs; sharding by engines is computed from sizes afterwards.
 
         Raises:
             ValueError: If the method does not fit the model.
         """
-        measure = self.measurer(request, model, layout)
+        measure = self.measurer(request, model, shared.layout)
         if measure is None:
             raise NotImplementedError
         return measure(request, forward)
@@ -90,7 +90,7 @@ class PlannedMethod:
         Args:
             request: One of the runs, on one GPU.
             model: The model, which must exist as long as the function is used.
-            layout: As in `measure`.
+            layout: Layout of the run over GPUs.
 
         Returns:
             A function of a run and its forward; None if each run is measured on its own model.

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
-from slivertune.core.layout import Layout
-from slivertune.core.ledger import Ledger
+from slivertune.core.ledger import Ledger, claim
 from slivertune.planning.counter import WorkCounter
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
@@ -25,6 +25,7 @@ from slivertune.planning.request import COUNTS, PlanRequest
 from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
 from slivertune.planning.step_work import StepWork, UpdateWork, Work
 from slivertune.sft import SFT, adam
+from slivertune.sft.communicator import Communicator
 from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.reselection import Proposal, Reselection
 from slivertune.sft.weight import SparseWeight
@@ -64,10 +65,41 @@ class CountedReselection(Reselection):
         return [(proposal.most, weight.num_active) for weight, proposal in proposals]
 
 
+class CountedCommunicator(Communicator):
+    """Holds what ranks exchange, and exchanges nothing.
+
+    Args:
+        num_ranks: Number of ranks. Their largest entries count as if none had another's.
+    """
+
+    is_alone = False
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    @override
+    def check(self) -> None:
+        pass
+
+    @override
+    def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
+        padded = positions.new_full((most,), -1)
+        rows = padded.new_empty(self._num_ranks, most)
+        return rows.view(-1).sort().values
+
+    @override
+    def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
+        claim(torch.cat([tensor.view(-1) for tensor in tensors]), "gradients")
+
+
 class CountedSFT(SFT):
     """SFT over a model of fake tensors, in either form."""
 
     reselection_class = CountedReselection
+
+    def exchange_among(self, num_ranks: int) -> None:
+        """Hold what so many ranks exchange."""
+        self._gradient_sync.communicator = CountedCommunicator(num_ranks)
 
 
 class PlannedSFT(PlannedMethod):
@@ -90,14 +122,17 @@ class PlannedSFT(PlannedMethod):
     is_optimizer = True
     steps_itself = True
 
-    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
+    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, shared: PlanRequest) -> MeasuredSteps:
         """Run the updates of an estimation phase, and those outside."""
         with _nothing_kept(), replaying():
-            return self._measure(request, model, forward)
+            return self._measure(request, model, forward, shared)
 
-    def _measure(self, request: PlanRequest, model: nn.Module, forward: Forward) -> MeasuredSteps:
+    def _measure(self, request: PlanRequest, model: nn.Module, forward: Forward, shared: PlanRequest) -> MeasuredSteps:
         steps, interval, num_inside = _shortened(request)
         optimizer = _counted(request, model, steps, interval)
+        # ZeRO-3 has released more weights before most is exchanged, at the end of a backward.
+        if shared.num_gpus > 1 and shared.layout != "zero3":
+            optimizer.exchange_among(shared.num_gpus)
         with attached(request, model) as notes, Ledger(model) as ledger:
             optimizer.claim_state()
             peaks = [
