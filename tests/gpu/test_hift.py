@@ -1,13 +1,14 @@
 """HiFT on CUDA: streams, pinned memory and the caching allocator must change no bit and leave nothing behind.
 
-Skipped without a CUDA device; `tests/hift/test_ordering.py` checks the order of the same copies on a CPU. One
-file, however long, since all of it trains the same models among the same work of a device.
+Skipped without a CUDA device; `tests/pretended_cuda` runs them on one that is pretended, where nothing takes time, with
+smaller sizes. One file, however long, since all of it trains the same models among the same work of a device.
 """
 
 import gc
 import io
 import os
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,11 @@ from tests.hift.cases import BIG_VOCAB, OPTIMIZERS
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DEVICE = torch.device("cuda", 0)
+IS_PRETENDED = "tests.pretended_cuda.torch_cuda" in sys.modules
+LARGE_VOCAB, LARGE_HIDDEN = (512, 64) if IS_PRETENDED else (8192, 512)
+BUSY_SIZE = 16 if IS_PRETENDED else 4096
+"""Of the matrices whose products keep the device behind the host."""
+SPOILED_ELEMENTS = 2**14 if IS_PRETENDED else 8 * 2**20
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": OPTIMIZERS["AdamW"],
@@ -65,12 +71,12 @@ def cuda_llama(dtype: torch.dtype, *, vocab: int = BIG_VOCAB) -> nn.Module:
     return plain_attention(tiny_llama(dtype, vocab=vocab)).to(DEVICE)
 
 
-def larger_llama(dtype: torch.dtype) -> nn.Module:
+def larger_llama(dtype: torch.dtype, vocab: int = LARGE_VOCAB, hidden: int = LARGE_HIDDEN) -> nn.Module:
     """4M elements in the embedding: copies and kernels that take long enough to overtake each other."""
     config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1024,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=8,
         max_position_embeddings=64,
@@ -229,7 +235,7 @@ def test_after_a_step_the_device_holds_the_weights_and_nothing_else(name: str) -
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
 def test_a_step_needs_two_pieces_beside_weights_and_gradients(name: str) -> None:
     stream_bytes = 4 * 2**20
-    model, batches = larger_llama(torch.bfloat16), cuda_batches(8, vocab=8192)
+    model, batches = larger_llama(torch.bfloat16, 8192, 512), cuda_batches(8, vocab=8192)
     before = allocated_beside_the_weights(model, batches[0])
     hift = hift_over(model, CASES[name], stream_bytes=stream_bytes, prefetch_bytes=0)
     run(model, hift, batches[:4])
@@ -271,6 +277,7 @@ class _TwoHalves(nn.Module):
         return self.upper(_Pause.apply(self.lower(hidden))).square().mean()
 
 
+@pytest.mark.skipif(IS_PRETENDED, reason="nothing takes time on a pretended device")
 def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
     torch.manual_seed(0)
     model = _TwoHalves().to(DEVICE)
@@ -332,7 +339,7 @@ def test_a_step_never_waits_for_the_device(name: str, dtype: torch.dtype) -> Non
 def spoil_free_memory(choose: random.Random) -> None:
     """Write NaN over memory that the allocator thinks is free, as an ordinary user of it would."""
     for _ in range(choose.randint(1, 6)):
-        torch.full((choose.randint(1, 8 * 2**20),), float("nan"), device=DEVICE)
+        torch.full((choose.randint(1, SPOILED_ELEMENTS),), float("nan"), device=DEVICE)
 
 
 @pytest.mark.parametrize("master", ["fp32", "none"])
@@ -342,8 +349,8 @@ def test_many_steps_among_other_work_keep_every_bit(name: str, master: Any) -> N
     choose = random.Random(f"{name} {master}")
     model = larger_llama(torch.bfloat16)
     expected = trained(model, CASES[name], 24, state="device", master=master)
-    batches = cuda_batches(24, vocab=8192)
-    factor = torch.randn(4096, 4096, device=DEVICE)
+    batches = cuda_batches(24, vocab=LARGE_VOCAB)
+    factor = torch.randn(BUSY_SIZE, BUSY_SIZE, device=DEVICE)
     for _ in range(4):
         stream_bytes = choose.choice([0, choose.randint(64 * 1024, 64 * 2**20)])
         other = twin(model)
@@ -384,7 +391,7 @@ def test_a_users_own_stream_is_the_computing_stream(name: str) -> None:
     own = torch.cuda.Stream(DEVICE)
     own.wait_stream(torch.cuda.current_stream(DEVICE))
     choose = random.Random(0)
-    other, batches = twin(model), cuda_batches(12, vocab=8192)
+    other, batches = twin(model), cuda_batches(12, vocab=LARGE_VOCAB)
     torch.cuda.synchronize(DEVICE)
     with torch.cuda.stream(own):
         hift = hift_over(other, (torch.optim.AdamW, CASES[name][1]), stream_bytes=2**20)
@@ -412,8 +419,8 @@ def test_saved_state_is_whole_while_copies_are_under_way() -> None:
     """`state_dict` right after a step, without a wait in between, has what a wait would have shown."""
     model = larger_llama(torch.bfloat16)
     hift = hift_over(model, stream_bytes=2**20)
-    factor = torch.randn(8192, 8192, device=DEVICE)
-    for batch in cuda_batches(8, vocab=8192):
+    factor = torch.randn(2 * BUSY_SIZE, 2 * BUSY_SIZE, device=DEVICE)
+    for batch in cuda_batches(8, vocab=LARGE_VOCAB):
         torch.mm(factor, factor)  # keeps the device behind the host
         run(model, hift, [batch])
         early = {

@@ -139,6 +139,7 @@ def settings() -> dict[str, Any]:
         "umask": umask,
         "garbage collection": gc.isenabled(),
         "logging": logging.root.manager.disable,
-        "threads": sorted(each.name for each in threading.enumerate()),
+        # Autograd's threads for devices stay, and Python knows them by no name of theirs.
+        "threads": sorted(each.name for each in threading.enumerate() if not isinstance(each, threading._DummyThread)),
         "processes": [str(each) for each in multiprocessing.active_children()],
     }

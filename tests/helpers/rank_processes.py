@@ -14,6 +14,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from tests.helpers.rank_worker import log_of, serve
+from tests.pretended_cuda.process import serve as serve_with_devices
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # From this checkout alone, and not from whichever is the working folder.
@@ -35,9 +36,10 @@ class RankProcesses:
     Args:
         num_ranks: How many.
         collective_timeout_s: Seconds until a collective raises.
+        pretends_cuda: Whether CUDA devices are pretended, which takes processes that have not imported torch.
     """
 
-    def __init__(self, num_ranks: int, collective_timeout_s: float) -> None:
+    def __init__(self, num_ranks: int, collective_timeout_s: float, pretends_cuda: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="slivertune-ranks-", ignore_cleanup_errors=True)
         self._logs = [log_of(Path(self._folder.name), rank) for rank in range(num_ranks)]
         self._environment = {
@@ -49,14 +51,16 @@ class RankProcesses:
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = mp.get_context("spawn" if pretends_cuda else "forkserver")
+        if not pretends_cuda:
+            context.set_forkserver_preload(_PRELOADED)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             more = rank, num_ranks, Path(self._folder.name), collective_timeout_s
-            process = context.Process(target=serve, args=(theirs, *more))
+            target = serve_with_devices if pretends_cuda else serve
+            process = context.Process(target=target, args=(theirs, *more))
             process.start()
             theirs.close()  # so that the end of the process is the end of the connection
             self._connections.append(ours)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.helpers.rank_processes import RankError, RankProcesses
 
-_waiting: dict[tuple[int, float], RankProcesses] = {}
-"""By their number and their collectives' timeout, those that take the next case."""
+_waiting: dict[tuple[int, float, bool], RankProcesses] = {}
+"""By their number, their collectives' timeout and whether they pretend CUDA devices, those that take the next case."""
 
 
 @atexit.register
@@ -33,6 +33,7 @@ def run_ranks(
     collective_timeout_s: float = 60,
     may_die: Collection[int] = (),
     is_first: bool = False,
+    pretends_cuda: bool = False,
 ) -> list[Any]:
     """Run `function(rank, num_ranks, *args)` on every rank of a gloo group.
 
@@ -44,6 +45,7 @@ def run_ranks(
         collective_timeout_s: Seconds until a collective raises.
         may_die: Ranks that may vanish without a result, which is None then; nobody waits for them.
         is_first: Whether it has to be the first case of its processes.
+        pretends_cuda: Whether CUDA devices are pretended in them (`tests/pretended_cuda`).
 
     Returns:
         The result of each rank.
@@ -53,9 +55,9 @@ def run_ranks(
             each printed.
     """
     if may_die or is_first:
-        with closing(_new_ranks(num_ranks, collective_timeout_s)) as alone:
+        with closing(_new_ranks(num_ranks, collective_timeout_s, pretends_cuda)) as alone:
             return alone.run(function, args, timeout_s, may_die)
-    key = num_ranks, collective_timeout_s
+    key = num_ranks, collective_timeout_s, pretends_cuda
     ranks = _waiting.pop(key, None)
     if ranks is not None and (left := ranks.begin()):
         print(f"new ranks, since the case before left behind: {', '.join(left)}")
@@ -67,8 +69,8 @@ def run_ranks(
     return results
 
 
-def _new_ranks(num_ranks: int, collective_timeout_s: float) -> RankProcesses:
-    ranks = RankProcesses(num_ranks, collective_timeout_s)
+def _new_ranks(num_ranks: int, collective_timeout_s: float, pretends_cuda: bool) -> RankProcesses:
+    ranks = RankProcesses(num_ranks, collective_timeout_s, pretends_cuda)
     if left := ranks.begin():
         ranks.close()
         raise RankError(f"ranks that have run nothing can't begin: {', '.join(left)}")

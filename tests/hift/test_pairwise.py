@@ -86,22 +86,27 @@ def settings_of(row: Row, folder: Path) -> dict[str, Any]:
     return {name: row[name] for name in CONFIG} | ({"state_dir": folder} if row["state"] == "disk" else {})
 
 
+def kernels_of(row: Row) -> dict[str, Any]:
+    """The base optimizer's option for other kernels, which a table of another device has."""
+    return {row["kernels"]: True} if row.get("kernels") else {}
+
+
 class Run:
     """A model that is trained by a row's settings, over and over the same batches."""
 
-    def __init__(self, row: Row, folder: Path, *, seed: int = 0) -> None:
-        self.row = row
-        self.model: Any = made(row, seed)
+    def __init__(self, row: Row, folder: Path, *, seed: int = 0, device: str = "cpu") -> None:
+        self.row, self.device = row, device
+        self.model: Any = made(row, seed).to("cpu" if row["weights"] == "host" else device)
         if row["blocks"] != "none checkpointed":
             enable_checkpointing(self.model, {"use_reentrant": row["blocks"] == "all, reentrant"})
-        _, self.hift = hift_over(self.model, row["optimizer"], **settings_of(row, folder))
+        _, self.hift = hift_over(self.model, row["optimizer"], **settings_of(row, folder), **kernels_of(row))
         self.schedule = LambdaLR(self.hift, lambda step: warm_cosine(step, 30))
 
     def train(self, updates: range) -> tuple[list[float], list[int]]:
         """The losses, and which group was active in each update."""
         keeps = keep_activations(self.model, 1) if "keeps" in self.row["blocks"] else nullcontext()
         with keeps:
-            return train(self.model, self.hift, self.schedule, self.row, updates)
+            return train(self.model, self.hift, self.schedule, self.row, updates, self.device)
 
     def states(self) -> list[Any]:
         return [each.state_dict() for each in (self.model, self.hift, self.schedule)]
@@ -117,9 +122,14 @@ def made(row: Row, seed: int = 0) -> nn.Module:
     return model
 
 
-def train(model: Any, optimizer: Any, schedule: Any, row: Row, updates: range) -> tuple[list[float], list[int]]:
+def train(
+    model: Any, optimizer: Any, schedule: Any, row: Row, updates: range, device: str = "cpu"
+) -> tuple[list[float], list[int]]:
     losses, active = [], []
-    batches = token_batches(updates.stop * row["accumulation"], vocab=BIG_VOCAB)
+    batches = [
+        {name: value.to(device) for name, value in batch.items()}
+        for batch in token_batches(updates.stop * row["accumulation"], vocab=BIG_VOCAB)
+    ]
     for update in updates:
         for micro in reversed(range(row["accumulation"])):
             loss = model(**batches[update * row["accumulation"] + micro]).loss / row["accumulation"]
@@ -152,7 +162,7 @@ def reference(row: Row, model: nn.Module, order: list[int]) -> Any:
         masters=row["master"] != "none",
         discard=row["state"] == "discard",
         **({} if row["waiting"] is None else {"form": row["waiting"]}),
-        **options,
+        **{**options, **kernels_of(row)},
     )
 
 

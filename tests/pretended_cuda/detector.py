@@ -1,0 +1,662 @@
+"""Reports what a real device would do wrong in rare moments: accesses that nothing orders, and waits of the host.
+
+Each stream of a device and each thread of the host has a vector clock: how far it has seen each of the others. An
+operator counts as one of the stream on which it is queued, and comes after what its thread has seen. Events, waits and
+tasks of threads carry clocks. Two accesses to the same bytes, of which one writes, must be ordered by them.
+
+What the clocks can't see is shown by the bytes: a copy into pinned host memory arrives when something waits for it,
+and holds a pattern until then; the source of a copy to the device must still be the same when the copy is known to
+have ended. So a file, a mapping or numpy that comes too early shows, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tests.pretended_cuda.torch_cuda as torch_cuda  # isort: skip  # before torch
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.pretended_cuda.library import Entry
+from tests.pretended_cuda.torch_cuda import LIBRARY
+
+Clock = dict[str, int]
+"""Number of accesses by stream or thread."""
+Span = tuple[int, int]
+"""First address, and the one behind the last."""
+
+HOST = "the host"
+_POISON = 0xFE
+_ALLOCATE, _FREE, _RECORD, _BLOCK, _WAIT_EVENT, _WAIT_STREAM, _WAIT_DEVICE, _KEEP_FOR, _REGISTER, _UNREGISTER = range(
+    10
+)
+_FORM_ALONE = frozenset({"empty_like", "new_empty", "new_zeros", "new_full", "zeros_like", "ones_like", "full_like"})
+"""Operators that take from their inputs nothing but shape and dtype."""
+_NO_ACCESS = _FORM_ALONE | {"record_stream"}
+_COPIES = frozenset({"copy_", "_to_copy", "_foreach_copy_", "_copy_from"})
+_INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
+_WAITING = frozenset(
+    {
+        *("_local_scalar_dense", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+        *("bincount", "equal", "histc", "is_nonzero"),
+    }
+)
+"""Operators whose result, or its size, the host always reads from the device."""
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_HERE = str(Path(__file__).parent)
+
+
+class Memory:
+    """What happened to one allocation, or one pinned range of the host.
+
+    Args:
+        owner: The stream that allocated it, or `HOST`.
+        start: First address.
+        num_bytes: Size.
+        is_ours: Whether it is host memory that the package has registered; torch's own is kept until copies end.
+    """
+
+    def __init__(self, owner: str, start: int, num_bytes: int, *, is_ours: bool = False) -> None:
+        self.owner, self.start, self.num_bytes, self.is_ours = owner, start, num_bytes, is_ours
+        self.touched: dict[str, dict[tuple[Span, bool], int]] = {}
+        self.last: Clock = {}
+        self.kept_for: set[str] = set()
+
+
+@dataclass
+class _InFlight:
+    """A copy between pinned host memory and the device of which the host does not know that it has ended."""
+
+    actor: str
+    when: int
+    span: Span
+    content: bytes
+    arrives: bool
+    """Whether it writes the host's memory."""
+    where: str
+
+
+class Detector(TorchDispatchMode):
+    """Notes what is done on the pretended device while it is entered.
+
+    Attributes:
+        races: Accesses that nothing orders, and memory released while it is used, with where they were seen.
+        unpinned: Copies that were asked not to wait, of host memory that is not pinned, by line.
+        waits: Waits of the host, by line.
+        num_operators: By stream or thread.
+        num_on_autograd_threads: Operators on the device that autograd's threads ran.
+        copied_bytes: By (direction, stream); directions are "inbound" (to the device) and "outbound".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: Counter[str] = Counter()
+        self.unpinned: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.num_operators: Counter[str] = Counter()
+        self.num_on_autograd_threads = 0
+        self.copied_bytes: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.RLock()
+        self._clocks: dict[str, Clock] = {HOST: {}}
+        self._threads: dict[int, str] = {}
+        self._events: dict[int, Clock] = {}
+        self._device: dict[int, Memory] = {}
+        self._pinned: dict[int, Memory] = {}
+        self._pinned_starts: list[int] = []
+        self._released: dict[str, list[Memory]] = {}
+        self._in_flight: list[_InFlight] = []
+        self._buffer = (Entry * 256)()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Save the wrapper that torch puts around each operator's call for the sake of compiled code."""
+        return False
+
+    def __enter__(self) -> Detector:
+        LIBRARY.pretended_log(1)
+        for start, num_bytes in torch_cuda.registered_ranges():
+            self._register(start, num_bytes, is_ours=True)
+        torch_cuda.after_wait.append(self._after_wait)
+        torch_cuda.before_unregistering.append(self.catch_up)
+        self._patches = _patched(self)
+        self._patches.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.__exit__(None, None, None)
+        torch_cuda.after_wait.remove(self._after_wait)
+        torch_cuda.before_unregistering.remove(self.catch_up)
+        self.catch_up()
+        for copy in self._in_flight:
+            self._finish(copy)
+        self._in_flight.clear()
+        for memory in [each for each in self._pinned.values() if not _is_mapped(each.start)]:
+            self.races["host memory is unmapped while it is registered"] += 1
+            torch_cuda.Runtime().cudaHostUnregister(memory.start)
+        LIBRARY.pretended_log(0)
+
+    # ---- Clocks
+
+    def actor(self) -> str:
+        """This thread; autograd's count as the one that waits for them."""
+        return self._threads.get(LIBRARY.pretended_thread(), HOST)
+
+    def clock(self, actor: str) -> Clock:
+        """How far a stream or thread has seen the others."""
+        return self._clocks.setdefault(actor, {})
+
+    def catch_up(self) -> None:
+        """Take what the device has logged."""
+        with self._lock:
+            while count := LIBRARY.pretended_take(self._buffer, len(self._buffer)):
+                for entry in self._buffer[:count]:
+                    self._take(entry)
+
+    def _take(self, entry: Entry) -> None:
+        kind = entry.kind
+        if kind == _ALLOCATE:
+            self._allocate(entry.first, entry.second, _stream(entry.device, entry.stream), self._thread(entry))
+        elif kind == _FREE:
+            memory = self._device.pop(entry.first, None)
+            if memory is not None and memory.last:
+                self._released.setdefault(memory.owner, []).append(memory)
+        elif kind == _RECORD:
+            clock = self.clock(_stream(entry.device, entry.stream))
+            _advance(clock, self.clock(self._thread(entry)))
+            self._events[entry.first] = clock.copy()
+        elif kind == _BLOCK:
+            _advance(self.clock(_stream(entry.device, entry.stream)), self._events.get(entry.first, {}))
+        elif kind == _WAIT_EVENT:
+            self._let_wait(self._thread(entry), self._events.get(entry.first, {}))
+        elif kind == _WAIT_STREAM:
+            self._let_wait(self._thread(entry), self.clock(_stream(entry.device, entry.stream)))
+        elif kind == _WAIT_DEVICE:
+            for actor in [name for name in self._clocks if name.endswith(f"of cuda:{entry.device}")]:
+                self._let_wait(self._thread(entry), self.clock(actor))
+        elif kind == _KEEP_FOR:
+            if (memory := self._device.get(entry.first)) is not None:
+                memory.kept_for.add(_stream(entry.device, entry.stream))
+        elif kind == _REGISTER:
+            self._register(entry.first, entry.second, is_ours=entry.first % 4096 == 0 and entry.second % 4096 == 0)
+        elif kind == _UNREGISTER:
+            self._unregister(entry.first, self._thread(entry), looks_after_itself=bool(entry.second))
+
+    def _thread(self, entry: Entry) -> str:
+        return self._threads.get(entry.thread, HOST)
+
+    def _let_wait(self, thread: str, record: Clock) -> None:
+        _advance(self.clock(thread), record)
+        self._finish_known(self.clock(thread))
+
+    def _after_wait(self) -> None:
+        self.catch_up()
+        self.waits[_where()] += 1
+
+    # ---- Memory
+
+    def _allocate(self, start: int, num_bytes: int, owner: str, thread: str) -> None:
+        """Give memory to a stream, which may be any that was released on it."""
+        clock = self.clock(owner).copy()
+        _advance(clock, self.clock(thread))
+        for memory in self._released.pop(owner, ()):
+            for other, last in memory.last.items():
+                if other != owner and other not in memory.kept_for and clock.get(other, 0) < last:
+                    self.races[f"memory of {owner} is used again while {other} may still use it"] += 1
+        self._device[start] = Memory(owner, start, num_bytes)
+
+    def _register(self, start: int, num_bytes: int, *, is_ours: bool) -> None:
+        self._pinned[start] = Memory(HOST, start, num_bytes, is_ours=is_ours)
+        self._pinned_starts = sorted(self._pinned)
+
+    def _unregister(self, start: int, thread: str, *, looks_after_itself: bool) -> None:
+        memory = self._pinned.pop(start, None)
+        self._pinned_starts = sorted(self._pinned)
+        if memory is None:
+            return
+        span = start, start + memory.num_bytes
+        self._in_flight = [copy for copy in self._in_flight if not _overlap(copy.span, span)]
+        if looks_after_itself:
+            return
+        clock = self.clock(thread)
+        for other, last in memory.last.items():
+            if clock.get(other, 0) < last:
+                self.races[f"host memory is unregistered while {other} may still use it"] += 1
+
+    def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        if tensor.device.type == "cuda":
+            start = tensor.untyped_storage().data_ptr()
+            if not start:
+                return None
+            memory = self._device.get(start)
+            if memory is None:  # allocated before the detector was entered
+                owner = _stream(tensor.device.index, 0)
+                memory = self._device[start] = Memory(owner, start, tensor.untyped_storage().nbytes())
+            return memory
+        return self._pinned_at(tensor.data_ptr()) if tensor.device.type == "cpu" else None
+
+    def _pinned_at(self, address: int) -> Memory | None:
+        place = bisect_right(self._pinned_starts, address)
+        if not place:
+            return None
+        memory = self._pinned[self._pinned_starts[place - 1]]
+        return memory if address < memory.start + memory.num_bytes else None
+
+    # ---- Operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(each not in _PLAIN for each in types):
+            return NotImplemented  # a subclass unwraps first, and what it does inside is seen then
+        kwargs = kwargs or {}
+        arguments = _tensor_arguments(func)
+        if arguments is None:  # a view
+            return func(*args, **kwargs)
+        inputs = [
+            (tensor, written)
+            for position, name, written in arguments
+            for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name))
+        ]
+        if self._in_flight:
+            with self._lock:
+                self.catch_up()
+                self._let_arrive([tensor for tensor, _ in inputs])
+        out = func(*args, **kwargs)
+        with self._lock:
+            self.catch_up()
+            self._note_operator(func, args, kwargs, inputs, out)
+        return out
+
+    def _let_arrive(self, tensors: list[torch.Tensor]) -> None:
+        """Finish the copies that touch the same bytes as an operator and are ordered before it."""
+        clock: Clock | None = None
+        for span in [_span(tensor) for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]:
+            for copy in [each for each in self._in_flight if _overlap(each.span, span)]:
+                clock = clock or self._clock_of_next(tensors)
+                if clock.get(copy.actor, 0) >= copy.when:
+                    self._finish(copy)
+                    self._in_flight.remove(copy)
+
+    def _clock_of_next(self, tensors: list[torch.Tensor]) -> Clock:
+        clock = self.clock(self.actor()).copy()
+        for index in {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}:
+            _advance(clock, self.clock(_stream(index, LIBRARY.pretended_stream(index))))
+        return clock
+
+    def _note_operator(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[tuple[torch.Tensor, bool]],
+        out: Any,
+    ) -> None:
+        name = func.overloadpacket.__name__
+        storages = {_key(tensor) for tensor, _ in inputs}
+        results = [tensor for tensor in _tensors(out) if _key(tensor) not in storages]
+        everything = [tensor for tensor, _ in inputs] + results
+        devices = {tensor.device.index for tensor in everything if tensor.device.type == "cuda"}
+        touched = [] if name in _NO_ACCESS else inputs
+        touched = [*touched, *((tensor, True) for tensor in results)]
+        if not devices:
+            self.touch(self.actor(), touched, func)
+            return
+        index = max(devices)
+        streams = {_stream(each, LIBRARY.pretended_stream(each)) for each in devices}
+        stream = _stream(index, LIBRARY.pretended_stream(index))
+        if len(streams) > 1:  # a copy between devices: each stream waits for the other's
+            for each in streams:
+                for other in streams:
+                    _advance(self.clock(each), self.clock(other))
+        if threading.current_thread() is not threading.main_thread() and self.actor() == HOST:
+            self.num_on_autograd_threads += 1
+        _advance(self.clock(stream), self.clock(self.actor()))
+        self.touch(stream, touched, func)
+        hosts = [tensor for tensor in everything if tensor.device.type == "cpu" and tensor.numel()]
+        if name in _COPIES and hosts:
+            self._note_copy(func, args, kwargs, stream, everything, out)
+        elif _reads_size(name, args, kwargs):
+            self._host_waits(stream)
+
+    def _note_copy(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stream: str,
+        tensors: list[torch.Tensor],
+        out: Any,
+    ) -> None:
+        """A copy between host and device."""
+        names = [argument.name for argument in func._schema.arguments]
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        arrives = any(tensor.device.type == "cpu" for tensor in _tensors(out if out is not None else args[0]))
+        if func.overloadpacket.__name__ in ("copy_", "_foreach_copy_"):
+            arrives = any(tensor.device.type == "cpu" for tensor in _tensors(args[0]))
+        hosts = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        self.copied_bytes["outbound" if arrives else "inbound", stream] += sum(tensor.nbytes for tensor in hosts)
+        if not options.get("non_blocking"):
+            self._host_waits(stream)
+            return
+        for tensor in hosts:
+            memory = self._memory_of(tensor)
+            if memory is None:
+                self.unpinned[f"{func} {tuple(tensor.shape)} {_where()}"] += 1
+                if arrives:
+                    self._host_waits(stream)
+            elif memory.is_ours and tensor.is_contiguous():
+                self._send(tensor, stream, arrives=arrives)
+
+    def _send(self, tensor: torch.Tensor, stream: str, *, arrives: bool) -> None:
+        start, end = _span(tensor)
+        content = ctypes.string_at(start, end - start)
+        if arrives:
+            ctypes.memset(start, _POISON, end - start)
+        self._in_flight.append(_InFlight(stream, self.clock(stream)[stream], (start, end), content, arrives, _where()))
+
+    def _finish(self, copy: _InFlight) -> None:
+        start, end = copy.span
+        if not _is_mapped(start):
+            self.races[f"host memory is unmapped while {copy.actor} may still use it; copied in {copy.where}"] += 1
+            return
+        expected = bytes([_POISON]) * (end - start) if copy.arrives else copy.content
+        if ctypes.string_at(start, end - start) != expected:
+            verb = "arrives in" if copy.arrives else "leaves"
+            self.races[f"host memory was written while {copy.actor} {verb} it; copied in {copy.where}"] += 1
+        if copy.arrives:
+            ctypes.memmove(start, copy.content, end - start)
+
+    def _finish_known(self, clock: Clock) -> None:
+        """Finish the copies that a thread knows to have ended."""
+        for copy in [each for each in self._in_flight if clock.get(each.actor, 0) >= each.when]:
+            self._finish(copy)
+            self._in_flight.remove(copy)
+
+    def uploaded(self, index: int) -> None:
+        """Note that numbers of Python's became a tensor of a device, which torch shows to no mode."""
+        with self._lock:
+            self.catch_up()
+            self._host_waits(_stream(index, LIBRARY.pretended_stream(index)))
+
+    def _host_waits(self, stream: str) -> None:
+        self.waits[_where()] += 1
+        self._let_wait(self.actor(), self.clock(stream))
+
+    def touch(self, actor: str, touched: Iterable[tuple[torch.Tensor, bool]], what: Any) -> None:
+        """Note accesses of a stream or a thread.
+
+        Args:
+            actor: Which.
+            touched: Tensors, and whether each is written.
+            what: The operator, for a report.
+        """
+        accesses = [
+            (memory, _span(tensor), written)
+            for tensor, written in touched
+            if tensor.numel() and (memory := self._memory_of(tensor)) is not None
+        ]
+        if accesses:
+            self._access(actor, accesses, what)
+
+    def touch_bytes(self, address: int, num_bytes: int, *, writes: bool, what: str) -> None:
+        """Note that this thread touches host memory by other means than an operator."""
+        with self._lock:
+            self.catch_up()
+            memory = self._pinned_at(address)
+            if memory is not None:
+                self._access(self.actor(), [(memory, (address, address + num_bytes), writes)], what)
+
+    def _access(self, actor: str, accesses: list[tuple[Memory, Span, bool]], what: Any) -> None:
+        clock = self.clock(actor)
+        clock[actor] = now = clock.get(actor, 0) + 1
+        self.num_operators[actor] += 1
+        for memory, span, written in accesses:
+            for other, last in memory.last.items():
+                if clock.get(other, 0) < last:
+                    self._compare(memory, span, written, actor, other, what)
+            memory.touched.setdefault(actor, {})[span, written] = memory.last[actor] = now
+
+    def _compare(self, memory: Memory, span: Span, written: bool, actor: str, other: str, what: Any) -> None:
+        for (its_span, wrote), when in memory.touched[other].items():
+            if (written or wrote) and _overlap(span, its_span) and self.clock(actor).get(other, 0) < when:
+                verb, before = ("writes", "reads")[not written], ("wrote", "read")[not wrote]
+                kind = "pinned memory" if memory.owner == HOST else "memory"
+                self.races[f"{what} on {actor} {verb} {kind} that {other} {before}, unordered; {_where()}"] += 1
+                return
+
+    # ---- Threads of the host
+
+    def begins(self, record: Clock, name: str) -> _Thread:
+        """Let a task of another thread, which this is, come after a record."""
+        with self._lock:
+            self.catch_up()
+            actor = self._threads.setdefault(LIBRARY.pretended_thread(), name)
+            _advance(self.clock(actor), record)
+        return _Thread(self)
+
+    def record(self) -> Clock:
+        """What this thread has done and seen."""
+        with self._lock:
+            self.catch_up()
+            return self.clock(self.actor()).copy()
+
+    def wait(self, record: Clock) -> None:
+        """Let this thread come after a record."""
+        with self._lock:
+            self.catch_up()
+            self._let_wait(self.actor(), record)
+
+
+class _Thread(TorchDispatchMode):
+    """The detector in another thread: torch's modes belong to one."""
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self._detector = detector
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._detector.__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def _patched(detector: Detector) -> Iterator[None]:
+    """Let the detector see what torch shows to no mode: threads, files, numpy, and numbers that become tensors."""
+    originals = {
+        (owner, name): getattr(owner, name)
+        for owner, names in (
+            (ThreadPoolExecutor, ("submit",)),
+            (Future, ("result", "exception", "done")),
+            (threading.Thread, ("start", "run", "join")),
+            (os, ("preadv", "pwritev")),
+            (torch, ("tensor", "as_tensor", "asarray")),
+            (torch.Tensor, ("numpy", "new_tensor")),
+        )
+        for name in names
+    }
+
+    def submit(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        start, end = detector.record(), {}
+
+        def task() -> Any:
+            with detector.begins(start, threading.current_thread().name):
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    end.update(detector.record())
+
+        future = originals[ThreadPoolExecutor, "submit"](self, task)
+        future.detected_end = end
+        return future
+
+    def known(name: str) -> Callable[..., Any]:
+        def ask(self: Future[Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                found = originals[Future, name](self, *args, **kwargs)
+            finally:
+                if self._state in ("FINISHED", "CANCELLED_AND_NOTIFIED"):
+                    detector.wait(getattr(self, "detected_end", {}))
+            return found
+
+        return ask
+
+    def start(self: threading.Thread) -> None:
+        self.detected_start = detector.record()  # type: ignore[attr-defined]
+        originals[threading.Thread, "start"](self)
+
+    def run(self: threading.Thread) -> None:
+        with detector.begins(getattr(self, "detected_start", {}), self.name):
+            try:
+                originals[threading.Thread, "run"](self)
+            finally:
+                self.detected_end = detector.record()  # type: ignore[attr-defined]
+
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        originals[threading.Thread, "join"](self, timeout)
+        if not self.is_alive():
+            detector.wait(getattr(self, "detected_end", {}))
+
+    def in_file(name: str, *, writes: bool) -> Callable[..., int]:
+        def exchange(file: int, buffers: Any, *args: Any) -> int:
+            for buffer in buffers:
+                view = memoryview(buffer).cast("B")
+                if len(view):
+                    address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+                    detector.touch_bytes(address, len(view), writes=writes, what=f"os.{name}")
+            return int(originals[os, name](file, buffers, *args))
+
+        return exchange
+
+    def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == "cpu" and self.numel():
+            start, end = _span(self)
+            detector.touch_bytes(start, end - start, writes=False, what="Tensor.numpy")
+        return originals[torch.Tensor, "numpy"](self, *args, **kwargs)
+
+    def made(owner: Any, name: str) -> Callable[..., torch.Tensor]:
+        def make(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            given = data if owner is torch else args[0]
+            tensor: torch.Tensor = originals[owner, name](data, *args, **kwargs)
+            if tensor.is_cuda and not isinstance(given, torch.Tensor):
+                detector.uploaded(tensor.device.index)
+            return tensor
+
+        return make
+
+    replacements = {
+        (ThreadPoolExecutor, "submit"): submit,
+        **{(Future, name): known(name) for name in ("result", "exception", "done")},
+        (threading.Thread, "start"): start,
+        (threading.Thread, "run"): run,
+        (threading.Thread, "join"): join,
+        (os, "preadv"): in_file("preadv", writes=True),
+        (os, "pwritev"): in_file("pwritev", writes=False),
+        (torch.Tensor, "numpy"): numpy,
+        **{(torch, name): made(torch, name) for name in ("tensor", "as_tensor", "asarray")},
+        (torch.Tensor, "new_tensor"): made(torch.Tensor, "new_tensor"),
+    }
+    for (owner, name), replacement in replacements.items():
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
+def _stream(device: int, stream: int) -> str:
+    return f"stream {stream} of cuda:{device}"
+
+
+def _advance(clock: Clock, record: Clock) -> None:
+    """Let a clock have seen what another has."""
+    for actor, number in record.items():
+        if clock.get(actor, 0) < number:
+            clock[actor] = number
+
+
+@cache
+def _tensor_arguments(func: Any) -> list[tuple[int, str, bool]] | None:
+    """Of an operator's arguments that hold tensors: place, name, whether they are written. None for a view."""
+    if func.is_view:
+        return None
+    return [
+        (position, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for position, argument in enumerate(func._schema.arguments)
+        if "Tensor" in str(argument.type)
+    ]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of an operator's argument or result, but those without memory."""
+    if type(value) in _PLAIN:
+        return [] if value.is_meta else [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    """From the tensor's first byte to its last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return (start, start + tensor.nbytes)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (start, start + (last + 1) * tensor.itemsize)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _reads_size(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the host reads an operator's result, or its size, from the device, or uploads its indices."""
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name not in _INDEXING:
+        return name in _WAITING
+    indices = _tensors(args[1])
+    by_booleans = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+    if name != "index" and len(by_booleans) == len(indices) == 1 and args[2].numel() == 1:
+        return False  # filled where the mask is true
+    return bool(by_booleans) or any(index.device.type == "cpu" for index in indices)
+
+
+def _is_mapped(address: int) -> bool:
+    page = address // 4096 * 4096
+    return ctypes.CDLL(None).mincore(ctypes.c_void_p(page), ctypes.c_size_t(4096), ctypes.byref(ctypes.c_char())) == 0
+
+
+def _where() -> str:
+    """The innermost lines of the package, or else of anything but torch and this folder."""
+    frames = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_HERE + os.sep + "detector") and not path.startswith(_HERE + os.sep + "torch_cuda"):
+            frames.append((path, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    ours = [f"{path.split('/slivertune/')[1]}:{line}" for path, line in frames if "/slivertune/" in path][:3]
+    others = [f"{'/'.join(path.split('/')[-2:])}:{line}" for path, line in frames if "/torch/" not in path][:2]
+    return " < ".join(ours or others)

@@ -1,0 +1,170 @@
+"""Small trainings on a device, each beside one that must give the same bits and moves less.
+
+Each takes the name of a device and returns tensors on the CPU: losses, and weights as they are saved.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import slivertune as st
+from slivertune import SFT, HiFT, HiFTConfig, SFTConfig
+from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama, token_batches
+
+NUM_UPDATES = 12
+
+
+def batches(device: str, number: int = NUM_UPDATES) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches on a device."""
+    for batch in token_batches(number):
+        yield {name: value.to(device) for name, value in batch.items()}
+
+
+def trained(model: Any, optimizer: Any, device: str, num_updates: int = NUM_UPDATES) -> list[torch.Tensor]:
+    """Train; the losses."""
+    losses = []
+    for batch in batches(device, num_updates):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    """The weights, as they are saved."""
+    return [value.detach().cpu().clone() for value in model.state_dict().values()]
+
+
+def checkpointed(model: Any, is_reentrant: bool | None) -> Any:
+    """The model, its blocks checkpointed unless None."""
+    if is_reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
+    return model.train()
+
+
+def sft(device: str, dtype: torch.dtype = torch.bfloat16, reentrant: bool | None = None, **settings: Any) -> Any:
+    """SFT over two reselections and more, its state read and loaded again."""
+    model = checkpointed(tiny_llama(dtype).to(device), reentrant)
+    estimation = {} if settings.get("selection") == "momentum" else {"estimation_steps": 2}
+    config = SFTConfig(num_weights=600, reselection_interval=3, **estimation, **settings)
+    optimizer = SFT(model, config=config, total_steps=20, lr=1e-2)
+    losses = trained(model, optimizer, device, 6)
+    optimizer.load_state_dict(optimizer.state_dict())
+    losses += trained(model, optimizer, device, 2)
+    optimizer.detach()
+    return [*losses, *weights(model)]
+
+
+def tokentune(
+    device: str,
+    build: Callable[[], nn.Module] = tiny_llama,
+    reentrant: bool | None = None,
+    hift: bool = False,
+    chunked: bool = False,
+    **settings: Any,
+) -> Any:
+    """TokenTune over AdamW or HiFT, also with the chunked loss."""
+    model = checkpointed(build().to(device), reentrant)
+    config = HiFTConfig(stream_bytes=20_000)
+    optimizer: Any = HiFT(model, torch.optim.AdamW, lr=1e-3, config=config) if hift else None
+    tuning = st.TokenTune(**{"ratio": 0.4, **settings})
+    with tuning.attach(model), st.attach_chunked_cross_entropy(model) if chunked else nullcontext():
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = trained(model, optimizer, device, 6)
+    return [*losses, *weights(model)]
+
+
+def hift(
+    device: str,
+    *,
+    moved: Iterable[Callable[[nn.Module], Any]] = (),
+    reentrant: bool | None = False,
+    stream: bool = False,
+    **settings: Any,
+) -> Any:
+    """HiFT with handles that move activations, on the computing stream or on one of the user's own."""
+    model = checkpointed(tiny_llama(torch.bfloat16).to(device), reentrant)
+    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-2, config=HiFTConfig(stream_bytes=20_000, **settings))
+    handles = [move(model) for move in moved]
+    side = torch.cuda.Stream(device) if stream and device != "cpu" else None
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream(device))
+    with nullcontext() if side is None else torch.cuda.stream(side):
+        losses = trained(model, optimizer, device)
+        optimizer.detach()
+        for handle in handles:
+            handle.remove()
+        return [*losses, *weights(model)]
+
+
+def chunked_loss(device: str) -> Any:
+    """The chunked loss over AdamW."""
+    model = tiny_gpt2().to(device).train()
+    with st.attach_chunked_cross_entropy(model):
+        losses = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-3), device)
+    return [*losses, *weights(model)]
+
+
+def trainer(device: str, **settings: Any) -> Any:
+    """The Trainer with `attach`: half a run, saved, then resumed by another."""
+    rows = torch.randint(0, VOCAB, (16, 12), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        for max_steps in (6, 12):
+            model = tiny_llama(torch.bfloat16)
+            arguments = TrainingArguments(
+                folder,
+                max_steps=max_steps,
+                lr_scheduler_type="constant",
+                save_steps=6,
+                report_to="none",
+                use_cpu=device == "cpu",
+                per_device_train_batch_size=2,
+                disable_tqdm=True,
+                learning_rate=1e-3,
+                dataloader_pin_memory=device != "cpu",
+            )
+            training = Trainer(model, arguments, train_dataset=data)
+            st.attach(training, HiFTConfig(**settings))
+            training.train(resume_from_checkpoint=max_steps > 6)
+    return weights(model)
+
+
+stays = partial(hift, state="device")
+PROGRAMS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
+    **{
+        name: (program, program)
+        for name, program in {
+            "SFT by accumulated gradients": sft,
+            "SFT by momentum": partial(sft, selection="momentum"),
+            "SFT, packed": partial(sft, packed=True),
+            "SFT with layers of deltas, checkpointed": partial(sft, form="layer", reentrant=False),
+            "SFT, redistributed": partial(sft, redistribute=True),
+            "TokenTune": tokentune,
+            "TokenTune, checkpointed": partial(tokentune, reentrant=False),
+            "TokenTune, checkpointed with reentrant passes": partial(tokentune, reentrant=True),
+            "TokenTune, GPT-2": partial(tokentune, build=tiny_gpt2),
+            "TokenTune by chunks": partial(tokentune, pattern="chunks"),
+            "TokenTune by blocks": partial(tokentune, pattern="block"),
+            "TokenTune over HiFT with the chunked loss": partial(tokentune, hift=True, chunked=True),
+            "the chunked loss": chunked_loss,
+        }.items()
+    },
+    "HiFT with activations that wait on the host": (partial(hift, moved=[st.offload_activations]), stays),
+    "HiFT that keeps as many activations as fit": (
+        partial(hift, moved=[partial(st.keep_activations, num_blocks="auto")], steps_per_group=3),
+        partial(stays, steps_per_group=3),
+    ),
+    "HiFT on a stream of the user": (partial(hift, stream=True, prefetch_bytes="auto"), stays),
+    "the Trainer": (trainer, partial(trainer, state="device")),
+    "the Trainer, gradients on the host": (partial(trainer, gradients="host"), partial(trainer, state="device")),
+}
+"""A program, and one with the same bits; itself without the detector, under which copies arrive late."""

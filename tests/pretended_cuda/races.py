@@ -1,0 +1,218 @@
+"""Small programs with a race, and the same in the right order: what the detector is tested on.
+
+Each takes whether it is `ordered`. It runs in a process whose device is pretended.
+"""
+
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from slivertune.core.pinned_memory import pinned_memory
+
+DEVICE = torch.device("cuda", 0)
+NUM = 1024
+
+
+def host(value: float = 1.0) -> torch.Tensor:
+    """Pinned memory of the package, filled."""
+    return pinned_memory(DEVICE, 4 * NUM, is_inherited=False).view(torch.float32).fill_(value)
+
+
+def plain_operators(ordered: bool) -> None:
+    side, weights = torch.cuda.Stream(), torch.ones(NUM, device=DEVICE)
+    if ordered:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        weights.add_(1)
+
+
+def reading_after_writing(ordered: bool) -> None:
+    side, weights, target = torch.cuda.Stream(), torch.ones(NUM, device=DEVICE), torch.ones(NUM, device=DEVICE)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        target.copy_(weights)
+        done = side.record_event()
+    if ordered:
+        torch.cuda.current_stream().wait_event(done)
+    weights.add_(1)  # what the side stream may still be reading
+
+
+class _Twin(torch.Tensor):
+    """A tensor subclass that unwraps."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        twin = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        twin.inner = inner
+        return twin
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func(*(each.inner if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+        return args[0]
+
+
+def inside_a_subclass(ordered: bool) -> None:
+    side, twin = torch.cuda.Stream(), _Twin(torch.ones(NUM, device=DEVICE))
+    if ordered:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        twin.add_(1)
+
+
+def a_python_thread(ordered: bool) -> None:
+    side, target, weights = torch.cuda.Stream(), host(), torch.ones(NUM, device=DEVICE)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        target.copy_(weights, non_blocking=True)
+        done = side.record_event()
+
+    def work() -> None:
+        if ordered:
+            done.synchronize()
+        target.add_(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def a_pool_of_threads(ordered: bool) -> None:
+    target = host()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(target.add_, 1)
+        if ordered:
+            future.result()
+        target.mul_(2)
+        future.result()
+
+
+def two_devices(ordered: bool) -> None:
+    other = torch.device("cuda", 1)
+    side, target, weights = torch.cuda.Stream(other), host(), torch.ones(NUM, device=other)
+    side.wait_stream(torch.cuda.current_stream(other))
+    with torch.cuda.stream(side):
+        target.copy_(weights, non_blocking=True)
+        done = side.record_event()
+    if ordered:
+        torch.cuda.current_stream(DEVICE).wait_event(done)
+    torch.empty(NUM, device=DEVICE).copy_(target, non_blocking=True)
+
+
+def forward_on_a_stream_of_the_user(ordered: bool) -> None:
+    """Autograd orders the backward after it, and what follows after both, by events of the device's guard."""
+    side, weights = torch.cuda.Stream(), torch.ones(NUM, device=DEVICE, requires_grad=True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loss = (weights * 2).sum()
+    if not ordered:
+        loss.detach().add_(1)
+    loss.backward()
+    assert weights.grad is not None
+    weights.grad.add_(1)
+
+
+def released_memory(ordered: bool) -> None:
+    side, weights = torch.cuda.Stream(), torch.ones(NUM, device=DEVICE)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.empty(NUM, device=DEVICE).copy_(weights)
+    if ordered:
+        weights.record_stream(side)
+    del weights
+    torch.ones(NUM, device=DEVICE)
+
+
+def a_resized_storage(ordered: bool) -> None:
+    side, weights = torch.cuda.Stream(), torch.ones(NUM, device=DEVICE)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.empty(NUM, device=DEVICE).copy_(weights)
+    if ordered:
+        torch.cuda.current_stream().wait_stream(side)
+    weights.untyped_storage().resize_(0)
+    torch.ones(NUM, device=DEVICE)
+
+
+def unregistered_memory(ordered: bool) -> None:
+    target, weights = torch.empty(0), torch.ones(NUM, device=DEVICE)
+    pages = mmap.mmap(-1, 4 * NUM)
+    target = torch.frombuffer(pages, dtype=torch.float32)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(target.data_ptr(), 4 * NUM, 0))
+    target.copy_(weights, non_blocking=True)
+    if ordered:
+        torch.cuda.synchronize()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(target.data_ptr()))
+
+
+def unmapped_memory(ordered: bool) -> None:
+    pages = mmap.mmap(-1, 4 * NUM)
+    target = torch.frombuffer(pages, dtype=torch.float32)
+    address = target.data_ptr()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, 4 * NUM, 0))
+    target.copy_(torch.ones(NUM, device=DEVICE), non_blocking=True)
+    torch.cuda.synchronize()
+    if ordered:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    del target
+    pages.close()
+
+
+def written_to_a_file(ordered: bool) -> None:
+    target = host()
+    target.copy_(torch.zeros(NUM, device=DEVICE), non_blocking=True)
+    if ordered:
+        torch.cuda.synchronize()
+    with tempfile.TemporaryFile() as file:
+        os.pwritev(file.fileno(), [memoryview(target.numpy())], 0)
+
+
+def written_by_numpy(ordered: bool) -> None:
+    """The array is there before the copy: only the bytes show who was first."""
+    source = host()
+    array = source.numpy()
+    torch.empty(NUM, device=DEVICE).copy_(source, non_blocking=True)
+    if ordered:
+        torch.cuda.synchronize()
+    array[3] = 7
+
+
+def written_through_a_mapping(ordered: bool) -> None:
+    pages = mmap.mmap(-1, 4 * NUM)
+    source = torch.frombuffer(pages, dtype=torch.float32)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(source.data_ptr(), 4 * NUM, 0))
+    torch.empty(NUM, device=DEVICE).copy_(source, non_blocking=True)
+    if ordered:
+        torch.cuda.synchronize()
+    pages[8:12] = b"abcd"
+    torch.cuda.synchronize()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(source.data_ptr()))
+
+
+PROGRAMS: dict[str, Callable[[bool], None]] = {
+    each.__name__: each
+    for each in (
+        plain_operators,
+        reading_after_writing,
+        inside_a_subclass,
+        a_python_thread,
+        a_pool_of_threads,
+        two_devices,
+        forward_on_a_stream_of_the_user,
+        released_memory,
+        a_resized_storage,
+        unregistered_memory,
+        unmapped_memory,
+        written_to_a_file,
+        written_by_numpy,
+        written_through_a_mapping,
+    )
+}

@@ -1,0 +1,90 @@
+"""HiFT on a pretended CUDA device: each pair of its settings has the bits of a dense model there, and no race."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.models import LAYERS
+from tests.helpers.pairwise import Row, assert_has_every_legal_pair, pairwise_rows, row_params
+from tests.hift import test_pairwise as on_cpu
+from tests.pretended_cuda.on_device import on_device
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    **on_cpu.CONFIG,
+    "layers_per_group": (1, 2, LAYERS),
+    "order": ("bottom2up", "random"),
+    "optimizer": ("AdamW", "SGD momentum", "transformers Adafactor with lr"),
+    "kernels": (None, "fused", "capturable"),
+    "dtype": ("bf16", "fp32"),
+    "blocks": ("none checkpointed", "all, reentrant", "all"),
+    "accumulation": (1, 2),
+}
+"""What decides on copies; more values of the same settings are in the table of the CPU, whose kernels these are."""
+ILLEGAL = on_cpu.ILLEGAL
+NOT_OF_TORCH: tuple[Row, ...] = (
+    {"optimizer": "transformers Adafactor with lr", "kernels": "fused"},
+    {"optimizer": "transformers Adafactor with lr", "kernels": "capturable"},
+    {"optimizer": "SGD momentum", "kernels": "capturable"},
+)
+"""Options that an optimizer does not have."""
+
+
+def is_legal(row: Row) -> bool:
+    return not any(pair.items() <= row.items() for pair in ILLEGAL + NOT_OF_TORCH)
+
+
+def table(seed: int = 42) -> list[Row]:
+    draw = random.Random(seed)
+    names = draw.sample(list(FACTORS), len(FACTORS))
+    rows = pairwise_rows({name: draw.sample(FACTORS[name], len(FACTORS[name])) for name in names}, is_legal)
+    return [{name: row[name] for name in FACTORS} for row in rows]
+
+
+ROWS = table()
+
+
+def found_of(row: Row, folder: Path) -> dict[str, Any]:
+    """Train on the device by a row's settings, and a dense model there; both on the device's own process."""
+    import torch
+    from torch.optim.lr_scheduler import LambdaLR
+
+    from tests.hift.cases import warm_cosine
+    from tests.pretended_cuda.detector import Detector
+
+    with torch.compiler.set_stance("force_eager"), Detector() as found:  # bitsandbytes compiles its CPU kernels
+        whole = on_cpu.Run(row, folder, device="cuda")
+        cycle, turn = whole.hift.cycle_length, row["steps_per_group"]
+        last = cycle + on_cpu.MORE * turn
+        losses, active = whole.train(range(last))
+        exact = whole.model.state_dict()
+        whole.hift.detach()
+    dense: Any = on_cpu.made(row).to("cuda")
+    naive = on_cpu.reference(row, dense, active[:cycle:turn])
+    schedule = LambdaLR(naive.carrier, lambda step: warm_cosine(step, 30))
+    expected, _ = on_cpu.train(dense, naive, schedule, row, range(last), "cuda")
+    weights = getattr(naive, "exact", naive.parameters)
+    differing = [name for name, value in weights.items() if not torch.equal(exact[name].cpu() + 0, value.cpu() + 0)]
+    return {
+        "same losses": losses == expected,
+        "differing": differing,
+        "races": dict(found.races),
+        "unpinned": dict(found.unpinned),
+        "waits": dict(found.waits),
+        "on autograd's threads": found.num_on_autograd_threads,
+        "copied": dict(found.copied_bytes),
+    }
+
+
+def test_the_rows_have_every_legal_pair() -> None:
+    assert_has_every_legal_pair(ROWS, FACTORS, is_legal)
+
+
+# bitsandbytes' kernels of a card are not here, and those of the CPU are slow.
+@pytest.mark.parametrize("row", row_params([row for row in ROWS if row["waiting"] != "nf4"], ROWS))
+def test_bits_are_those_of_a_dense_model_and_nothing_races(row: Row, tmp_path: Path) -> None:
+    found = on_device(found_of, row, tmp_path)
+    assert found["races"] == {} and found["unpinned"] == {}
+    assert found["same losses"] and found["differing"] == []
+    assert found["on autograd's threads"] > 100
