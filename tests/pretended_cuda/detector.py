@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ import tests.pretended_cuda.torch_cuda as torch_cuda  # isort: skip  # before to
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import slivertune
 from tests.pretended_cuda.library import Entry
 from tests.pretended_cuda.torch_cuda import LIBRARY
 
@@ -56,6 +57,7 @@ _WAITING = frozenset(
 """Operators whose result, or its size, the host always reads from the device."""
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _HERE = str(Path(__file__).parent)
+_PACKAGE = f"{Path(slivertune.__file__).parent}/"
 
 
 class Memory:
@@ -65,7 +67,7 @@ class Memory:
         owner: The stream that allocated it, or `HOST`.
         start: First address.
         num_bytes: Size.
-        is_ours: Whether it is host memory that the package has registered; torch's own is kept until copies end.
+        is_ours: Whether it was registered by a call; torch keeps its own pinned memory until copies have ended.
     """
 
     def __init__(self, owner: str, start: int, num_bytes: int, *, is_ours: bool = False) -> None:
@@ -75,7 +77,7 @@ class Memory:
         self.kept_for: set[str] = set()
 
 
-@dataclass
+@dataclass(eq=False)
 class _InFlight:
     """A copy between pinned host memory and the device of which the host does not know that it has ended."""
 
@@ -95,7 +97,6 @@ class Detector(TorchDispatchMode):
         races: Accesses that nothing orders, and memory released while it is used, with where they were seen.
         unpinned: Copies that were asked not to wait, of host memory that is not pinned, by line.
         waits: Waits of the host, by line.
-        num_operators: By stream or thread.
         num_on_autograd_threads: Operators on the device that autograd's threads ran.
         copied_bytes: By (direction, stream); directions are "inbound" (to the device) and "outbound".
     """
@@ -105,7 +106,6 @@ class Detector(TorchDispatchMode):
         self.races: Counter[str] = Counter()
         self.unpinned: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
-        self.num_operators: Counter[str] = Counter()
         self.num_on_autograd_threads = 0
         self.copied_bytes: Counter[tuple[str, str]] = Counter()
         self._lock = threading.RLock()
@@ -117,7 +117,8 @@ class Detector(TorchDispatchMode):
         self._pinned_starts: list[int] = []
         self._released: dict[str, list[Memory]] = {}
         self._in_flight: list[_InFlight] = []
-        self._buffer = (Entry * 256)()
+        self.is_entered = False
+        self._modes = threading.local()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,17 +134,18 @@ class Detector(TorchDispatchMode):
         self._patches = _patched(self)
         self._patches.__enter__()
         super().__enter__()
+        self.is_entered = True
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.is_entered = False
         super().__exit__(*error)
         self._patches.__exit__(None, None, None)
         torch_cuda.after_wait.remove(self._after_wait)
         torch_cuda.before_unregistering.remove(self.catch_up)
         self.catch_up()
-        for copy in self._in_flight:
+        for copy in [*self._in_flight]:
             self._finish(copy)
-        self._in_flight.clear()
         for memory in [each for each in self._pinned.values() if not _is_mapped(each.start)]:
             self.races["host memory is unmapped while it is registered"] += 1
             torch_cuda.Runtime().cudaHostUnregister(memory.start)
@@ -152,7 +154,7 @@ class Detector(TorchDispatchMode):
     # ---- Clocks
 
     def actor(self) -> str:
-        """This thread; autograd's count as the one that waits for them."""
+        """This thread; autograd's count as the main one."""
         return self._threads.get(LIBRARY.pretended_thread(), HOST)
 
     def clock(self, actor: str) -> Clock:
@@ -162,8 +164,10 @@ class Detector(TorchDispatchMode):
     def catch_up(self) -> None:
         """Take what the device has logged."""
         with self._lock:
-            while count := LIBRARY.pretended_take(self._buffer, len(self._buffer)):
-                for entry in self._buffer[:count]:
+            # Of its own for each call: what is taken here may collect garbage, whose end takes more.
+            entries = (Entry * 256)()
+            while count := LIBRARY.pretended_take(entries, len(entries)):
+                for entry in entries[:count]:
                     self._take(entry)
 
     def _take(self, entry: Entry) -> None:
@@ -191,7 +195,7 @@ class Detector(TorchDispatchMode):
             if (memory := self._device.get(entry.first)) is not None:
                 memory.kept_for.add(_stream(entry.device, entry.stream))
         elif kind == _REGISTER:
-            self._register(entry.first, entry.second, is_ours=entry.first % 4096 == 0 and entry.second % 4096 == 0)
+            self._register(entry.first, entry.second, is_ours=bool(entry.device))
         elif kind == _UNREGISTER:
             self._unregister(entry.first, self._thread(entry), looks_after_itself=bool(entry.second))
 
@@ -289,7 +293,6 @@ class Detector(TorchDispatchMode):
                 clock = clock or self._clock_of_next(tensors)
                 if clock.get(copy.actor, 0) >= copy.when:
                     self._finish(copy)
-                    self._in_flight.remove(copy)
 
     def _clock_of_next(self, tensors: list[torch.Tensor]) -> Clock:
         clock = self.clock(self.actor()).copy()
@@ -326,6 +329,8 @@ class Detector(TorchDispatchMode):
             self.num_on_autograd_threads += 1
         _advance(self.clock(stream), self.clock(self.actor()))
         self.touch(stream, touched, func)
+        for each in streams:
+            _advance(self.clock(each), self.clock(stream))
         hosts = [tensor for tensor in everything if tensor.device.type == "cpu" and tensor.numel()]
         if name in _COPIES and hosts:
             self._note_copy(func, args, kwargs, stream, everything, out)
@@ -355,6 +360,8 @@ class Detector(TorchDispatchMode):
         for tensor in hosts:
             memory = self._memory_of(tensor)
             if memory is None:
+                if tensor.is_pinned():
+                    continue  # by torch, before the detector was entered
                 self.unpinned[f"{func} {tuple(tensor.shape)} {_where()}"] += 1
                 if arrives:
                     self._host_waits(stream)
@@ -369,6 +376,9 @@ class Detector(TorchDispatchMode):
         self._in_flight.append(_InFlight(stream, self.clock(stream)[stream], (start, end), content, arrives, _where()))
 
     def _finish(self, copy: _InFlight) -> None:
+        if copy not in self._in_flight:
+            return  # finished by what was collected meanwhile
+        self._in_flight.remove(copy)
         start, end = copy.span
         if not _is_mapped(start):
             self.races[f"host memory is unmapped while {copy.actor} may still use it; copied in {copy.where}"] += 1
@@ -384,7 +394,6 @@ class Detector(TorchDispatchMode):
         """Finish the copies that a thread knows to have ended."""
         for copy in [each for each in self._in_flight if clock.get(each.actor, 0) >= each.when]:
             self._finish(copy)
-            self._in_flight.remove(copy)
 
     def uploaded(self, index: int) -> None:
         """Note that numbers of Python's became a tensor of a device, which torch shows to no mode."""
@@ -423,7 +432,6 @@ class Detector(TorchDispatchMode):
     def _access(self, actor: str, accesses: list[tuple[Memory, Span, bool]], what: Any) -> None:
         clock = self.clock(actor)
         clock[actor] = now = clock.get(actor, 0) + 1
-        self.num_operators[actor] += 1
         for memory, span, written in accesses:
             for other, last in memory.last.items():
                 if clock.get(other, 0) < last:
@@ -440,13 +448,27 @@ class Detector(TorchDispatchMode):
 
     # ---- Threads of the host
 
-    def begins(self, record: Clock, name: str) -> _Thread:
+    def begins(self, record: Clock, name: str) -> AbstractContextManager[None]:
         """Let a task of another thread, which this is, come after a record."""
         with self._lock:
             self.catch_up()
-            actor = self._threads.setdefault(LIBRARY.pretended_thread(), name)
+            number = LIBRARY.pretended_thread()
+            actor = self._threads.setdefault(number, f"thread {number} ({name})")
             _advance(self.clock(actor), record)
-        return _Thread(self)
+        return self._mode_of_thread()
+
+    @contextmanager
+    def _mode_of_thread(self) -> Iterator[None]:
+        """See the operators of this thread, once."""
+        if getattr(self._modes, "is_entered", False):
+            yield
+            return
+        self._modes.is_entered = True
+        try:
+            with _Thread(self):
+                yield
+        finally:
+            self._modes.is_entered = False
 
     def record(self) -> Clock:
         """What this thread has done and seen."""
@@ -475,6 +497,8 @@ class _Thread(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not self._detector.is_entered:
+            return func(*args, **(kwargs or {}))
         return self._detector.__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -657,6 +681,6 @@ def _where() -> str:
         if not path.startswith(_HERE + os.sep + "detector") and not path.startswith(_HERE + os.sep + "torch_cuda"):
             frames.append((path, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
-    ours = [f"{path.split('/slivertune/')[1]}:{line}" for path, line in frames if "/slivertune/" in path][:3]
+    ours = [f"{path.removeprefix(_PACKAGE)}:{line}" for path, line in frames if path.startswith(_PACKAGE)][:3]
     others = [f"{'/'.join(path.split('/')[-2:])}:{line}" for path, line in frames if "/torch/" not in path][:2]
     return " < ".join(ours or others)

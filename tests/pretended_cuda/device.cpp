@@ -115,6 +115,7 @@ struct DeviceAllocator final : c10::Allocator {
                      "CUDA out of memory. Tried to allocate ", bytes, " bytes on the pretended device ", int(this_device),
                      ", which may hold ", memory.allowed, " and holds ", memory.allocated);
     void* pointer = aligned_alloc(kBlockBytes, length);
+    TORCH_CHECK(pointer, "the host has no ", length, " bytes for the pretended device");
     memset(pointer, 0xFF, length);
     blocks[reinterpret_cast<uintptr_t>(pointer)] = {length, this_device};
     memory.allocated += length;
@@ -129,12 +130,12 @@ struct DeviceAllocator final : c10::Allocator {
 };
 DeviceAllocator device_allocator;
 
-int register_host(uintptr_t address, size_t bytes) {
+int register_host(uintptr_t address, size_t bytes, bool by_a_call) {
   std::lock_guard<std::mutex> lock(the_mutex);
   for (auto& [start, length] : registered)
     if (address < start + length && start < address + bytes) return 712;  // cudaErrorHostMemoryAlreadyRegistered
   registered[address] = bytes;
-  note_locked(REGISTER, 0, 0, address, bytes);
+  note_locked(REGISTER, by_a_call, 0, address, bytes);
   return 0;
 }
 
@@ -167,8 +168,9 @@ struct PinnedAllocator final : c10::Allocator {
     if (!bytes) return {nullptr, nullptr, &free_pinned, Device(c10::kCPU)};
     size_t length = rounded(bytes);
     void* pointer = aligned_alloc(kBlockBytes, length);
+    TORCH_CHECK(pointer, "the host has no ", length, " bytes to pin");
     memset(pointer, 0xFF, length);
-    register_host(reinterpret_cast<uintptr_t>(pointer), length);
+    register_host(reinterpret_cast<uintptr_t>(pointer), length, false);
     return {pointer, pointer, &free_pinned, Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
@@ -453,11 +455,14 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   // Such as dropout: it draws from the CPU's default generator, which stands in for the device's meanwhile.
   auto cpu = at::detail::getDefaultCPUGenerator();
   auto mine = inner_of(default_generators.at(this_device));
-  auto kept = cpu.get_state();
+  struct Restored {
+    at::Generator generator;
+    Tensor state = generator.get_state();
+    ~Restored() { generator.set_state(state); }
+  } kept{cpu};
   cpu.set_state(mine.get_state());
   at::native::cpu_fallback(op, stack);
   mine.set_state(cpu.get_state());
-  cpu.set_state(kept);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
@@ -526,22 +531,22 @@ void pretended_empty_cache(int device) {
   memories[device].reserved = memories[device].allocated;
 }
 
-int pretended_register(uintptr_t address, size_t bytes) { return register_host(address, bytes); }
+int pretended_register(uintptr_t address, size_t bytes) { return register_host(address, bytes, true); }
 int pretended_unregister(uintptr_t address) { return unregister_host(address); }
-int64_t pretended_registered_bytes() {
-  std::lock_guard<std::mutex> lock(the_mutex);
-  int64_t sum = 0;
-  for (auto& each : registered) sum += each.second;
-  return sum;
-}
 
-void pretended_resize_storage(void* storage, size_t bytes) {
-  auto* impl = static_cast<c10::StorageImpl*>(storage);
-  c10::DeviceGuard guard(impl->device());
-  auto data = device_allocator.allocate(bytes);
-  if (size_t kept = std::min(bytes, impl->nbytes())) memcpy(data.get(), impl->data(), kept);
-  impl->set_data_ptr_noswap(std::move(data));
-  impl->set_nbytes(bytes);
+// Returns 1 if the device has no such memory: no exception may leave a function that Python calls.
+int pretended_resize_storage(void* storage, size_t bytes) {
+  try {
+    auto* impl = static_cast<c10::StorageImpl*>(storage);
+    c10::DeviceGuard guard(impl->device());
+    auto data = device_allocator.allocate(bytes);
+    if (size_t kept = std::min(bytes, impl->nbytes())) memcpy(data.get(), impl->data(), kept);
+    impl->set_data_ptr_noswap(std::move(data));
+    impl->set_nbytes(bytes);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
 }
 
 void pretended_log(int is_on) {

@@ -88,8 +88,7 @@ def load(num_devices: int = 1) -> ctypes.CDLL:
         ("limit", [ctypes.c_int, integer, integer], None),
         ("register", [address, size], ctypes.c_int),
         ("unregister", [address], ctypes.c_int),
-        ("registered_bytes", [], integer),
-        ("resize_storage", [ctypes.c_void_p, size], None),
+        ("resize_storage", [ctypes.c_void_p, size], ctypes.c_int),
         ("take", [ctypes.POINTER(Entry), ctypes.c_int], ctypes.c_int),
     ):
         function = getattr(library, f"pretended_{name}")

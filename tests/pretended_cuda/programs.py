@@ -3,6 +3,7 @@
 Each takes the name of a device and returns tensors on the CPU: losses, and weights as they are saved.
 """
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 import slivertune as st
 from slivertune import SFT, HiFT, HiFTConfig, SFTConfig
-from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama, token_batches
+from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama, token_batches, twin
 
 NUM_UPDATES = 12
 
@@ -105,6 +106,30 @@ def hift(
         return [*losses, *weights(model)]
 
 
+def resumed(device: str, **settings: Any) -> Any:
+    """HiFT over a fused AdamW, whose step counts lie on the device; saved after a cycle and more, and resumed."""
+    model: Any = tiny_llama(torch.bfloat16)
+    saved: Any = None
+    losses = []
+    for start, end in ((0, 7), (7, 14)):
+        with tempfile.TemporaryDirectory() as folder:
+            where = {"state_dir": folder} if settings.get("state") == "disk" else {}
+            model = twin(model).to("cpu" if settings.get("weights") == "host" else device)
+            config = HiFTConfig.paper(stream_bytes=20_000, **settings, **where)
+            optimizer = HiFT(model, torch.optim.AdamW, lr=1e-2, fused=True, config=config)
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            for batch in list(batches(device, end))[start:]:
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach().cpu())
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.detach()
+    return [*losses, *weights(model)]
+
+
 def chunked_loss(device: str) -> Any:
     """The chunked loss over AdamW."""
     model = tiny_gpt2().to(device).train()
@@ -158,6 +183,9 @@ PROGRAMS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
             "the chunked loss": chunked_loss,
         }.items()
     },
+    "HiFT, resumed": (resumed, partial(resumed, state="device")),
+    "HiFT with weights on the host, resumed": (partial(resumed, weights="host"), partial(resumed, state="device")),
+    "HiFT with state on disk, resumed": (partial(resumed, state="disk"), partial(resumed, state="device")),
     "HiFT with activations that wait on the host": (partial(hift, moved=[st.offload_activations]), stays),
     "HiFT that keeps as many activations as fit": (
         partial(hift, moved=[partial(st.keep_activations, num_blocks="auto")], steps_per_group=3),

@@ -95,6 +95,35 @@ def a_pool_of_threads(ordered: bool) -> None:
         future.result()
 
 
+def a_copy_by_a_pool_of_threads(ordered: bool) -> None:
+    target, weights = host(), torch.ones(NUM, device=DEVICE)
+
+    def work() -> torch.cuda.Event:
+        target.copy_(weights, non_blocking=True)
+        return torch.cuda.current_stream().record_event()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # its thread is there before
+        done = pool.submit(work).result()
+    if ordered:
+        done.synchronize()
+    target.add_(1)
+    assert not ordered or bool((target == 2).all())
+
+
+def from_device_to_device(ordered: bool) -> None:
+    """Both streams wait for such a copy; a third one has to."""
+    other = torch.device("cuda", 1)
+    side, weights = torch.cuda.Stream(DEVICE), torch.ones(NUM, device=other)
+    copy = weights.to(DEVICE)
+    copy.add_(1)
+    weights.add_(1)
+    if ordered:
+        side.wait_stream(torch.cuda.current_stream(DEVICE))
+    with torch.cuda.stream(side):
+        copy.add_(1)
+
+
 def two_devices(ordered: bool) -> None:
     other = torch.device("cuda", 1)
     side, target, weights = torch.cuda.Stream(other), host(), torch.ones(NUM, device=other)
@@ -143,8 +172,7 @@ def a_resized_storage(ordered: bool) -> None:
 
 
 def unregistered_memory(ordered: bool) -> None:
-    target, weights = torch.empty(0), torch.ones(NUM, device=DEVICE)
-    pages = mmap.mmap(-1, 4 * NUM)
+    pages, weights = mmap.mmap(-1, 4 * NUM), torch.ones(NUM, device=DEVICE)
     target = torch.frombuffer(pages, dtype=torch.float32)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(target.data_ptr(), 4 * NUM, 0))
     target.copy_(weights, non_blocking=True)
@@ -197,22 +225,25 @@ def written_through_a_mapping(ordered: bool) -> None:
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(source.data_ptr()))
 
 
-PROGRAMS: dict[str, Callable[[bool], None]] = {
-    each.__name__: each
-    for each in (
-        plain_operators,
-        reading_after_writing,
-        inside_a_subclass,
-        a_python_thread,
-        a_pool_of_threads,
-        two_devices,
-        forward_on_a_stream_of_the_user,
-        released_memory,
-        a_resized_storage,
-        unregistered_memory,
-        unmapped_memory,
-        written_to_a_file,
-        written_by_numpy,
-        written_through_a_mapping,
+PROGRAMS: dict[str, tuple[Callable[[bool], None], str]] = {
+    program.__name__: (program, words)
+    for program, words in (
+        (plain_operators, "writes memory that stream 0 of cuda:0 wrote"),
+        (reading_after_writing, "on stream 0 of cuda:0 writes memory that stream"),
+        (inside_a_subclass, "writes memory that stream 0 of cuda:0 wrote"),
+        (a_python_thread, "writes pinned memory that stream"),
+        (a_pool_of_threads, "mul_.Tensor on the host writes pinned memory that thread"),
+        (a_copy_by_a_pool_of_threads, "on the host writes pinned memory that stream 0"),
+        (from_device_to_device, "writes memory that stream 0 of cuda:0 wrote"),
+        (two_devices, "reads pinned memory that stream"),
+        (forward_on_a_stream_of_the_user, "on stream 0 of cuda:0 writes memory that stream"),
+        (released_memory, "memory of stream 0 of cuda:0 is used again while stream"),
+        (a_resized_storage, "memory of stream 0 of cuda:0 is used again while stream"),
+        (unregistered_memory, "host memory is unregistered while stream 0"),
+        (unmapped_memory, "host memory is unmapped while it is registered"),
+        (written_to_a_file, "reads pinned memory that stream 0 of cuda:0 wrote"),
+        (written_by_numpy, "host memory was written while stream 0 of cuda:0 leaves it"),
+        (written_through_a_mapping, "host memory was written while stream 0 of cuda:0 leaves it"),
     )
 }
+"""A program, and what is reported of it where it is not in order."""

@@ -71,9 +71,15 @@ def found_of(row: Row, folder: Path) -> dict[str, Any]:
         "differing": differing,
         "races": dict(found.races),
         "unpinned": dict(found.unpinned),
-        "waits": dict(found.waits),
         "on autograd's threads": found.num_on_autograd_threads,
-        "copied": dict(found.copied_bytes),
+        "copied on side streams": {
+            direction: sum(
+                number
+                for (way, stream), number in found.copied_bytes.items()
+                if way == direction and not stream.startswith("stream 0 ")
+            )
+            for direction in ("inbound", "outbound")
+        },
     }
 
 
@@ -88,3 +94,8 @@ def test_bits_are_those_of_a_dense_model_and_nothing_races(row: Row, tmp_path: P
     assert found["races"] == {} and found["unpinned"] == {}
     assert found["same losses"] and found["differing"] == []
     assert found["on autograd's threads"] > 100
+    copied = found["copied on side streams"]
+    if row["state"] != "device":
+        assert min(copied.values()) > 0
+    elif row["gradients"] == "device":
+        assert max(copied.values()) == 0

@@ -24,7 +24,6 @@ def found_of(name: str, device: str) -> dict[str, Any]:
         "num_different": sum(not torch.equal(one, other) for one, other in zip(got, expected, strict=True)),
         "races": dict(found.races),
         "unpinned": dict(found.unpinned),
-        "waits": dict(found.waits),
         "on autograd's threads": found.num_on_autograd_threads,
     }
 

@@ -70,10 +70,8 @@ class Stream(torch.Stream):
         _waited()
 
     def query(self) -> bool:
-        """Say that all is done, as it is in a device that has caught up; the host then knows it."""
-        super().query()
-        _waited()
-        return True
+        """Say that all is done, as it is in a device that has caught up. The host then knows it."""
+        return super().query()
 
 
 class Event(torch.Event):
@@ -96,10 +94,8 @@ class Event(torch.Event):
         _waited()
 
     def query(self) -> bool:
-        """Say that it has come; the host then knows it."""
-        super().query()
-        _waited()
-        return True
+        """Say that it has come. The host then knows it."""
+        return super().query()
 
 
 class _Success(int):
@@ -280,7 +276,8 @@ def _install() -> None:
     def resize(self: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
         if self.device.type != "cuda":
             return _resize_on_cpu(self, num_bytes)
-        LIBRARY.pretended_resize_storage(self._cdata, num_bytes)
+        if LIBRARY.pretended_resize_storage(self._cdata, num_bytes):
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to resize a storage to {num_bytes} bytes")
         return self
 
     def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -8,6 +8,7 @@ import mmap
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -22,8 +23,8 @@ class _Pages(mmap.mmap):
     pinned: tuple[torch.device, int, int] | None = None
     """If they are pinned, the device, the address and the process that did it."""
 
-    def __del__(self) -> None:
-        if self.pinned is not None and not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.pinned is not None and not is_finalizing():
             _unpin(*self.pinned)
 
 
@@ -80,5 +81,7 @@ def _unpin(device: torch.device, address: int, process: int) -> None:
     if os.getpid() != process:
         return  # a forked child has neither the pages nor the device
     # The optimizer may be dropped right after a step, with copies into this memory in flight.
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    try:
+        torch.cuda.synchronize(device)
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -41,13 +41,13 @@ Copy = tuple[str, torch.Tensor, torch.Tensor]
 """Key of a slice's state, its tensor on the device, and its place on the host."""
 
 
-def _small_copy(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _small_copy(value: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
     """Queue the copy of a tensor of a few bytes to host memory, on the computing stream.
 
-    torch's own pinned allocator keeps the memory until the device, which takes the copy back, is done with it.
+    torch's own pinned allocator keeps the memory until the device is done with it.
     """
     with claimed_at_birth("state", "host"):
-        copy = torch.empty_like(value, device="cpu", pin_memory=device.type == "cuda")
+        copy = torch.empty_like(value, device="cpu", pin_memory=is_pinned)
     claim(copy, "state", "host")
     return copy.copy_(value.detach(), non_blocking=True)
 
@@ -322,7 +322,10 @@ class OffloadedState:
         tensors = {key: value for key, value in state.items() if _has_extent(key, value)}
         self._received[weight.name, start] = frozenset(tensors)
         self._scalars[weight.name, start] = {
-            key: _small_copy(value, weight.parameter.device) if isinstance(value, torch.Tensor) else value
+            # What was restored is on the host, from which a step may take it to the device.
+            key: _small_copy(value, is_pinned=value.is_cuda or (start == _WHOLE and weight.device.type == "cuda"))
+            if isinstance(value, torch.Tensor)
+            else value
             for key, value in state.items()
             if key not in tensors
         }
