@@ -16,8 +16,8 @@ _FLAGS = ("-std=c++20", "-O1", "-w", "-fPIC", "-shared")
 _MAX_DEVICES = 16
 
 
-class NoCompilerError(RuntimeError):
-    """There is no g++, so that nothing can run on the pretended device."""
+class NoDeviceError(RuntimeError):
+    """Nothing can run on the pretended device: there is no g++, or torch has CUDA devices of its own."""
 
 
 class Entry(ctypes.Structure):
@@ -40,12 +40,14 @@ def build() -> Path:
         Its file.
 
     Raises:
-        NoCompilerError: If there is no g++.
+        NoDeviceError: If there is no g++, or torch is built for CUDA.
         RuntimeError: With the compiler's messages, if it can't be compiled.
     """
+    if (_torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        raise NoDeviceError("this torch is built for CUDA, whose devices can't be pretended; install its CPU build")
     compiler = shutil.which("g++")
     if compiler is None:
-        raise NoCompilerError("no g++ was found, so nothing runs on the pretended CUDA device; install one")
+        raise NoDeviceError("no g++ was found, so nothing runs on the pretended CUDA device; install one")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     torch_version = importlib.metadata.version("torch")
     made_from = "\n".join([SOURCE.read_text(encoding="utf-8"), version, torch_version, *_FLAGS, str(_torch_folder())])

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.ranks import run_ranks
-from tests.pretended_cuda.library import NoCompilerError, build
+from tests.pretended_cuda.library import NoDeviceError, build
 
 
 def on_device(function: Callable[..., Any], *args: Any, num_devices: int = 1) -> Any:
-    """Run `function(*args)` with pretended CUDA devices; skip the test where there is no compiler.
+    """Run `function(*args)` with pretended CUDA devices; skip the test where there can be none.
 
     Args:
         function: A module's own function; its result is pickled.
@@ -30,10 +30,10 @@ def on_device(function: Callable[..., Any], *args: Any, num_devices: int = 1) ->
 
 
 def require_device() -> None:
-    """Skip the test where the device can't be compiled for want of a compiler."""
+    """Skip the test where there is no compiler, or torch is built for CUDA."""
     try:
         build()
-    except NoCompilerError as error:
+    except NoDeviceError as error:
         pytest.skip(str(error))
 
 

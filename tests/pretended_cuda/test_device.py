@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.pretended_cuda import library
-from tests.pretended_cuda.library import NoCompilerError, build
-from tests.pretended_cuda.on_device import on_device
+from tests.pretended_cuda.library import NoDeviceError, build
+from tests.pretended_cuda.on_device import on_device, require_device
 
 
 def facts() -> dict[str, Any]:
@@ -99,14 +99,16 @@ def test_it_has_to_be_loaded_before_torch() -> None:
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_device()
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(NoCompilerError, match=r"no g\+\+"):
+    with pytest.raises(NoDeviceError, match=r"no g\+\+"):
         build()
 
 
 def test_a_source_that_does_not_compile_is_an_error_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    require_device()
     broken = tmp_path / "device.cpp"
     broken.write_text("nonsense", encoding="utf-8")
     monkeypatch.setattr(library, "SOURCE", broken)
