@@ -1,7 +1,6 @@
 """Pinned memory, with the CUDA runtime pretended: what is registered, and when it is released."""
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import mmap
@@ -18,6 +17,7 @@ from slivertune.core import pinned_memory as pinned
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.pinned_memory import pinned_memory
 from slivertune.hift.offload_buffer import host_buffer
+from tests.helpers.mapped_pages import is_mapped
 
 CUDA = torch.device("cuda", 1)
 
@@ -50,11 +50,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.append(("synchronize", device)))
     monkeypatch.setattr(pinned, "_forget_error", lambda device: made.append(("forget error", device)))
     return made
-
-
-def is_mapped(address: int) -> bool:
-    """Whether this process has a page there."""
-    return ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(ctypes.c_char())) == 0
 
 
 def test_registrations_are_whole_pages_of_their_own(calls: list[tuple[Any, ...]]) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slivertune
+from tests.helpers.mapped_pages import is_mapped
 from tests.pretended_cuda.library import Entry
 from tests.pretended_cuda.torch_cuda import LIBRARY
 
@@ -146,7 +147,7 @@ class Detector(TorchDispatchMode):
         self.catch_up()
         for copy in [*self._in_flight]:
             self._finish(copy)
-        for memory in [each for each in self._pinned.values() if not _is_mapped(each.start)]:
+        for memory in [each for each in self._pinned.values() if not is_mapped(each.start)]:
             self.races["host memory is unmapped while it is registered"] += 1
             torch_cuda.Runtime().cudaHostUnregister(memory.start)
         LIBRARY.pretended_log(0)
@@ -349,9 +350,8 @@ class Detector(TorchDispatchMode):
         """A copy between host and device."""
         names = [argument.name for argument in func._schema.arguments]
         options = {**dict(zip(names, args, strict=False)), **kwargs}
-        arrives = any(tensor.device.type == "cpu" for tensor in _tensors(out if out is not None else args[0]))
-        if func.overloadpacket.__name__ in ("copy_", "_foreach_copy_"):
-            arrives = any(tensor.device.type == "cpu" for tensor in _tensors(args[0]))
+        # `_foreach_copy_` returns nothing; the others return where they copy to.
+        arrives = any(tensor.device.type == "cpu" for tensor in _tensors(args[0] if out is None else out))
         hosts = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         self.copied_bytes["outbound" if arrives else "inbound", stream] += sum(tensor.nbytes for tensor in hosts)
         if not options.get("non_blocking"):
@@ -380,7 +380,7 @@ class Detector(TorchDispatchMode):
             return  # finished by what was collected meanwhile
         self._in_flight.remove(copy)
         start, end = copy.span
-        if not _is_mapped(start):
+        if not is_mapped(start):
             self.races[f"host memory is unmapped while {copy.actor} may still use it; copied in {copy.where}"] += 1
             return
         expected = bytes([_POISON]) * (end - start) if copy.arrives else copy.content
@@ -665,11 +665,6 @@ def _reads_size(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     if name != "index" and len(by_booleans) == len(indices) == 1 and args[2].numel() == 1:
         return False  # filled where the mask is true
     return bool(by_booleans) or any(index.device.type == "cpu" for index in indices)
-
-
-def _is_mapped(address: int) -> bool:
-    page = address // 4096 * 4096
-    return ctypes.CDLL(None).mincore(ctypes.c_void_p(page), ctypes.c_size_t(4096), ctypes.byref(ctypes.c_char())) == 0
 
 
 def _where() -> str:

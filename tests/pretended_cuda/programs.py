@@ -4,6 +4,7 @@ Each takes the name of a device and returns tensors on the CPU: losses, and weig
 """
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -27,10 +28,10 @@ def batches(device: str, number: int = NUM_UPDATES) -> Iterator[dict[str, torch.
         yield {name: value.to(device) for name, value in batch.items()}
 
 
-def trained(model: Any, optimizer: Any, device: str, num_updates: int = NUM_UPDATES) -> list[torch.Tensor]:
-    """Train; the losses."""
+def trained(model: Any, optimizer: Any, device: str, end: int = NUM_UPDATES, start: int = 0) -> list[torch.Tensor]:
+    """Train from one update to another; the losses."""
     losses = []
-    for batch in batches(device, num_updates):
+    for batch in itertools.islice(batches(device, end), start, None):
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()
@@ -110,7 +111,7 @@ def resumed(device: str, **settings: Any) -> Any:
     """HiFT over a fused AdamW, whose step counts lie on the device; saved after a cycle and more, and resumed."""
     model: Any = tiny_llama(torch.bfloat16)
     saved: Any = None
-    losses = []
+    losses: list[torch.Tensor] = []
     for start, end in ((0, 7), (7, 14)):
         with tempfile.TemporaryDirectory() as folder:
             where = {"state_dir": folder} if settings.get("state") == "disk" else {}
@@ -119,12 +120,7 @@ def resumed(device: str, **settings: Any) -> Any:
             optimizer = HiFT(model, torch.optim.AdamW, lr=1e-2, fused=True, config=config)
             if saved is not None:
                 optimizer.load_state_dict(saved)
-            for batch in list(batches(device, end))[start:]:
-                loss = model(**batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach().cpu())
+            losses += trained(model, optimizer, device, end, start)
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer.detach()
     return [*losses, *weights(model)]

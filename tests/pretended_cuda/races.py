@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +23,14 @@ NUM = 1024
 def host(value: float = 1.0) -> torch.Tensor:
     """Pinned memory of the package, filled."""
     return pinned_memory(DEVICE, 4 * NUM, is_inherited=False).view(torch.float32).fill_(value)
+
+
+def registered() -> tuple[mmap.mmap, torch.Tensor]:
+    """Pages that the runtime has pinned, and a tensor over them. Whoever asks for them unregisters and unmaps them."""
+    pages = mmap.mmap(-1, 4 * NUM)
+    memory = torch.frombuffer(pages, dtype=torch.float32)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), 4 * NUM, 0))
+    return pages, memory
 
 
 def plain_operators(ordered: bool) -> None:
@@ -86,9 +95,17 @@ def a_python_thread(ordered: bool) -> None:
 
 
 def a_pool_of_threads(ordered: bool) -> None:
-    target = host()
+    """The thread is always first; a list that both look at orders nothing."""
+    target, ended = host(), []
+
+    def work() -> None:
+        target.add_(1)
+        ended.append(True)
+
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(target.add_, 1)
+        future = pool.submit(work)
+        while not ended:
+            time.sleep(0.001)
         if ordered:
             future.result()
         target.mul_(2)
@@ -172,20 +189,16 @@ def a_resized_storage(ordered: bool) -> None:
 
 
 def unregistered_memory(ordered: bool) -> None:
-    pages, weights = mmap.mmap(-1, 4 * NUM), torch.ones(NUM, device=DEVICE)
-    target = torch.frombuffer(pages, dtype=torch.float32)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(target.data_ptr(), 4 * NUM, 0))
-    target.copy_(weights, non_blocking=True)
+    _, target = registered()
+    target.copy_(torch.ones(NUM, device=DEVICE), non_blocking=True)
     if ordered:
         torch.cuda.synchronize()
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(target.data_ptr()))
 
 
 def unmapped_memory(ordered: bool) -> None:
-    pages = mmap.mmap(-1, 4 * NUM)
-    target = torch.frombuffer(pages, dtype=torch.float32)
+    pages, target = registered()
     address = target.data_ptr()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, 4 * NUM, 0))
     target.copy_(torch.ones(NUM, device=DEVICE), non_blocking=True)
     torch.cuda.synchronize()
     if ordered:
@@ -214,9 +227,7 @@ def written_by_numpy(ordered: bool) -> None:
 
 
 def written_through_a_mapping(ordered: bool) -> None:
-    pages = mmap.mmap(-1, 4 * NUM)
-    source = torch.frombuffer(pages, dtype=torch.float32)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(source.data_ptr(), 4 * NUM, 0))
+    pages, source = registered()
     torch.empty(NUM, device=DEVICE).copy_(source, non_blocking=True)
     if ordered:
         torch.cuda.synchronize()
