@@ -19,6 +19,7 @@ for the device within a cycle. Last, the dense forward and backward pass of the 
     python benchmarks/gpu.py --shape llama-3-8b --output gpu_8b.json   # 90 GiB
     python benchmarks/gpu.py --blocks 4 --output trial.json
     python benchmarks/gpu.py --device cpu --blocks 2 --hidden 64 --heads 4 --output dry.json   # the same code, dry
+    python benchmarks/gpu.py campaign --part 1   # all that a new card is asked: `gpu_campaign.py`
 
 In a dry run on a CPU events are the wall clock, nothing waits and no memory is counted; a dry run says so in its result
 and can't be written to `results/` unasked.
@@ -29,12 +30,14 @@ import dataclasses
 import gc
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gpu_campaign
 import torch
 from environment import record_environment
 from llama import LlamaSizes, build_llama, num_parameters, random_batch
@@ -393,4 +396,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["campaign"]:
+        sys.exit(gpu_campaign.main(sys.argv[2:]))
     main()

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from slivertune.training.embedded.base_model import (
 )
 from tests.conftest import CHECKOUT
 from tests.helpers.launching import run_python
+from tests.pretended_cuda.on_device import require_device
 
 pytestmark = pytest.mark.slow
 
@@ -426,3 +428,40 @@ def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -
     assert result["different"] == ["single hift", "single hift_int8"] and result["refused"] == []
     assert [result["old"], result["new"]] == [git("rev-parse", "HEAD~1"), git("rev-parse", "HEAD")]
     assert git("worktree", "list").count("\n") == 0
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_the_campaign_runs_whole_on_a_pretended_card_and_goes_on(part: int, tmp_path: Path) -> None:
+    require_device()
+    make_tiny_embedded(tmp_path / "cache")
+    folder, variables = tmp_path / "results", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    script = BENCHMARKS / "gpu.py"
+    command = ["campaign", f"--part={part}", "--pretend", "--output", folder]
+    kept = {path.name for path in RESULTS.rglob("*")}
+    run_python(script, *command, cwd=CHECKOUT, expect=0, **variables)
+    result = read(folder / f"part{part}.json")
+    assert result["pretended"] and result["environment"]["versions"]["torch"] == torch.__version__
+    assert {name: step["status"] for name, step in result["steps"].items()} == dict.fromkeys(result["steps"], 0)
+    assert result["steps"] and (folder / f"part{part}.log").stat().st_size > 100
+
+    name = next(iter(result["steps"]))
+    result["steps"][name]["status"] = None
+    (folder / f"part{part}.json").write_text(json.dumps(result))
+    again = run_python(script, *command, cwd=CHECKOUT, expect=0, **variables)
+    assert again.stdout.count("done before") == len(result["steps"]) - 1
+    assert read(folder / f"part{part}.json")["steps"][name]["status"] == 0
+    assert {path.name for path in RESULTS.rglob("*")} == kept
+
+
+def test_a_step_of_the_campaign_whose_time_is_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    campaign = import_module("gpu_campaign")
+    sleeps = campaign.Step(command=["-c", "print('begins', flush=True); import time; time.sleep(600)"], seconds=2)
+    quick = campaign.Step(command=["-c", "print('ends')"], seconds=60)
+    monkeypatch.setattr(campaign, "PARTS", {1: {"sleeps": sleeps, "quick": quick}})
+    steps = campaign.run_part(1, tmp_path, pretend=False)["steps"]
+    assert steps["sleeps"]["status"] is None and steps["sleeps"]["last lines"][-1] == "begins"
+    assert steps["quick"]["status"] == 0 and steps["quick"]["last lines"][-1] == "ends"
+    monkeypatch.setattr(campaign, "SECONDS", 5)
+    again = campaign.main(["--part", "1", "--output", str(tmp_path)])
+    assert again == 1 and read(tmp_path / "part1.json")["steps"]["quick"] == steps["quick"]
