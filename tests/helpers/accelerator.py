@@ -1,5 +1,6 @@
-"""An `Accelerator` on one CPU device that leaves none of accelerate's global state behind."""
+"""An `Accelerator` on one CPU or pretended device that leaves none of accelerate's global state behind."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from tests.helpers.process_state import forget_accelerate
 def one_device(**options: Any) -> Iterator[Accelerator]:
     """Make an accelerator; forget its shared state before and after."""
     with forgotten():
-        yield Accelerator(cpu=True, **options)
+        yield Accelerator(cpu=not pretends_cuda(), **options)
 
 
 @contextmanager
@@ -24,3 +25,8 @@ def forgotten() -> Iterator[None]:
         yield
     finally:
         forget_accelerate()
+
+
+def pretends_cuda() -> bool:
+    """Whether the CUDA devices of this process are pretended."""
+    return "tests.pretended_cuda.torch_cuda" in sys.modules

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from tqdm import tqdm
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for a device as soon as it is imported
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for a device as soon as it is imported
 for name in (
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",

@@ -14,14 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
-from tests.helpers.accelerator import one_device
+from tests.helpers.accelerator import one_device, pretends_cuda
 from tests.helpers.models import VOCAB, Batch, tiny_llama
 from tests.helpers.reference import NaiveHiFT, decay_split, naive_groups
 
 Gradients = dict[str, torch.Tensor]
-ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+# Foreach, which is the default on a device, rounds in another way than the loop, which is the default on a CPU.
+ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "foreach": False}
 CAP = 1e-4
 """What no limit on weights exceeds: a doubled gradient of one update changes them by 5e-3, an update more by 1e-2."""
 
@@ -134,7 +136,7 @@ class OneProcess:
             for weight in weights.values():
                 weight.data = weight.data.to(self.compute_dtype)
         self.model.zero_grad()
-        loss = self.model(**batch).loss
+        loss = self.model(**send_to_device(batch, next(self.model.parameters()).device)).loss
         (loss.float() / self.accumulation * scale).backward()
         self.losses[-1] += loss.item() / (self.accumulation * self.ranks)
         found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
@@ -234,11 +236,11 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(parameter: Any) -> torch.Tensor:
-    """A copy of a parameter, gathered where it is sharded; every rank asks together."""
+    """A copy of a parameter on the CPU, gathered where it is sharded; every rank asks together."""
     if hasattr(parameter, "ds_id"):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
-            return torch.clone(parameter.detach())
-    value = parameter.detach()
-    return torch.clone(value.full_tensor() if hasattr(value, "full_tensor") else value)
+            return torch.clone(parameter.detach()).cpu()
+    value = parameter.detach().to("cuda" if pretends_cuda() else "cpu")  # where its ranks can exchange it
+    return torch.clone(value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()

@@ -27,6 +27,7 @@ from typing import Any
 
 import tests.pretended_cuda.torch_cuda as torch_cuda  # isort: skip  # before torch
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slivertune
@@ -57,7 +58,7 @@ _WAITING = frozenset(
 )
 """Operators whose result, or its size, the host always reads from the device."""
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_HERE = str(Path(__file__).parent)
+_HIDDEN = tuple(str(Path(__file__).parent / name) for name in ("detector", "torch_cuda", "collectives"))
 _PACKAGE = f"{Path(slivertune.__file__).parent}/"
 
 
@@ -99,6 +100,7 @@ class Detector(TorchDispatchMode):
         unpinned: Copies that were asked not to wait, of host memory that is not pinned, by line.
         waits: Waits of the host, by line.
         num_on_autograd_threads: Operators on the device that autograd's threads ran.
+        collectives: Those of the devices' group, by line.
         copied_bytes: By (direction, stream); directions are "inbound" (to the device) and "outbound".
     """
 
@@ -108,6 +110,7 @@ class Detector(TorchDispatchMode):
         self.unpinned: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.num_on_autograd_threads = 0
+        self.collectives: Counter[str] = Counter()
         self.copied_bytes: Counter[tuple[str, str]] = Counter()
         self._lock = threading.RLock()
         self._clocks: dict[str, Clock] = {HOST: {}}
@@ -132,6 +135,7 @@ class Detector(TorchDispatchMode):
             self._register(start, num_bytes, is_ours=True)
         torch_cuda.after_wait.append(self._after_wait)
         torch_cuda.before_unregistering.append(self.catch_up)
+        torch_cuda.after_collective.append(self._note_collective)
         self._patches = _patched(self)
         self._patches.__enter__()
         super().__enter__()
@@ -144,10 +148,13 @@ class Detector(TorchDispatchMode):
         self._patches.__exit__(None, None, None)
         torch_cuda.after_wait.remove(self._after_wait)
         torch_cuda.before_unregistering.remove(self.catch_up)
+        torch_cuda.after_collective.remove(self._note_collective)
         self.catch_up()
         for copy in [*self._in_flight]:
             self._finish(copy)
-        for memory in [each for each in self._pinned.values() if not is_mapped(each.start)]:
+        unmapped = [each for each in self._pinned.values() if not is_mapped(each.start)]
+        self.catch_up()  # with what was collected meanwhile
+        for memory in [each for each in unmapped if self._pinned.get(each.start) is each]:
             self.races["host memory is unmapped while it is registered"] += 1
             torch_cuda.Runtime().cudaHostUnregister(memory.start)
         LIBRARY.pretended_log(0)
@@ -238,7 +245,8 @@ class Detector(TorchDispatchMode):
             return
         clock = self.clock(thread)
         for other, last in memory.last.items():
-            if clock.get(other, 0) < last:
+            # A thread that uses it holds it, or reads memory that is not pinned any more, which is slower alone.
+            if other.startswith("stream ") and clock.get(other, 0) < last:
                 self.races[f"host memory is unregistered while {other} may still use it"] += 1
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
@@ -265,9 +273,11 @@ class Detector(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # without memory
         if any(each not in _PLAIN for each in types):
             return NotImplemented  # a subclass unwraps first, and what it does inside is seen then
-        kwargs = kwargs or {}
         arguments = _tensor_arguments(func)
         if arguments is None:  # a view
             return func(*args, **kwargs)
@@ -316,6 +326,8 @@ class Detector(TorchDispatchMode):
         devices = {tensor.device.index for tensor in everything if tensor.device.type == "cuda"}
         touched = [] if name in _NO_ACCESS else inputs
         touched = [*touched, *((tensor, True) for tensor in results)]
+        if func.namespace == "_c10d_functional":
+            touched = []  # the collective is told by itself
         if not devices:
             self.touch(self.actor(), touched, func)
             return
@@ -404,6 +416,15 @@ class Detector(TorchDispatchMode):
     def _host_waits(self, stream: str) -> None:
         self.waits[_where()] += 1
         self._let_wait(self.actor(), self.clock(stream))
+
+    def _note_collective(self, name: str, stream: Any, inputs: Any, outputs: Any) -> None:
+        """Note what a collective reads and writes on its stream."""
+        with self._lock:
+            self.catch_up()
+            actor = _stream(stream.device.index, stream.stream_id)
+            _advance(self.clock(actor), self.clock(self.actor()))
+            self.touch(actor, [*((each, False) for each in inputs), *((each, True) for each in outputs)], name)
+            self.collectives[f"{name} in {_where()}"] += 1
 
     def touch(self, actor: str, touched: Iterable[tuple[torch.Tensor, bool]], what: Any) -> None:
         """Note accesses of a stream or a thread.
@@ -673,7 +694,7 @@ def _where() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_HERE + os.sep + "detector") and not path.startswith(_HERE + os.sep + "torch_cuda"):
+        if not path.startswith(_HIDDEN):
             frames.append((path, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
     ours = [f"{path.removeprefix(_PACKAGE)}:{line}" for path, line in frames if path.startswith(_PACKAGE)][:3]

@@ -83,7 +83,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.distributed.distributed_c10d._get_default_timeout": "tells a timeout that nobody has set",
     "torch.distributed.distributed_c10d._set_pg_timeout": "lets all process groups keep the user's timeout",
     "torch.distributed.distributed_c10d._world.pg_map": "all process groups",
-    "torch.distributed.ProcessGroup._device_types": "the timeout of a process group",
+    "torch.distributed.ProcessGroup._device_types": "the devices whose tensors a process group takes, and its timeout",
     "torch.distributed.ProcessGroup._get_backend": "the timeout of a process group",
 }
 """Use of each interface, by dotted name. `Class()` is an instance."""
@@ -329,6 +329,15 @@ def process_groups() -> list[Any]:
     if not dist.is_available() or not dist.is_initialized():
         return []
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def takes_cpu_tensors(group: Any) -> bool:
+    """Return whether a process group has a backend for tensors on the CPU.
+
+    Args:
+        group: The process group.
+    """
+    return torch.device("cpu") in group._device_types
 
 
 def timeout_of(group: Any) -> timedelta | None:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.layout import Layout
+from tests.helpers.accelerator import pretends_cuda
 from tests.helpers.models import BLOCKS, assert_same_tree, differing, tiny_llama
 from tests.helpers.reference import decay_split, grouped_optimizer, naive_groups
 from tests.helpers.tolerance import assert_step_close, exact_sums
@@ -102,7 +103,7 @@ class HiFTCase(Case):
         num_ranks = len(results)
         expected = reference(self, layout, num_ranks)
         weights, before = whole_weights(expected.model), whole_weights(self.build_reference_model())
-        masters = {name: master.detach() for name, master in expected.masters.items()}
+        masters = {name: master.detach().cpu() for name, master in expected.masters.items()}
         least = 1e-3 * min(1.0, 1e-4 / self.eps)
         still = [name for name in before if float((weights[name].float() - before[name].float()).abs().max()) < least]
         assert not still, f"never updated: {still}"
@@ -131,7 +132,7 @@ class HiFTCase(Case):
                 assert_step_close(
                     {name: rows for name, (_, rows) in result["masters"].items()},
                     masters,
-                    {n: m.detach() for n, m in exact.masters.items()},
+                    {n: m.detach().cpu() for n, m in exact.masters.items()},
                     cap=cap,
                 )
             if self.clip:
@@ -168,8 +169,8 @@ class HiFTCase(Case):
                 assert_step_close(result["weights"], expected, compute(exact=True), cap=CAP)
 
     def build_reference_model(self) -> nn.Module:
-        """The whole model in the dtype in which it is trained."""
-        model = HiFTCase(dtype=self.dtype, tied=self.tied).build_model()
+        """The whole model in the dtype in which it is trained, where this process trains."""
+        model = HiFTCase(dtype=self.dtype, tied=self.tied).build_model().to("cuda" if pretends_cuda() else "cpu")
         for parameter in model.parameters():
             # Buffers keep their dtype, as in DeepSpeed's engine. What accelerate's mixed precision lifts, the first
             # forward pass rounds down again.
@@ -284,7 +285,7 @@ def gathered(engine: Any, key: str = "master") -> dict[str, torch.Tensor]:
             flat = master if key == "master" else child.optimizer.state[master].get(key)
             if flat is None:
                 continue
-            share = flat.detach().contiguous()
+            share = flat.detach().contiguous().to(engine.device)
             shares = [torch.empty_like(share) for _ in range(dist.get_world_size())]
             dist.all_gather(shares, share)
             whole, offset = torch.stack(shares), 0

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import send_to_device
 from torch import nn
 
 import slivertune as st
@@ -232,12 +233,13 @@ class Run:
         self._evaluate()
 
     def forward(self, batch: Any) -> torch.Tensor:
-        return self.case.loss(self.model, batch)
+        device = self.model.device if self.case.bare else self.accelerator.device
+        return self.case.loss(self.model, send_to_device(batch, device))
 
     def _evaluate(self) -> None:
         if self.case.evaluate:
             with torch.no_grad():
-                self.case.loss(self.model, self.case.batch(0, 0, 9))
+                self.forward(self.case.batch(0, 0, 9))
 
     def _clip(self) -> None:
         if self.case.max_norm is not None and self.accelerator.sync_gradients:

@@ -25,7 +25,7 @@ class PrescribedBlock(nn.Module):
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
         # Over the unit matrix, so that the weight's gradient is the given one to the bit.
-        unit = torch.eye(self.linear.in_features, dtype=gradient.dtype)
+        unit = torch.eye(self.linear.in_features, dtype=gradient.dtype, device=gradient.device)
         return (self.linear(unit) * gradient.t()).float().sum()
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
-from slivertune.core.torch_internals import default_group, default_store, timeout_of
+from slivertune.core.torch_internals import default_group, default_store, process_groups, takes_cpu_tensors, timeout_of
 from slivertune.parallel.accelerate_internals import is_on_last_batch
 from slivertune.parallel.consistency.headers import TEXTS, UNKNOWN, Header, find_difference, short_hash
 from slivertune.parallel.consistency.processes import describe_end, let_threads_finish_at_exit, own_identity
@@ -30,6 +30,9 @@ _SAME_LAYERS = (
 _EXPLAINED = "_slivertune_explained"
 
 _Value = TypeVar("_Value")
+
+_gloo_group: list[Any] = []
+"""The group beside a default one that has no CPU tensors, once it is made."""
 
 _LOOKUP_TIMEOUT = timedelta(seconds=5)
 """Timeout for looking up a rank's note after a collective has failed."""
@@ -88,8 +91,23 @@ def gather_objects(value: _Value, doing: str) -> list[_Value]:
         return [value]
     gathered: list[Any] = [None] * world_size()
     with guard(doing):
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=_host_group(doing))
     return gathered
+
+
+def _host_group(doing: str) -> Any:
+    """Return a group of all ranks for messages of the host: the default one, or a gloo group beside it.
+
+    NCCL sends objects through the current CUDA device, which is cuda:0 on every rank before `set_device`. Making the
+    group is a collective.
+    """
+    group = default_group()
+    if takes_cpu_tensors(group):
+        return group
+    if not _gloo_group or _gloo_group[0] not in process_groups():
+        with guard(doing):
+            _gloo_group[:] = [dist.new_group(backend="gloo", timeout=timeout_of(group))]
+    return _gloo_group[0]
 
 
 @contextmanager
