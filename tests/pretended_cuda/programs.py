@@ -75,7 +75,7 @@ def tokentune(
 ) -> Any:
     """TokenTune over AdamW or HiFT, also with the chunked loss."""
     model = checkpointed(build().to(device), reentrant)
-    config = HiFTConfig(stream_bytes=20_000)
+    config = HiFTConfig.paper(stream_bytes=20_000)
     optimizer: Any = HiFT(model, torch.optim.AdamW, lr=1e-3, config=config) if hift else None
     tuning = st.TokenTune(**{"ratio": 0.4, **settings})
     with tuning.attach(model), st.attach_chunked_cross_entropy(model) if chunked else nullcontext():
@@ -94,7 +94,7 @@ def hift(
 ) -> Any:
     """HiFT with handles that move activations, on the computing stream or on one of the user's own."""
     model = checkpointed(tiny_llama(torch.bfloat16).to(device), reentrant)
-    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-2, config=HiFTConfig(stream_bytes=20_000, **settings))
+    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-2, config=HiFTConfig.paper(stream_bytes=20_000, **settings))
     handles = [move(model) for move in moved]
     side = torch.cuda.Stream(device) if stream and device != "cpu" else None
     if side is not None:
@@ -126,6 +126,24 @@ def resumed(device: str, **settings: Any) -> Any:
     return [*losses, *weights(model)]
 
 
+def skipped(device: str, **settings: Any) -> Any:
+    """HiFT in a loop that drops a gradient now and then, and steps without one."""
+    model = checkpointed(tiny_llama(torch.bfloat16).to(device), False)
+    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-2, config=HiFTConfig.paper(stream_bytes=20_000, **settings))
+    for update, batch in enumerate(batches(device, 7)):
+        if update % 2:
+            model(**batch).loss.backward()
+            model.zero_grad()
+            optimizer.step()
+        trained(model, optimizer, device, update + 1, update)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model(**next(batches(device))).loss.backward()
+    optimizer.load_state_dict(saved)
+    losses = trained(model, optimizer, device, 4)
+    optimizer.detach()
+    return [*losses, *weights(model)]
+
+
 def chunked_loss(device: str) -> Any:
     """The chunked loss over AdamW."""
     model = tiny_gpt2().to(device).train()
@@ -154,7 +172,7 @@ def trainer(device: str, **settings: Any) -> Any:
                 dataloader_pin_memory=device != "cpu",
             )
             training = Trainer(model, arguments, train_dataset=data)
-            st.attach(training, HiFTConfig(**settings))
+            st.attach(training, HiFTConfig.paper(**settings))
             training.train(resume_from_checkpoint=max_steps > 6)
     return weights(model)
 
@@ -188,6 +206,23 @@ PROGRAMS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
         partial(stays, steps_per_group=3),
     ),
     "HiFT on a stream of the user": (partial(hift, stream=True, prefetch_bytes="auto"), stays),
+    "HiFT on a stream of the user, gradients on the host": (partial(hift, stream=True, gradients="host"), stays),
+    "HiFT with activations that wait on the host, re-entered": (
+        partial(hift, moved=[st.offload_activations], reentrant=True),
+        partial(stays, reentrant=True),
+    ),
+    "HiFT, steps skipped": (skipped, partial(skipped, state="device")),
+    **{
+        f"HiFT, steps skipped, {name} chunks stay": (
+            partial(skipped, steps_per_group=3, prefetch_bytes=room),
+            partial(skipped, steps_per_group=3, state="device"),
+        )
+        for name, room in (("some", 60_000), ("all", 10**9))
+    },
+    "HiFT with gradients on the host, steps skipped": (
+        partial(skipped, gradients="host"),
+        partial(skipped, state="device"),
+    ),
     "the Trainer": (trainer, partial(trainer, state="device")),
     "the Trainer, gradients on the host": (partial(trainer, gradients="host"), partial(trainer, state="device")),
 }

@@ -15,7 +15,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     **on_cpu.CONFIG,
     "layers_per_group": (1, 2, LAYERS),
     "order": ("bottom2up", "random"),
-    "optimizer": ("AdamW", "SGD momentum", "transformers Adafactor with lr"),
+    "optimizer": ("AdamW", "SGD momentum", "AdamW8bit", "transformers Adafactor with lr"),
     "kernels": (None, "fused", "capturable"),
     "dtype": ("bf16", "fp32"),
     "blocks": ("none checkpointed", "all, reentrant", "all"),
@@ -24,8 +24,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 """What decides on copies; more values of the same settings are in the table of the CPU, whose kernels these are."""
 ILLEGAL = on_cpu.ILLEGAL
 NOT_OF_TORCH: tuple[Row, ...] = (
-    {"optimizer": "transformers Adafactor with lr", "kernels": "fused"},
-    {"optimizer": "transformers Adafactor with lr", "kernels": "capturable"},
+    *(
+        {"optimizer": optimizer, "kernels": kernels}
+        for optimizer in ("AdamW8bit", "transformers Adafactor with lr")
+        for kernels in ("fused", "capturable")
+    ),
     {"optimizer": "SGD momentum", "kernels": "capturable"},
 )
 """Options that an optimizer does not have."""

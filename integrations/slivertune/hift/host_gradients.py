@@ -36,8 +36,6 @@ class HostGradients:
         self._room: torch.Tensor | None = None
         self._places: dict[nn.Parameter, int] = {}
         self._living: dict[nn.Parameter, OffloadedGradient] = {}
-        self._free_after: Event = None
-        """Event after which the last step has read the host memory."""
 
     def begin_turn(self, weights: Sequence[Weight]) -> None:
         """Assign host memory to the gradients of the active group, and drop the gradients of other weights."""
@@ -70,7 +68,8 @@ class HostGradients:
     def offload(self, offloaded: OffloadedGradient, values: torch.Tensor) -> None:
         """Replace the values on the host with values on the device."""
         norm = self._new_norm(offloaded)
-        with self.streams.on("outbound", self.streams.record(), self._free_after):
+        # The computation, or this stream, has waited for every read of the host memory.
+        with self.streams.on("outbound", self.streams.record()):
             offloaded.part_on_host(0, None).copy_(values, non_blocking=True)
             norm_of(values, norm)
             offloaded.stored = self.streams.record("outbound")
@@ -82,11 +81,10 @@ class HostGradients:
         with claimed_at_birth("gradients"):
             total = torch.empty_like(gradient)
         claim(total, "gradients")
-        made = self.streams.record()
-        with self.streams.on("inbound", made, offloaded.stored):
+        with self.streams.on("inbound", self.streams.record(), offloaded.stored):
             total.copy_(host, non_blocking=True)
             loaded = self.streams.record("inbound")
-        with self.streams.on("outbound", made, loaded):
+        with self.streams.on("outbound", loaded):
             total.add_(gradient)
             host.copy_(total, non_blocking=True)
             norm_of(total, norm)
@@ -114,8 +112,6 @@ class HostGradients:
     def drop(self) -> None:
         """Close all known gradients."""
         self.settle()
-        # All reads of the host memory are queued. Copies of the next backward come after them.
-        self._free_after = self.streams.record()
         for parameter, offloaded in self._living.items():
             if parameter.grad is offloaded:
                 parameter.grad = None

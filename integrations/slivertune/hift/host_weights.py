@@ -12,7 +12,6 @@ Blocks that train stay in their slots through the whole turn, and are trained th
 forward begins: until then others may write to them.
 """
 
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -103,8 +102,6 @@ class HostWeights:
                 self._move_to_host(block)
         self._slot_bytes = max(self.block_bytes)
         self.stay(resident)
-        # The model may be dropped with copies in flight.
-        weakref.finalize(self, self.streams.synchronize).atexit = False
 
     @property
     def streamed(self) -> list[int]:
@@ -154,9 +151,6 @@ class HostWeights:
         if index not in self._brought:
             slot = self._slot_of(index) or self._load(index, self._take(index))
             self.streams.compute_after(slot.ready)
-            if index in self._kept:
-                # It is trained in its slot, which the write back of the previous turn may still read.
-                self.streams.compute_after(self._arrives.get(index))
             self._place(index, slot.views)
             self._brought[index] = slot
         self._load_ahead()
@@ -179,7 +173,10 @@ class HostWeights:
         for index in [each for each in self._brought if each != but]:
             self.put_back(index)
         while len(self._slots) > self._num_slots and (free := self._free_slots()):
-            self._drop(free[0])
+            # Its memory is the computation's next.
+            self.streams.compute_after(free[0].ready)
+            self.streams.compute_after(free[0].free_after)
+            self._slots.remove(free[0])
 
     def keep(self, indices: Collection[int]) -> None:
         """Begin a turn, in which these blocks train and stay on the device once they are loaded.
@@ -271,9 +268,10 @@ class HostWeights:
         self.keep(())
         self.put_all_back()
         self.send_back()
-        self.settle()
-        for slot in list(self._slots):
-            self._drop(slot)
+        # Loads, too: the stream that computes now need not be the one that gets their memory.
+        self.streams.synchronize()
+        self._arrives = {}
+        self._slots.clear()
         self._kept = kept
 
     def copy_to_host(self, index: int) -> dict[int, torch.Tensor]:
@@ -285,7 +283,6 @@ class HostWeights:
         slot = self._trained.get(index) or (self._brought.get(index) if index in self._kept else None)
         if slot is None:
             return {}
-        self.streams.compute_after(self._arrives.get(index))
         block = self._blocks[index]
         for source, target in zip(slot.views, block.waiting, strict=True):
             target.copy_(source)
@@ -387,12 +384,6 @@ class HostWeights:
         # Earlier computation may still use this memory.
         self._slots.append(_WeightSlot(memory, self.streams.record()))
         return self._slots[-1]
-
-    def _drop(self, slot: _WeightSlot) -> None:
-        # Its memory is the computation's next.
-        self.streams.compute_after(slot.ready)
-        self.streams.compute_after(slot.free_after)
-        self._slots.remove(slot)
 
     def _empty(self, slot: _WeightSlot) -> None:
         slot.block, slot.views = None, []

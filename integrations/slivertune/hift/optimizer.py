@@ -753,6 +753,8 @@ class HiFT(CheckpointedSliver):
             ValueError: If the state is of another model, grouping or optimizer, or is damaged. Nothing is changed then.
         """
         self._check_not_delegated()
+        for slots in self._prefetcher.slots.values():
+            slots.streams.synchronize()  # the given state may be this one's own, which copies still write
         check_header(state_dict, self._header())
         check_accepted(state_dict["param_groups"], self.param_groups, self.base)
         check_weights(state_dict["state"], self.trained_weights, self._meter)

@@ -183,7 +183,6 @@ class StreamedGroup(ResidentGroup):
 
     @override
     def discard(self) -> None:
-        self._slots.streams.synchronize()
         device_pieces.forget_owed(self._in_slots)
         self.release()
         super().discard()
@@ -369,8 +368,8 @@ class StreamedGroup(ResidentGroup):
                 source = gradient.part_on_host(one.start, None if one.is_whole else one.stop)
                 part = tensor_at(loaded.slot.memory, start, source)
                 start += aligned(source.nbytes)
-                # The last step may still be reading the previous content.
-                with streams.on("inbound", gradient.stored, loaded.ready):
+                # The gradient was made after the last step, which has read the previous content.
+                with streams.on("inbound", gradient.stored):
                     part.copy_(source, non_blocking=True)
                     loaded.ready = streams.record("inbound")
             loaded.gradients.append(part)

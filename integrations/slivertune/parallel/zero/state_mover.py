@@ -118,16 +118,21 @@ class StateMover:
         moving = [(key, tensor) for key, tensor in self._tensors() if self._waits(key, tensor)]
         if moving:
             spare, spare_left = leaving._hand_over(moving) if leaving is not None else ({}, None)
-            with claimed_at_birth("state"):
-                targets = [
-                    spare[key]
-                    if key in spare
-                    else torch.empty_strided(*_form(tensor)[:2], dtype=tensor.dtype, device=self._streams.device)
-                    for key, tensor in moving
-                ]
+            try:
+                with claimed_at_birth("state"):
+                    targets = [
+                        spare[key]
+                        if key in spare
+                        else torch.empty_strided(*_form(tensor)[:2], dtype=tensor.dtype, device=self._streams.device)
+                        for key, tensor in moving
+                    ]
+            except torch.OutOfMemoryError:
+                self._streams.compute_after(spare_left)  # what was handed over is the computation's next
+                raise
             start = time.perf_counter()
-            # After the computation that uses the memory, the copies out of it, and the copies to the host.
-            with self._streams.on("inbound", self._streams.record(), self._left, spare_left):
+            # After the computation that uses the memory, and the copies out of it. The computation, or this stream when
+            # the memory was handed over, has waited for the copies to the host.
+            with self._streams.on("inbound", self._streams.record(), spare_left):
                 for (_, tensor), target in zip(moving, targets, strict=True):
                     target.copy_(tensor.data, non_blocking=True)
                 self._arrived = self._streams.record("inbound")
