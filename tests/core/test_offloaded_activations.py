@@ -6,8 +6,8 @@ The reference is transformers' own checkpointing, which keeps them on the device
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import slivertune as st
 from slivertune.core import waiting_activations
 from slivertune.core.checkpointing import disable_checkpointing
-from slivertune.core.copy_streams import streams_made_by
 from slivertune.core.ledger import Ledger
 from slivertune.core.offloaded_activations import OffloadedActivationsHandle
 from slivertune.core.waiting_activations import WaitingActivations
@@ -39,7 +38,6 @@ from tests.core.test_kept_activations import (
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import OddModel, differing, weights
 from tests.helpers.pairwise import rotated
-from tests.helpers.streams import PretendedStreams, Streams
 
 # Nor the head of the classifiers here.
 pytestmark = pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks")
@@ -299,92 +297,6 @@ def test_a_missing_wait_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         model = checkpointed()
         with st.offload_activations(model), pytest.raises(AssertionError):
             assert_same(train(model, "dense"), plain)
-
-
-@contextmanager
-def pretended(kind: type[PretendedStreams] = PretendedStreams) -> Iterator[Streams]:
-    """Streams of which is noted who touches what without a wait."""
-    with Streams() as streams:
-
-        class OfThese(kind):  # type: ignore[misc, valid-type]
-            pass
-
-        OfThese.streams = streams
-        with streams_made_by(OfThese):
-            yield streams
-
-
-def run_steps(num_steps: int = CYCLE, *, reentrant: bool = False) -> None:
-    model = checkpointed(reentrant=reentrant)
-    hift = st.HiFT(model, torch.optim.SGD, config=st.HiFTConfig.paper(state="device"), lr=1e-2)
-    with st.offload_activations(model):
-        for step in range(num_steps):
-            model(**batch(model, step))  # dropped
-            model(**batch(model, step, length=14 + step)).loss.backward()
-            hift.step()
-            hift.zero_grad()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_no_memory_is_touched_without_a_wait(reentrant: bool) -> None:
-    with pretended() as streams:
-        run_steps(reentrant=reentrant)
-    # Memory of the host is given up after a wait for the whole device (`copy_streams._unpin`), which is not pretended.
-    assert [each for each in streams.violations if not each.startswith("host memory")] == []
-    # One block more in each turn but the last, in forwards that are dropped and in those with a backward.
-    assert streams.num_by_stream["outbound"] >= 2 * 14 and streams.num_by_stream["inbound"] >= 14
-
-
-class _NoComputeAfter(PretendedStreams):
-    def compute_after(self, event: Any) -> None:
-        """The computing stream waits for no copy."""
-
-
-class _NoWaitForComputing(PretendedStreams):
-    @contextmanager
-    def on(self, direction: Any, *after: Any) -> Iterator[None]:
-        """A copy does not wait for what is computed, nor for who had its memory before."""
-        with super().on(direction, *after[1:]):
-            yield
-
-
-class _NoWaitForOtherCopies(PretendedStreams):
-    @contextmanager
-    def on(self, direction: Any, *after: Any) -> Iterator[None]:
-        """A load does not wait for the store of what it loads, nor a store for who reads its place."""
-        with super().on(direction, *after[:1]):
-            yield
-
-
-@pytest.mark.parametrize("kind", [_NoComputeAfter, _NoWaitForComputing, _NoWaitForOtherCopies])
-def test_the_check_sees_a_missing_wait(kind: type[PretendedStreams]) -> None:
-    with pretended(kind) as streams:
-        run_steps(2)
-    assert streams.violations
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_what_comes_back_for_a_backward_that_fails_is_waited_for(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = WaitingActivations._end
-
-    def without_wait(self: WaitingActivations, record: Any) -> None:
-        record.loading, loading = None, record.loading
-        end(self, record)
-        del loading
-
-    if not waits:
-        monkeypatch.setattr(WaitingActivations, "_end", without_wait)
-    with pretended() as streams:
-        model = checkpointed()
-        with st.offload_activations(model):
-            loss = model(**batch(model)).loss
-            model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward()
-            del loss
-            torch.ones(1)  # what comes next
-    released = [each for each in streams.violations if each.startswith("memory")]
-    assert bool(released) == (not waits)
 
 
 def test_an_input_comes_back_under_the_backward_of_the_block_above(begun: list[int]) -> None:

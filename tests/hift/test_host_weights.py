@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slivertune import HiFTConfig, Ledger, TokenTune
 from slivertune.core.checkpointing import enable_checkpointing
-from slivertune.hift import host_weights, streamed_blocks
-from slivertune.hift.host_weights import _WeightSlot
+from slivertune.hift import streamed_blocks
 from slivertune.hift.resident_blocks import choose_resident, compute_device
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
@@ -23,7 +22,6 @@ from tests.helpers.pairwise import pairwise, rotated
 from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.hift.cases import OPTIMIZERS, hift_over
-from tests.hift.test_ordering import pretended
 
 BLOCKS = 5
 LAYERS = BLOCKS + 2
@@ -126,20 +124,6 @@ def test_a_backward_finds_its_weights_wherever_they_come_to(
             assert_same_bits(other, expected)
     else:
         assert_same_bits(other, expected)
-
-
-@pytest.mark.parametrize("missing", ["free_after", "ready", "settle"])
-def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slot(_WeightSlot):
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, None if name == missing else value)
-
-    if missing == "settle":
-        monkeypatch.setattr("tests.helpers.streams.PretendedStreams.wait_on_host", lambda self, event: None)
-    monkeypatch.setattr(host_weights, "_WeightSlot", Slot)
-    with pretended() as streams:
-        trained(model_of(), LAYERS, weights="host", resident_bytes=0)
-    assert streams.violations != []
 
 
 @pytest.mark.parametrize(

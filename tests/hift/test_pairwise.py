@@ -1,7 +1,8 @@
 """Settings of HiFT together: wherever state, gradients and weights are, the reference's bits; resumed, the same.
 
-Each legal pair of settings has a row. Copies come as late as their events allow, into poisoned memory, or each is
-checked to come after what it depends on. Tests of single settings leave their combinations to this table.
+Each legal pair of settings has a row. Copies come as late as their events allow, into poisoned memory; whether each
+comes after what it depends on is checked on a pretended device (`tests/pretended_cuda/test_hift.py`). Tests of single
+settings leave their combinations to this table.
 """
 
 import copy
@@ -25,7 +26,6 @@ from tests.helpers.models import LAYERS, assert_same_bits, bits, differing, tiny
 from tests.helpers.pairwise import Row, assert_has_every_legal_pair, drawn_rows, pairwise_rows, row_params
 from tests.helpers.reference import NaiveHiFT, naive_groups
 from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over, reloaded, run, warm_cosine
-from tests.hift.test_ordering import pretended
 from tests.hift.test_waiting import NaiveWaiting
 
 CONFIG: dict[str, tuple[Any, ...]] = {
@@ -48,7 +48,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp32"),
     "blocks": ("none checkpointed", "all, reentrant", "all", "one keeps its activations"),
     "accumulation": (1, 2),
-    "copies": ("all late", "some late", "in order"),
+    "copies": ("all late", "some late"),
 }
 ILLEGAL: tuple[Row, ...] = (
     {"gradients": "stepped", "max_grad_norm": 0.1},
@@ -60,14 +60,12 @@ ILLEGAL: tuple[Row, ...] = (
     {"state": "device", "prefetch_bytes": 10**9},
     *({"waiting": form, "state": state} for form in ("int8", "nf4") for state in ("device", "discard")),
 )
-UNTESTED: tuple[Row, ...] = ({"copies": "in order", "state": "disk"},)
-"""Files are read and written by threads, whose copies are not checked."""
 MORE = 2
 """Turns after the first cycle."""
 
 
 def is_legal(row: Row) -> bool:
-    return not any(pair.items() <= row.items() for pair in ILLEGAL + UNTESTED)
+    return not any(pair.items() <= row.items() for pair in ILLEGAL)
 
 
 def table() -> list[Row]:
@@ -188,9 +186,7 @@ def test_illegal_pairs_are_refused(pair: Row) -> None:
 @pytest.mark.parametrize("row", row_params(ROWS, drawn_rows(FACTORS, is_legal, num_rows=100)))
 def test_bits_are_the_references_and_a_run_that_is_resumed_has_them_too(row: Row, tmp_path: Path) -> None:
     before = weights(made(row))
-    streams: Any
-    in_order = row["copies"] == "in order"
-    with pretended() if in_order else delayed(None if row["copies"] == "all late" else 1) as streams:
+    with delayed(None if row["copies"] == "all late" else 1) as streams:
         whole = Run(row, tmp_path / "whole")
         cycle, turn = whole.hift.cycle_length, row["steps_per_group"]
         last = cycle + MORE * turn
@@ -211,9 +207,7 @@ def test_bits_are_the_references_and_a_run_that_is_resumed_has_them_too(row: Row
         # Of each group something has moved by more than bf16's last bit.
         moved = set(differing(weights(dense), before))
         assert all(moved.intersection(group.parameter_names) for group in whole.hift.groups)
-    if in_order:
-        assert streams.violations == []
-    elif row["state"] != "device":
+    if row["state"] != "device":
         assert sum(each.num_late for each in streams) > 0
 
     resumed = Run(row, tmp_path / "resumed", seed=9)

@@ -20,7 +20,6 @@ from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
 from tests.helpers.reference import train
 from tests.hift.cases import BIG_VOCAB, hift_over
-from tests.hift.test_ordering import assert_in_order
 
 STREAM_BYTES = 20_000
 ROOMS = [1, 20_000, 60_000, 10**9]
@@ -51,13 +50,6 @@ def test_no_room_changes_a_bit(name: str, config: dict[str, Any], room: int) -> 
     expected = trained(model, name, prefetch_bytes=0, **config)
     assert_all_moved(expected, weights(model))
     assert_same_bits(trained(model, name, prefetch_bytes=room, **config), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prefetch_bytes", [20_000, 60_000, 10**9])
-@pytest.mark.parametrize("config", [{}, {"steps_per_group": 2}, {"gradients": "stepped"}])
-def test_all_copies_are_in_order_with_room(config: dict[str, Any], prefetch_bytes: int) -> None:
-    assert_in_order("AdamW", torch.bfloat16, stream_bytes=STREAM_BYTES, prefetch_bytes=prefetch_bytes, **config)
 
 
 @functools.cache

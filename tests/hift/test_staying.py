@@ -25,7 +25,6 @@ from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, Stumbling, hift_over
-from tests.hift.test_ordering import pretended
 
 TURN = 3
 PIECE = 20_000
@@ -108,67 +107,6 @@ def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
         assert_same_bits(late, model)
         assert_same_tree(other.state_dict()["state"], hift.state_dict()["state"])
     assert sum(each.num_late for each in streams) > 100
-
-
-@pytest.mark.parametrize("room", [SOME, pytest.param(ALL, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("config", quick([{}, {"gradients": "host"}, {"gradients": "stepped"}], [{}]), ids=str)
-def test_all_copies_are_in_order(config: dict[str, Any], room: int) -> None:
-    with pretended() as streams:
-        model, hift = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=room, **config)
-        train(model, hift, BATCHES, hift.cycle_length + TURN + 2)
-        saved = copy.deepcopy(hift.state_dict())
-        train(model, hift, BATCHES, 1)
-        hift.load_state_dict(saved)
-        train(model, hift, BATCHES, TURN)
-        hift.detach()
-    assert streams.violations == []
-
-
-@pytest.mark.parametrize("gradients", quick(["device", "stepped"], ["stepped"]))
-def test_where_all_fits_nothing_is_copied_in_the_middle_of_a_turn(gradients: Any) -> None:
-    with pretended() as streams:
-        model, hift = staying(
-            tiny_llama(torch.bfloat16, vocab=BIG_VOCAB),
-            "AdamW",
-            prefetch_bytes=ALL,
-            gradients=gradients,
-            layers_per_group=2,
-        )
-        train(model, hift, BATCHES, hift.cycle_length)
-        for _ in range(hift.num_groups):
-            moved = []
-            for _ in range(TURN):
-                before = dict(streams.num_by_stream)
-                train(model, hift, BATCHES, 1)
-                moved.append({name: streams.num_by_stream[name] - before[name] for name in ("inbound", "outbound")})
-            # The state came when the turn began, after the last update of the one before; that of the next comes
-            # after the last update of this, from which this one's leaves.
-            assert [each["outbound"] > 0 for each in moved] == [False] * (TURN - 1) + [True]
-            assert [each["inbound"] > 0 for each in moved] == [False] * (TURN - 1) + [True]
-    assert streams.violations == []
-
-
-@pytest.mark.parametrize(
-    ("updates", "gradients"),
-    quick(itertools.product([1, 2, TURN], ["device", "stepped"]), [(1, "device"), (2, "stepped"), (TURN, "device")]),
-)
-def test_state_that_is_thrown_away_is_not_copied(updates: int, gradients: Any) -> None:
-    with pretended() as streams:
-        model, hift = hift_over(
-            tiny_llama(torch.bfloat16, vocab=BIG_VOCAB),
-            "AdamW",
-            steps_per_group=updates,
-            state="discard",
-            gradients=gradients,
-        )
-        for _ in range(hift.num_groups):
-            leaving = []
-            for _ in range(updates):
-                before = streams.num_by_stream["outbound"]
-                train(model, hift, BATCHES, 1)
-                leaving.append(streams.num_by_stream["outbound"] > before)
-            assert leaving == [True] * (updates - 1) + [False]
-    assert streams.violations == []
 
 
 def test_no_more_stays_than_there_is_room_for() -> None:

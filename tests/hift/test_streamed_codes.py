@@ -21,7 +21,6 @@ from tests.helpers.models import bits, differing, seeded, tiny_llama, token_batc
 from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
 from tests.helpers.reference import train
-from tests.hift.test_ordering import pretended
 from tests.hift.test_waiting import assert_exact, compare, pair, pair_over
 
 BLOCKS = 5
@@ -81,18 +80,6 @@ def test_late_copies_change_no_bit(seed: int | None, checkpointing: bool, config
         made = both(checkpointing=checkpointing, resident_bytes=15_000, **config)
         compare(made, BATCHES, 2 * made[1].num_groups + 1)
     assert sum(each.num_late for each in streams) > 0
-
-
-@pytest.mark.parametrize(
-    "config", [pytest.param({}, marks=pytest.mark.slow), {"layers_per_group": 3, "resident_bytes": 15_000}], ids=str
-)
-def test_all_copies_are_in_order(config: dict[str, Any]) -> None:
-    with pretended() as streams:
-        model, hift, _ = both(checkpointing=True, **config)
-        train(model, hift, BATCHES, 2 * hift.num_groups)
-        del hift
-    assert streams.violations == []
-    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > BLOCKS
 
 
 def everything(model: Any) -> ExitStack:

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-from slivertune.core.copy_streams import streams_made_by
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.hift import prefetch
@@ -20,7 +19,6 @@ from slivertune.parallel.zero.state_mover import StateMover
 from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import differing
 from tests.helpers.ranks import quick, ran_once, run_ranks
-from tests.helpers.streams import PretendedStreams, Streams
 from tests.parallel.contract.hift import CYCLE, HiFTCase
 from tests.parallel.contract.runs import ZERO, Run, load, running, save
 from tests.parallel.zero.test_memory import state_tensors
@@ -195,8 +193,6 @@ QUICK: list[tuple[Layout, str]] = [("zero3", "late, with room")]
 BROKEN: Layout = "zero2"
 """Where waits are left out."""
 MISSING = ("wait", "memory", "host")
-IN_ORDER = [(layout, room) for layout in ZERO for room in (0, LARGE)]
-UNORDERED = ("wait", "memory", "host", "release", "moment")
 
 
 def with_room(case: HiFTCase, prefetch_bytes: int | str) -> HiFTCase:
@@ -208,26 +204,6 @@ def train_at_once(rank: int, num_ranks: int, layout: Layout) -> dict[str, Any]:
     case = CASES[layout]
     with running(with_room(case, 0), layout, rank) as run:
         return case.result(run.train(0, STEPS))
-
-
-def check_order(
-    rank: int, num_ranks: int, layout: Layout, room: int, missing: str | None, folder: Path
-) -> dict[str, Any]:
-    """What of a run that is saved and loaded is not in order on streams that are only pretended."""
-    case, streams = with_room(CASES[layout], room), Streams()
-    with (
-        without(missing) if missing else nullcontext(),
-        streams_made_by(type("OnStreams", (PretendedStreams,), {"streams": streams})),
-        streams,
-    ):
-        with running(case, layout, rank) as run:
-            save(run.train(0, CUT), folder)
-            run.train(CUT, CUT + 2)
-        if missing is None:
-            with running(case, layout, rank) as run:
-                load(run, folder)
-                run.train(CUT, STEPS)
-    return {"violations": sorted(set(streams.violations)), "operators": dict(streams.num_by_stream)}
 
 
 def read_after_forward(rank: int, num_ranks: int, layout: Layout, late: bool) -> dict[str, torch.Tensor]:
@@ -269,7 +245,7 @@ def train_without(rank: int, num_ranks: int, missing: str) -> dict[str, Any]:
 
 @contextmanager
 def without(what: str) -> Iterator[None]:
-    """Without the wait for what comes, for memory that is left, for what has to reach the host, for the computation."""
+    """Without the wait for what comes, for memory that is left, for what has to reach the host."""
     changes: dict[str, tuple[Any, str, Any]] = {
         "wait": (StateMover, "wait", lambda self: None),
         "memory": (
@@ -278,8 +254,6 @@ def without(what: str) -> Iterator[None]:
             lambda self, coming, own=StateMover._hand_over: (own(self, coming)[0], None),
         ),
         "host": (StateMover, "to_host", forgetful(StateMover.to_host)),
-        "release": (StateMover, "release", lambda self: self._leaving.clear()),
-        "moment": (PretendedStreams, "record", lambda self, to=None, own=PretendedStreams.record: to and own(self, to)),
     }
     with mock.patch.object(*changes[what]):
         yield
@@ -350,19 +324,6 @@ def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 def test_a_missing_wait_changes_bits(missing: str, at_once: OnRanks) -> None:
     for found, expected in zip(run_ranks(train_without, 2, missing), at_once(BROKEN), strict=True):
         assert different(found["weights"], expected["weights"])
-
-
-@pytest.mark.parametrize(("layout", "room"), quick(IN_ORDER, [("zero2", 0)]))
-def test_every_copy_comes_after_what_it_depends_on(layout: Layout, room: int, tmp_path: Path) -> None:
-    for found in run_ranks(check_order, 2, layout, room, None, tmp_path):
-        assert found["violations"] == []
-        assert min(found["operators"][name] for name in ("inbound", "outbound", "computing")) > 0
-
-
-@pytest.mark.parametrize("unordered", quick(UNORDERED, []))
-def test_a_missing_wait_is_out_of_order(unordered: str, tmp_path: Path) -> None:
-    for found in run_ranks(check_order, 2, BROKEN, 0, unordered, tmp_path):
-        assert found["violations"]
 
 
 @pytest.mark.parametrize("layout", quick(ZERO, ["zero3"]))
