@@ -25,18 +25,18 @@ from result_files import RESULTS, read_json, write_json
 
 CHECKOUT = Path(__file__).parents[1]
 SECONDS = 480
-"""Of a part."""
+"""Seconds that a part may take."""
 _LEAST_SECONDS = 10
-"""Left of the part, or no step begins."""
+"""Seconds that must be left of a part for another step to begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A command of Python's.
+    """A process of Python.
 
     Attributes:
-        command: Arguments of `python`; `{output}` is the step's result file.
-        seconds: After which it is ended.
+        command: Arguments of `python`; `{output}` is the step's result, without a suffix.
+        seconds: Time after which it is ended.
         tiny: More arguments on a pretended card.
     """
 

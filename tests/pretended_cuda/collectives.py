@@ -159,7 +159,7 @@ class Group(dist.ProcessGroup):
         sizes = [each.nbytes for each in given]
         return [
             [part.view(own.dtype).view(own.shape) for part, own in zip(one.split(sizes), given, strict=True)]
-            for one in (each.clone() for each in everything)
+            for one in everything
         ]
 
 
@@ -199,11 +199,7 @@ def _by(op: Any) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
     return lambda each: reduce(chosen, each)
 
 
-def _make(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Group:
-    return Group(store, rank, num_ranks, timeout)
-
-
-dist.Backend.register_backend(NAME, _make, devices=["cuda"])
+dist.Backend.register_backend(NAME, Group, devices=["cuda"])
 
 
 @contextmanager

@@ -26,8 +26,7 @@ DEVICE = torch.device("cuda", 0)
 
 def hift_on(model: Any, optimizer: Any = torch.optim.AdamW, **settings: Any) -> HiFT:
     """HiFT by the paper's schedule, in small chunks."""
-    options = {"elementwise": True} if optimizer is Stumbling else {}
-    return HiFT(model, optimizer, lr=1e-2, config=HiFTConfig.paper(**{"stream_bytes": 20_000, **options, **settings}))
+    return HiFT(model, optimizer, lr=1e-2, config=HiFTConfig.paper(**{"stream_bytes": 20_000, **settings}))
 
 
 def model_on(*, weights: str = "device", **options: Any) -> Any:
@@ -57,9 +56,9 @@ def a_backward_ends_early() -> None:
 
 
 def a_step_fails_in_a_turn() -> None:
-    """After which the memory of its chunks is given up."""
+    """The memory of its chunks is given up then."""
     model = model_on()
-    optimizer = hift_on(model, Stumbling, prefetch_bytes=10**9, steps_per_group=3, gradients="host")
+    optimizer = hift_on(model, Stumbling, elementwise=True, prefetch_bytes=10**9, steps_per_group=3, gradients="host")
     done = optimizer.cycle_length + 1
     trained(model, optimizer, "cuda", done)
     with mock.patch.object(Stumbling, "countdown", 2), pytest.raises(RuntimeError, match="stumbled"):
@@ -69,25 +68,24 @@ def a_step_fails_in_a_turn() -> None:
     optimizer.detach()
 
 
-def the_optimizer_is_dropped() -> None:
-    """Right after a step, while its state is kept."""
+def stepped() -> tuple[Any, HiFT, dict[str, Any]]:
+    """A model and its optimizer right after a step, and the state, into which copies still write."""
     model = model_on()
     optimizer = hift_on(model)
     trained(model, optimizer, "cuda", 6)
     saved = optimizer.state_dict()
     trained(model, optimizer, "cuda", 7, 6)
+    return model, optimizer, saved
+
+
+def the_optimizer_is_dropped() -> None:
+    _model, optimizer, _saved = stepped()  # both are kept
     del optimizer
     reused()
-    del saved
 
 
 def its_own_state_is_loaded() -> None:
-    """Which is a view of what copies still write."""
-    model = model_on()
-    optimizer = hift_on(model)
-    trained(model, optimizer, "cuda", 6)
-    saved = optimizer.state_dict()
-    trained(model, optimizer, "cuda", 7, 6)
+    _model, optimizer, saved = stepped()
     optimizer.load_state_dict(saved)
     optimizer.detach()
 
@@ -106,7 +104,7 @@ def ranks_write_gradients() -> None:
 
 
 def gradients_are_added() -> None:
-    """On the host, while many are on their way."""
+    """They are added to those on the host, while many are on their way."""
     model = model_on()
     optimizer = hift_on(model, gradients="host", stream_bytes=10**6)
     for first, second in zip(batches("cuda"), batches("cuda"), strict=True):
@@ -119,8 +117,8 @@ def gradients_are_added() -> None:
 
 
 def weights_come(blocks: int = 3, **settings: Any) -> None:
-    """From the host or from codes, and are read there."""
-    model = model_on(blocks=blocks, **{name: value for name, value in settings.items() if name == "weights"})
+    """They come from the host or from codes, and are read there."""
+    model = model_on(blocks=blocks, weights=settings.get("weights", "device"))
     optimizer = hift_on(model, **settings)
     last = optimizer.cycle_length + 4
     trained(model, optimizer, "cuda", last)
@@ -143,7 +141,7 @@ def weights_are_read_on_the_host() -> None:
 
 
 def a_forward_fails_at_once() -> None:
-    """When the first blocks are on their way, whose memory is given up."""
+    """The first blocks are on their way then, and their memory is given up."""
     model = model_on(weights="host", blocks=8)
     optimizer = hift_on(model, weights="host", resident_bytes=0)
     trained(model, optimizer, "cuda", 2)
@@ -161,7 +159,7 @@ def fail_at_once(model: Any) -> None:
 
 
 def the_optimizer_is_dropped_off_its_stream() -> None:
-    """While weights are on their way into memory of the stream on which it was trained."""
+    """Weights are on their way then, into memory of the stream on which it was trained."""
     model = model_on(weights="host", blocks=8)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -177,7 +175,7 @@ def the_optimizer_is_dropped_off_its_stream() -> None:
 
 
 def a_handle_is_removed_after_a_step() -> None:
-    """One that holds the same weights as HiFT, whose copies to the host have just begun."""
+    """The handle holds the same weights as HiFT, and their copies to the host have just begun."""
     model = model_on()
     handle = st.quantize_layers(model, "int8")
     with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +185,7 @@ def a_handle_is_removed_after_a_step() -> None:
 
 
 def zero_state_has_no_room() -> None:
-    """When memory was handed over already."""
+    """Memory was handed over already then."""
     streams = CopyStreams(DEVICE)
     with torch.device("cuda"):
         first, second = zero_optimizer(64, 2.0), zero_optimizer(64, 4.0)
@@ -208,7 +206,7 @@ def zero_state_has_no_room() -> None:
 
 
 def many_blocks_come_from_the_host() -> None:
-    """So that each slot holds several of them in a forward."""
+    """Each slot holds several of them in a forward."""
     model = model_on(weights="host", blocks=8)
     optimizer = hift_on(model, weights="host", resident_bytes=0)
     trained(model, optimizer, "cuda", 5)
@@ -229,7 +227,7 @@ def waiting_weights_are_replaced() -> None:
 
 
 def a_turn_is_broken_off() -> None:
-    """By another state, after the script has changed the active weights."""
+    """Another state breaks it off, after the script has changed the active weights."""
     with tempfile.TemporaryDirectory() as folder:
         model = model_on()
         optimizer = hift_on(

@@ -84,14 +84,13 @@ def without(name: str) -> Iterator[Counter[str]]:
 @contextmanager
 def _swapped(chosen: dict[str, Edge], *, is_dropped: bool) -> Iterator[Counter[str]]:
     reached: Counter[str] = Counter()
-    helpers = _helpers([*chosen], reached, is_dropped=is_dropped)
-    numbers = {name: number for number, name in enumerate(chosen)}
+    helpers = _helpers(reached, is_dropped=is_dropped)
     before: dict[FunctionType, CodeType] = {}
     vars(builtins).update(helpers)
     try:
         for file in {edge.file for edge in chosen.values()}:
             own = {name: edge for name, edge in chosen.items() if edge.file == file}
-            places = {place: numbers[name] for name, edge in own.items() for place in edge.places}
+            places = {place: name for name, edge in own.items() for place in edge.places}
             tree = _Rewriting(places).visit(ast.parse((PACKAGE / file).read_text()))
             code = compile(ast.fix_missing_locations(tree), str(PACKAGE / file), "exec", dont_inherit=True)
             for function in {edge.function for edge in own.values()}:
@@ -106,26 +105,26 @@ def _swapped(chosen: dict[str, Edge], *, is_dropped: bool) -> Iterator[Counter[s
             delattr(builtins, name)
 
 
-def _helpers(names: list[str], reached: Counter[str], *, is_dropped: bool) -> dict[str, Any]:
-    """What rewritten code calls, with an edge's number."""
+def _helpers(reached: Counter[str], *, is_dropped: bool) -> dict[str, Any]:
+    """What rewritten code calls, with an edge's name."""
 
-    def is_kept(number: int) -> bool:
-        reached[names[number]] += 1
+    def is_kept(edge: str) -> bool:
+        reached[edge] += 1
         return not is_dropped
 
-    def event(number: int, value: Any) -> Any:
-        return value if value is None or is_kept(number) else None
+    def event(edge: str, value: Any) -> Any:
+        return value if value is None or is_kept(edge) else None
 
-    def events(number: int, values: Iterable[Any]) -> list[Any]:
-        return [event(number, value) for value in values]
+    def events(edge: str, values: Iterable[Any]) -> list[Any]:
+        return [event(edge, value) for value in values]
 
-    def future(number: int, made: Future[Any], name: str) -> Any:
-        if is_kept(number):
+    def future(edge: str, made: Future[Any], name: str) -> Any:
+        if is_kept(edge):
             return getattr(made, name)()
         if name == "done":
             return made._state == "FINISHED"
         wait([made])  # of which the detector sees nothing
-        if name == "result" and made._exception is not None:  # type: ignore[attr-defined]
+        if made._exception is not None:  # type: ignore[attr-defined]
             raise made._exception  # type: ignore[attr-defined]
         return made._result  # type: ignore[attr-defined]
 
@@ -168,7 +167,7 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
 class _Rewriting(ast.NodeTransformer):
     """Lets a module's code ask whether the edges at some places are kept."""
 
-    def __init__(self, places: dict[_Place, int]) -> None:
+    def __init__(self, places: dict[_Place, str]) -> None:
         self._places = places
 
     def visit_Call(self, call: ast.Call) -> ast.AST:
@@ -184,7 +183,7 @@ class _Rewriting(ast.NodeTransformer):
                 call.args[number] = _call(_EVENT, ast.Constant(edge), argument)
         return call
 
-    def _asked(self, call: ast.Call, edge: int) -> ast.AST:
+    def _asked(self, call: ast.Call, edge: str) -> ast.AST:
         assert isinstance(call.func, ast.Attribute)
         if call.func.attr in ("result", "done"):
             return _call(_FUTURE, ast.Constant(edge), call.func.value, ast.Constant(call.func.attr))

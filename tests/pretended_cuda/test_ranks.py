@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from slivertune.core.layout import Layout
 from tests.helpers.ranks import quick, run_ranks
 from tests.parallel.contract.runs import running
-from tests.parallel.contract.test_equality import CASES, IN_SMALL_BUCKETS
+from tests.parallel.contract.test_equality import CASES, IN_SMALL_BUCKETS, seed_of
 from tests.pretended_cuda.on_device import on_device, require_device
 
 RUNS = [
@@ -34,9 +34,8 @@ def train(rank: int, num_ranks: int, method: str, layout: Layout, name: str, sto
     from tests.pretended_cuda.detector import Detector
 
     case = CASES[method, layout, name]
-    seed = rank if (layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")) else 0
     with group_of_devices(store, rank, num_ranks), Detector() as found:
-        with IN_SMALL_BUCKETS, running(case, layout, rank, seed=seed) as run:
+        with IN_SMALL_BUCKETS, running(case, layout, rank, seed=seed_of(case, layout, rank)) as run:
             run.train(0, case.updates)
             result = {**case.result(run), "weights": case.merged(run)}
         result = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), result)

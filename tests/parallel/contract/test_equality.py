@@ -42,9 +42,7 @@ IN_SMALL_BUCKETS = mock.patch.object(gradient_sync, "BUCKET_BYTES", 3_000)
 def train(rank: int, num_ranks: int, method: str, layout: Layout, name: str, folder: Path) -> dict[str, Any]:
     """Train a case; the model lies in `folder/layout/method/name` then, as a Hugging Face checkpoint."""
     case = CASES[method, layout, name]
-    # Where rank 0's weights count, the others' are arbitrary.
-    seed = rank if (layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")) else 0
-    with IN_SMALL_BUCKETS, running(case, layout, rank, seed=seed) as run:
+    with IN_SMALL_BUCKETS, running(case, layout, rank, seed=seed_of(case, layout, rank)) as run:
         watched = watch(run) if method == "hift" else {}
         began = time.perf_counter()
         run.train(0, case.updates)
@@ -58,6 +56,11 @@ def train(rank: int, num_ranks: int, method: str, layout: Layout, name: str, fol
         if isinstance(case, HiFTCase) or case.model == "llama":
             export(run, result["weights"], folder / layout / method / name)
         return result
+
+
+def seed_of(case: Case, layout: Layout, rank: int) -> int:
+    """The seed of a rank's weights: where rank 0's count, the others' are arbitrary."""
+    return rank if (layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")) else 0
 
 
 def watch(run: Run) -> dict[str, Any]:
