@@ -215,12 +215,12 @@ def test_auto_takes_what_the_first_cycle_has_left_and_nothing_elsewhere(
     model, hift, batches = build()
     assert state_in_forward(ledger, model, hift, batches[10]) == 0, "a CPU has no memory of its own"
     del model, hift
-    monkeypatch.setattr(prefetch, "unused_bytes", lambda device: 2**20 - ledger.current().state)
+    monkeypatch.setattr(prefetch.PeakMemory, "unused_bytes", lambda _, device: 2**20 - ledger.current().state)
     monkeypatch.setattr(prefetch, "has_own_memory", lambda device: True)
     model, hift = hift_over(tiny_llama(torch.bfloat16, vocab=4001), torch.optim.AdamW, lr=1e-3, stream_bytes=2**18)
     held = [state_in_forward(ledger, model, hift, batches[index]) for index in range(15)]
     assert held[:5] == [0] * 5 and 2**19 < max(held[5:]) <= 2**20
-    monkeypatch.setattr(prefetch, "unused_bytes", lambda device: 0)
+    monkeypatch.setattr(prefetch.PeakMemory, "unused_bytes", lambda _, device: 0)
     assert [state_in_forward(ledger, model, hift, batches[index]) for index in range(15, 25)][5:] == [0] * 5
 
 
@@ -270,7 +270,7 @@ def test_a_group_without_state_on_a_new_device_ends_no_run() -> None:
 def test_auto_holds_what_every_gpu_has_left_whatever_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was moved from the host, or lies on two GPUs, has slots on each; the host's have no memory."""
     free = {torch.device("cpu"): 0, torch.device("cuda", 0): 300, torch.device("cuda", 1): 200}
-    monkeypatch.setattr(prefetch, "unused_bytes", free.__getitem__)
+    monkeypatch.setattr(prefetch.PeakMemory, "unused_bytes", lambda _, device: free[device])
     prefetcher = prefetch.Prefetcher("auto")
     for device in free:
         prefetcher.slots_of(device).held_bytes = 7

@@ -286,7 +286,8 @@ def test_auto_lets_blocks_stay_in_what_the_first_cycle_has_left_and_gives_them_u
         own = streamed._streamed
         assert own is not None
         size = own.blocks.weights._blocks[0].num_bytes
-        monkeypatch.setattr(resident_blocks, "unused_bytes", lambda device: streamed._largest_state_bytes() + 2 * size)
+        room = streamed._largest_state_bytes() + 2 * size
+        monkeypatch.setattr(resident_blocks.PeakMemory, "unused_bytes", lambda *_: room)
         streamed_blocks = []
         for index in range(14):
             if index == 10:

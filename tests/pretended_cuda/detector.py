@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slivertune
 from tests.helpers.mapped_pages import is_mapped
-from tests.pretended_cuda.library import Entry
+from tests.pretended_cuda.library import Entry, Kind
 from tests.pretended_cuda.torch_cuda import LIBRARY
 
 Clock = dict[str, int]
@@ -42,13 +42,10 @@ Span = tuple[int, int]
 
 HOST = "the host"
 _POISON = 0xFE
-_ALLOCATE, _FREE, _RECORD, _BLOCK, _WAIT_EVENT, _WAIT_STREAM, _WAIT_DEVICE, _KEEP_FOR, _REGISTER, _UNREGISTER = range(
-    10
-)
 _FORM_ALONE = frozenset({"empty_like", "new_empty", "new_zeros", "new_full", "zeros_like", "ones_like", "full_like"})
 """Operators that take from their inputs nothing but shape and dtype."""
 _NO_ACCESS = _FORM_ALONE | {"record_stream"}
-_COPIES = frozenset({"copy_", "_to_copy", "_foreach_copy_", "_copy_from"})
+COPIES = frozenset({"copy_", "_to_copy", "_foreach_copy_", "_copy_from"})
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
 _WAITING = frozenset(
     {
@@ -129,6 +126,11 @@ class Detector(TorchDispatchMode):
         """Save the wrapper that torch puts around each operator's call for the sake of compiled code."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let code be compiled meanwhile; its operators are seen where the backend runs them one by one."""
+        return True
+
     def __enter__(self) -> Detector:
         LIBRARY.pretended_log(1)
         for start, num_bytes in torch_cuda.registered_ranges():
@@ -180,31 +182,31 @@ class Detector(TorchDispatchMode):
 
     def _take(self, entry: Entry) -> None:
         kind = entry.kind
-        if kind == _ALLOCATE:
-            self._allocate(entry.first, entry.second, _stream(entry.device, entry.stream), self._thread(entry))
-        elif kind == _FREE:
+        if kind == Kind.ALLOCATE:
+            self._allocate(entry.first, entry.second, stream_named(entry.device, entry.stream), self._thread(entry))
+        elif kind == Kind.FREE:
             memory = self._device.pop(entry.first, None)
             if memory is not None and memory.last:
                 self._released.setdefault(memory.owner, []).append(memory)
-        elif kind == _RECORD:
-            clock = self.clock(_stream(entry.device, entry.stream))
+        elif kind == Kind.RECORD:
+            clock = self.clock(stream_named(entry.device, entry.stream))
             _advance(clock, self.clock(self._thread(entry)))
             self._events[entry.first] = clock.copy()
-        elif kind == _BLOCK:
-            _advance(self.clock(_stream(entry.device, entry.stream)), self._events.get(entry.first, {}))
-        elif kind == _WAIT_EVENT:
+        elif kind == Kind.BLOCK:
+            _advance(self.clock(stream_named(entry.device, entry.stream)), self._events.get(entry.first, {}))
+        elif kind == Kind.WAIT_EVENT:
             self._let_wait(self._thread(entry), self._events.get(entry.first, {}))
-        elif kind == _WAIT_STREAM:
-            self._let_wait(self._thread(entry), self.clock(_stream(entry.device, entry.stream)))
-        elif kind == _WAIT_DEVICE:
+        elif kind == Kind.WAIT_STREAM:
+            self._let_wait(self._thread(entry), self.clock(stream_named(entry.device, entry.stream)))
+        elif kind == Kind.WAIT_DEVICE:
             for actor in [name for name in self._clocks if name.endswith(f"of cuda:{entry.device}")]:
                 self._let_wait(self._thread(entry), self.clock(actor))
-        elif kind == _KEEP_FOR:
+        elif kind == Kind.KEEP_FOR:
             if (memory := self._device.get(entry.first)) is not None:
-                memory.kept_for.add(_stream(entry.device, entry.stream))
-        elif kind == _REGISTER:
+                memory.kept_for.add(stream_named(entry.device, entry.stream))
+        elif kind == Kind.REGISTER:
             self._register(entry.first, entry.second, is_ours=bool(entry.device))
-        elif kind == _UNREGISTER:
+        elif kind == Kind.UNREGISTER:
             self._unregister(entry.first, self._thread(entry), looks_after_itself=bool(entry.second))
 
     def _thread(self, entry: Entry) -> str:
@@ -256,7 +258,7 @@ class Detector(TorchDispatchMode):
                 return None
             memory = self._device.get(start)
             if memory is None:  # allocated before the detector was entered
-                owner = _stream(tensor.device.index, 0)
+                owner = stream_named(tensor.device.index, 0)
                 memory = self._device[start] = Memory(owner, start, tensor.untyped_storage().nbytes())
             return memory
         return self._pinned_at(tensor.data_ptr()) if tensor.device.type == "cpu" else None
@@ -284,7 +286,7 @@ class Detector(TorchDispatchMode):
         inputs = [
             (tensor, written)
             for position, name, written in arguments
-            for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name))
+            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name))
         ]
         if self._in_flight:
             with self._lock:
@@ -308,7 +310,7 @@ class Detector(TorchDispatchMode):
     def _clock_of_next(self, tensors: list[torch.Tensor]) -> Clock:
         clock = self.clock(self.actor()).copy()
         for index in {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}:
-            _advance(clock, self.clock(_stream(index, LIBRARY.pretended_stream(index))))
+            _advance(clock, self.clock(stream_named(index, LIBRARY.pretended_stream(index))))
         return clock
 
     def _note_operator(
@@ -321,7 +323,7 @@ class Detector(TorchDispatchMode):
     ) -> None:
         name = func.overloadpacket.__name__
         storages = {_key(tensor) for tensor, _ in inputs}
-        results = [tensor for tensor in _tensors(out) if _key(tensor) not in storages]
+        results = [tensor for tensor in tensors_in(out) if _key(tensor) not in storages]
         everything = [tensor for tensor, _ in inputs] + results
         devices = {tensor.device.index for tensor in everything if tensor.device.type == "cuda"}
         touched = [] if name in _NO_ACCESS else inputs
@@ -332,8 +334,8 @@ class Detector(TorchDispatchMode):
             self.touch(self.actor(), touched, func)
             return
         index = max(devices)
-        streams = {_stream(each, LIBRARY.pretended_stream(each)) for each in devices}
-        stream = _stream(index, LIBRARY.pretended_stream(index))
+        streams = {stream_named(each, LIBRARY.pretended_stream(each)) for each in devices}
+        stream = stream_named(index, LIBRARY.pretended_stream(index))
         if len(streams) > 1:  # a copy between devices: each stream waits for the other's
             for each in streams:
                 for other in streams:
@@ -345,10 +347,22 @@ class Detector(TorchDispatchMode):
         for each in streams:
             _advance(self.clock(each), self.clock(stream))
         hosts = [tensor for tensor in everything if tensor.device.type == "cpu" and tensor.numel()]
-        if name in _COPIES and hosts:
+        self.note_work(stream, func, args, kwargs, touched, out)
+        if name in COPIES and hosts:
             self._note_copy(func, args, kwargs, stream, everything, out)
         elif _reads_size(name, args, kwargs):
-            self._host_waits(stream)
+            self.host_waits(stream)
+
+    def note_work(
+        self,
+        stream: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        touched: list[tuple[torch.Tensor, bool]],
+        out: Any,
+    ) -> None:
+        """Called for each operator that is queued on a stream; `touched` says of each tensor whether it is written."""
 
     def _note_copy(
         self,
@@ -363,11 +377,11 @@ class Detector(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         # `_foreach_copy_` returns nothing; the others return where they copy to.
-        arrives = any(tensor.device.type == "cpu" for tensor in _tensors(args[0] if out is None else out))
+        arrives = any(tensor.device.type == "cpu" for tensor in tensors_in(args[0] if out is None else out))
         hosts = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         self.copied_bytes["outbound" if arrives else "inbound", stream] += sum(tensor.nbytes for tensor in hosts)
         if not options.get("non_blocking"):
-            self._host_waits(stream)
+            self.host_waits(stream)
             return
         for tensor in hosts:
             memory = self._memory_of(tensor)
@@ -376,7 +390,7 @@ class Detector(TorchDispatchMode):
                     continue  # by torch, before the detector was entered
                 self.unpinned[f"{func} {tuple(tensor.shape)} {_where()}"] += 1
                 if arrives:
-                    self._host_waits(stream)
+                    self.host_waits(stream)
             elif memory.is_ours and tensor.is_contiguous():
                 self._send(tensor, stream, arrives=arrives)
 
@@ -411,9 +425,9 @@ class Detector(TorchDispatchMode):
         """Note that numbers of Python's became a tensor of a device, which torch shows to no mode."""
         with self._lock:
             self.catch_up()
-            self._host_waits(_stream(index, LIBRARY.pretended_stream(index)))
+            self.host_waits(stream_named(index, LIBRARY.pretended_stream(index)))
 
-    def _host_waits(self, stream: str) -> None:
+    def host_waits(self, stream: str) -> None:
         self.waits[_where()] += 1
         self._let_wait(self.actor(), self.clock(stream))
 
@@ -421,7 +435,7 @@ class Detector(TorchDispatchMode):
         """Note what a collective reads and writes on its stream."""
         with self._lock:
             self.catch_up()
-            actor = _stream(stream.device.index, stream.stream_id)
+            actor = stream_named(stream.device.index, stream.stream_id)
             _advance(self.clock(actor), self.clock(self.actor()))
             self.touch(actor, [*((each, False) for each in inputs), *((each, True) for each in outputs)], name)
             self.collectives[f"{name} in {_where()}"] += 1
@@ -628,7 +642,7 @@ def _patched(detector: Detector) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _stream(device: int, stream: int) -> str:
+def stream_named(device: int, stream: int) -> str:
     return f"stream {stream} of cuda:{device}"
 
 
@@ -651,11 +665,11 @@ def _tensor_arguments(func: Any) -> list[tuple[int, str, bool]] | None:
     ]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of an operator's argument or result, but those without memory."""
     if type(value) in _PLAIN:
         return [] if value.is_meta else [value]
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+    return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, list | tuple) else []
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -681,7 +695,7 @@ def _reads_size(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
         return kwargs.get("output_size") is None
     if name not in _INDEXING:
         return name in _WAITING
-    indices = _tensors(args[1])
+    indices = tensors_in(args[1])
     by_booleans = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
     if name != "index" and len(by_booleans) == len(indices) == 1 and args[2].numel() == 1:
         return False  # filled where the mask is true

@@ -480,6 +480,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", view);
   library.impl("_reshape_alias", reshape_alias);
   library.impl("unfold", at::native::unfold);
+  // One kernel on a card; without this torch takes it apart.
+  library.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&fall_back>());
   library.impl("set_", at::native::set_cpu_);
   library.impl("set_.source_Tensor", at::native::set_tensor_);
   library.impl("set_.source_Storage", at::native::set_);

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,13 @@ import slivertune as st
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.waiting_activations import WaitingActivations
+from slivertune.parallel.consistency.heartbeat import Heartbeat
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.zero.state_mover import StateMover
 from tests.helpers.models import tiny_llama
 from tests.hift.cases import Stumbling
 from tests.parallel.zero.test_state_mover import zero_optimizer
+from tests.pretended_cuda.collectives import group_of_devices
 from tests.pretended_cuda.programs import PROGRAMS, batches, checkpointed, trained
 
 DEVICE = torch.device("cuda", 0)
@@ -280,6 +284,14 @@ def zero_state_moves() -> None:
     one.masters[0].add_(1)
 
 
+def gradients_are_averaged() -> None:
+    """Over one rank, whose collectives have a stream of their own, as all have."""
+    with tempfile.TemporaryDirectory() as folder, group_of_devices(Path(folder) / "store", 0, 1):
+        model = model_on()
+        BucketedAllReduce(model, model.parameters(), Heartbeat("averaging"))
+        model(**next(batches("cuda"))).loss.backward()
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "an activation is loaded before its copy is waited for": an_activation_is_loaded_before_its_copy_is_waited_for,
     "a backward ends early": a_backward_ends_early,
@@ -301,5 +313,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "waiting weights are replaced": waiting_weights_are_replaced,
     "a turn is broken off": a_turn_is_broken_off,
     "ZeRO's state moves": zero_state_moves,
+    "gradients are averaged": gradients_are_averaged,
     "state on disk": partial(PROGRAMS["HiFT with state on disk, resumed"][0], "cuda"),
 }

@@ -1,8 +1,8 @@
 """What orders the package's copies, found in its source; any of it can be dropped while a case runs.
 
 An edge is an event that a line hands to the copy streams, a wait of the host, a tensor that is kept until a copy has
-ended, a wait when an object is dropped, or what the host learns of the disk's thread. To drop one, its function gets
-the code of the same source without it.
+ended, a wait when an object is dropped or for a collective, or what the host learns of the disk's thread. To drop one,
+its function gets the code of the same source without it.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ def _edges_of(call: ast.Call, *, learns: bool) -> Iterator[tuple[str, int | None
         yield "the end of the object after all copies", None
     elif owner.endswith("_leaving") and name == "append":
         yield f"the end of {arguments[0]} after its copy", None
+    elif name == "wait" and owner.endswith("work"):
+        yield f"the computation after {owner}", None
     elif learns and name in ("result", "done"):
         yield f"the host after {owner}", None
 

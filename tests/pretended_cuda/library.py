@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from enum import IntEnum
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -18,6 +19,21 @@ _MAX_DEVICES = 16
 
 class NoDeviceError(RuntimeError):
     """Nothing can run on the pretended device: there is no g++, or torch has CUDA devices of its own."""
+
+
+class Kind(IntEnum):
+    """Kinds of entries, in the order of `device.cpp`."""
+
+    ALLOCATE = 0
+    FREE = 1
+    RECORD = 2
+    BLOCK = 3
+    WAIT_EVENT = 4
+    WAIT_STREAM = 5
+    WAIT_DEVICE = 6
+    KEEP_FOR = 7
+    REGISTER = 8
+    UNREGISTER = 9
 
 
 class Entry(ctypes.Structure):

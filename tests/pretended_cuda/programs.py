@@ -205,6 +205,14 @@ PROGRAMS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
         partial(hift, moved=[partial(st.keep_activations, num_blocks="auto")], steps_per_group=3),
         partial(stays, steps_per_group=3),
     ),
+    "HiFT over tiles of tokens": (
+        partial(hift, moved=[partial(st.tile_tokens, tile_size=4)]),
+        partial(stays, moved=[partial(st.tile_tokens, tile_size=4)]),
+    ),
+    "HiFT over compiled blocks": (
+        partial(hift, moved=[partial(st.compile_blocks, backend="eager")], reentrant=None),
+        partial(stays, moved=[partial(st.compile_blocks, backend="eager")], reentrant=None),
+    ),
     "HiFT on a stream of the user": (partial(hift, stream=True, prefetch_bytes="auto"), stays),
     "HiFT on a stream of the user, gradients on the host": (partial(hift, stream=True, gradients="host"), stays),
     "HiFT with activations that wait on the host, re-entered": (

@@ -28,9 +28,16 @@ def found_of(name: str, device: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_bits_are_those_of_what_stays_and_nothing_races(name: str) -> None:
-    found = on_device(found_of, name, "cuda")
+ON_THE_SECOND_DEVICE = ("HiFT, resumed", "HiFT on a stream of the user", "SFT by accumulated gradients", "TokenTune")
+"""Programs that run there, too, while the first is the current one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((name, "cuda") for name in PROGRAMS), *((name, "cuda:1") for name in ON_THE_SECOND_DEVICE)],
+)
+def test_bits_are_those_of_what_stays_and_nothing_races(name: str, device: str) -> None:
+    found = on_device(found_of, name, device, num_devices=1 if device == "cuda" else 2)
     assert found["races"] == {} and found["unpinned"] == {}
     assert found["num_different"] == 0
     assert found["on autograd's threads"] > 100

@@ -140,3 +140,29 @@ def test_state_that_is_thrown_away_is_not_copied(updates: int, gradients: Any) -
     found = on_device(after_a_cycle, config, LAYERS * updates, 0)
     leaving = [each.get("outbound", 0) > 0 for each in found["updates"]]
     assert leaving == ([True] * (updates - 1) + [False]) * found["groups"]
+
+
+def room_ahead(resets: bool) -> int:
+    """Bytes of prefetching that `auto` chooses while a script frees memory and resets the statistics, or does not."""
+    import torch
+
+    from tests.helpers.models import tiny_llama
+    from tests.hift.cases import hift_over
+    from tests.pretended_cuda.programs import batches
+
+    model, hift = hift_over(tiny_llama(torch.bfloat16).to("cuda"), "AdamW", prefetch_bytes="auto")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for batch in batches("cuda", 2 * LAYERS):
+        model(**batch).loss.backward()
+        hift.step()
+        hift.zero_grad()
+        if resets:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    (slots,) = hift._prefetcher.slots.values()
+    return int(slots.prefetch_bytes)
+
+
+def test_auto_knows_the_peak_whoever_resets_the_statistics() -> None:
+    assert on_device(room_ahead, True) == on_device(room_ahead, False) > 0

@@ -273,7 +273,7 @@ def _install() -> None:
         "_cudart": Runtime(),
         "_initialized": True,
         "_exchange_device": _exchange,
-        "_maybe_exchange_device": _exchange,
+        "_maybe_exchange_device": lambda index: _exchange(index),  # torch keeps a table by function
         "_get_device_properties": _properties,
         "_is_in_bad_fork": lambda: False,
         "is_current_stream_capturing": lambda: False,
@@ -315,5 +315,7 @@ def _import_bitsandbytes() -> None:
 _install()
 # The first generators that are made are the devices' own.
 _generators = tuple(torch.Generator(torch.device("cuda", index)) for index in range(MAX_DEVICES))
+# Autograd has threads for as many devices as there are when it first runs.
+torch.ones((), requires_grad=True).backward()
 use_devices(int(os.environ.get("PRETENDED_CUDA_DEVICES", "1")))
 _import_bitsandbytes()

@@ -41,15 +41,12 @@ Copy = tuple[str, torch.Tensor, torch.Tensor]
 """Key of a slice's state, its tensor on the device, and its place on the host."""
 
 
-def _small_copy(value: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-    """Queue the copy of a tensor of a few bytes to host memory, on the computing stream.
-
-    torch's own pinned allocator keeps the memory until the device is done with it.
-    """
+def _small_place(value: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+    """Return host memory for a tensor of a few bytes. torch's own pinned allocator keeps it until copies have ended."""
     with claimed_at_birth("state", "host"):
-        copy = torch.empty_like(value, device="cpu", pin_memory=is_pinned)
-    claim(copy, "state", "host")
-    return copy.copy_(value.detach(), non_blocking=True)
+        place = torch.empty_like(value, device="cpu", pin_memory=is_pinned)
+    claim(place, "state", "host")
+    return place
 
 
 class OffloadBuffer:
@@ -188,30 +185,31 @@ class OffloadedState:
         """By weight, slice and key: an offloaded tensor, and the slice's part of it, which is read often."""
 
     def tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
-        """Return a slice's parts of the offloaded tensors, by key."""
+        """Return what a slice's step needs on the device, by key: parts of the offloaded tensors, and scalars."""
         self.load()
         name = one.weight.name
         keys = self._received.get((name, one.start), self._received.get((name, _WHOLE), frozenset()))
-        return {key: self._part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
-
-    def scalars_of(self, one: Slice) -> dict[str, Any]:
-        """Copy a slice's state without dimensions, each value to its device in a step."""
-        name = one.weight.name
-        scalars = self._scalars.get((name, one.start))
-        if scalars is None:  # restored: every slice starts from the weight's
-            scalars = self._scalars.get((name, _WHOLE), {})
-        device = one.weight.parameter.device
+        parts = {key: self._part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
         return {
-            key: value.to(device if key in one.scalars_on_device else "cpu", non_blocking=True, copy=True)
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in scalars.items()
+            **parts,
+            **{key: value for key, value in self._scalars_of(one).items() if _is_on_device(one, key, value)},
         }
 
-    def receive(self, one: Slice, state: WeightState) -> list[Copy]:
-        """Take a slice's state after its step. The caller copies the tensors, behind the computing stream.
+    def scalars_of(self, one: Slice) -> dict[str, Any]:
+        """Copy the rest of a slice's state, which a step needs on the host."""
+        return {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in self._scalars_of(one).items()
+            if not _is_on_device(one, key, value)
+        }
 
-        Values without dimensions are on the host no sooner than the caller's copies.
+    def _scalars_of(self, one: Slice) -> dict[str, Any]:
+        scalars = self._scalars.get((one.weight.name, one.start))
+        # Restored: every slice starts from the weight's.
+        return self._scalars.get((one.weight.name, _WHOLE), {}) if scalars is None else scalars
+
+    def receive(self, one: Slice, state: WeightState) -> list[Copy]:
+        """Take a slice's state after its step. The caller copies what is on the device, behind the computing stream.
 
         Args:
             one: Stepped slice.
@@ -223,8 +221,7 @@ class OffloadedState:
         self.load()
         state = flatten_state(state)
         known = self._tensors.get(one.weight.name, {})
-        tensors = self._keep_scalars(one.weight, one.start, state)
-        copies = []
+        tensors, copies = self._keep_scalars(one.weight, one.start, state)
         for key, value in tensors.items():
             if not (key in _TABLES and key in known):  # it never changes, and the next chunk may be loading it
                 copies.append((key, value, self._place_of(one, key, value)))
@@ -287,7 +284,7 @@ class OffloadedState:
                 key: value.cpu() if isinstance(value, torch.Tensor) and not value.dim() else value
                 for key, value in values.items()
             }
-            arriving[weight.name] = self._keep_scalars(weight, _WHOLE, values)
+            arriving[weight.name], _ = self._keep_scalars(weight, _WHOLE, values)
             for value in arriving[weight.name].values():
                 num_bytes[value.dtype] += aligned(value.nbytes)
         self.buffer.reserve(num_bytes)
@@ -317,19 +314,29 @@ class OffloadedState:
         self.load()
         return self._tensors[weight.name][key]
 
-    def _keep_scalars(self, weight: Weight, start: int, state: WeightState) -> dict[str, torch.Tensor]:
-        """Keep the values without dimensions of a slice's state, and return the others, after noting their keys."""
+    def _keep_scalars(
+        self, weight: Weight, start: int, state: WeightState
+    ) -> tuple[dict[str, torch.Tensor], list[Copy]]:
+        """Keep the values without dimensions of a slice's state.
+
+        Returns:
+            The others, after noting their keys, and the copies of those values that are on the device.
+        """
         tensors = {key: value for key, value in state.items() if _has_extent(key, value)}
         self._received[weight.name, start] = frozenset(tensors)
-        self._scalars[weight.name, start] = {
+        scalars, copies = {key: value for key, value in state.items() if key not in tensors}, []
+        for key, value in scalars.items():
+            if not isinstance(value, torch.Tensor):
+                continue
             # What was restored is on the host, from which a step may take it to the device.
-            key: _small_copy(value, is_pinned=value.is_cuda or (start == _WHOLE and weight.device.type == "cuda"))
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in state.items()
-            if key not in tensors
-        }
-        return tensors
+            is_pinned = value.is_cuda or (start == _WHOLE and weight.device.type == "cuda")
+            scalars[key] = place = _small_place(value, is_pinned=is_pinned)
+            if value.is_cuda:
+                copies.append((key, value, place))
+            else:
+                place.copy_(value.detach())
+        self._scalars[weight.name, start] = scalars
+        return tensors, copies
 
     def _place_of(self, one: Slice, key: str, value: torch.Tensor) -> torch.Tensor:
         """Return the place of a slice's part of the state under `key`: the old one if it has the same form."""
@@ -360,6 +367,11 @@ class OffloadedState:
 def _has_extent(key: str, value: Any) -> bool:
     # A master counts even if its weight has no dimensions.
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or key == MASTER)
+
+
+def _is_on_device(one: Slice, key: str, value: Any) -> bool:
+    """Return whether a step needs a value without dimensions on the device."""
+    return key in one.scalars_on_device and isinstance(value, torch.Tensor)
 
 
 def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:

@@ -124,10 +124,10 @@ class Slice:
         part = gradient if self.is_whole else gradient.reshape(-1)[self.start : self.stop]
         self.leaf.grad = part.to(self.leaf.dtype)
 
-    def drop_gradient(self) -> None:
-        """Drop the leaf's gradient, and the weight's once its last slice is stepped."""
+    def drop_gradient(self, *, is_last: bool) -> None:
+        """Drop the leaf's gradient, and the weight's if this is the last of its slices to be stepped."""
         self.leaf.grad = None
-        if self.stop == self.weight.parameter.numel():
+        if is_last:
             drop_gradient(self.weight)
 
 

@@ -1,6 +1,7 @@
 """Prefetch chunks of a group's state: the bytes of the device that they may hold, and when they are loaded."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -21,12 +22,27 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def unused_bytes(device: torch.device) -> int:
-    """Return the bytes of a CUDA device that were free even at the peak so far, less a margin, or 0 without CUDA."""
-    if device.type != "cuda":
-        return 0
-    usable = usable_bytes(device)
-    return max(0, usable - torch.cuda.max_memory_reserved(device) - usable // MARGIN_SHARE)
+class PeakMemory:
+    """Largest memory that torch has reserved on CUDA devices.
+
+    It is read in every update, since others reset torch's statistics, and may empty its cache before.
+    """
+
+    def __init__(self) -> None:
+        self._reserved: Counter[torch.device] = Counter()
+
+    def note(self, device: torch.device) -> None:
+        """Keep the peak so far, if it is larger than all before. Does nothing without CUDA."""
+        if device.type == "cuda":
+            self._reserved[device] = max(self._reserved[device], torch.cuda.max_memory_reserved(device))
+
+    def unused_bytes(self, device: torch.device) -> int:
+        """Return the bytes of a device that were free even at the peak, less a margin, or 0 without CUDA."""
+        if device.type != "cuda":
+            return 0
+        self.note(device)
+        usable = usable_bytes(device)
+        return max(0, usable - self._reserved[device] - usable // MARGIN_SHARE)
 
 
 class PrefetchBudget:
@@ -44,6 +60,13 @@ class PrefetchBudget:
         self._setting = setting
         self._seen: dict[int, tuple[int, int]] = {}
         self._num_bytes = 0 if setting == "auto" else setting
+        self._peak = PeakMemory()
+
+    def note_peak(self, devices: Iterable[torch.device]) -> None:
+        """Note the memory that was in use since the last call, of which `auto` is a function."""
+        if self._setting == "auto":
+            for device in devices:
+                self._peak.note(device)
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +102,7 @@ class PrefetchBudget:
             held_bytes: Bytes allocated for chunks, by device.
         """
         if self._setting == "auto":
-            unused = {device: unused_bytes(device) for device in held_bytes}
+            unused = {device: self._peak.unused_bytes(device) for device in held_bytes}
             room = [unused[device] + held_bytes[device] if unused[device] else 0 for device in unused]
             self._num_bytes = min(room, default=0)
 
@@ -124,7 +147,10 @@ class Prefetcher:
             group: Index of the active group.
             inputs: Inputs of the forward; None for one that does not train.
         """
-        return 0 if self._budget is None or inputs is None else self._budget.begin_forward(group, inputs)
+        if self._budget is None:
+            return 0
+        self._budget.note_peak(self.slots)
+        return 0 if inputs is None else self._budget.begin_forward(group, inputs)
 
     def load_ahead(self, residency: ResidentGroup, num_bytes: int) -> None:
         """Set the bytes that chunks of the active group may hold, and begin to load them."""
@@ -150,6 +176,7 @@ class Prefetcher:
         """
         if self._budget is None:
             return
+        self._budget.note_peak(self.slots)
         if ends_cycle:
             self._budget.end_cycle(
                 {device: slots.held_bytes for device, slots in self.slots.items() if has_own_memory(device)}

@@ -89,7 +89,7 @@ class ResidentGroup:
         for one in piece.slices:
             if not one.is_weight:
                 one.part_of_weight().copy_(one.leaf.data)
-            one.drop_gradient()
+            one.drop_gradient(is_last=one.stop == one.weight.parameter.numel())
             for value in flatten_state(instance.optimizer.state.get(one.leaf, {})).values():
                 if isinstance(value, torch.Tensor):
                     claim(value, "state")

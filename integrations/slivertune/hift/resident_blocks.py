@@ -11,7 +11,7 @@ from slivertune.core.layers import find_blocks
 from slivertune.core.refused_pairs import refuse_at
 from slivertune.core.torch_internals import is_without_data, set_buffer
 from slivertune.hift.host_weights import HostWeights, Movable, WaitingBlock
-from slivertune.hift.prefetch import unused_bytes
+from slivertune.hift.prefetch import PeakMemory
 from slivertune.hift.rotation import Group
 from slivertune.hift.streamed_blocks import StreamedBlocks
 from slivertune.hift.streamed_codes import StreamedCodes
@@ -148,6 +148,7 @@ class StreamedModel:
 
     def begin_step(self) -> None:
         """Load the blocks to step, if no forward has done so."""
+        self._budget.note_peak(self.device)
         for index in self._active:
             self.blocks.weights.bring(index)
 
@@ -237,13 +238,19 @@ class ResidentBudget:
         self._is_auto = setting == "auto"
         self.num_bytes = 0 if setting == "auto" else setting
         """Bytes of blocks that stay."""
+        self._peak = PeakMemory()
+
+    def note_peak(self, device: torch.device) -> None:
+        """Note the memory that was in use since the last call, which `auto` measures."""
+        if self._is_to_measure:
+            self._peak.note(device)
 
     def end_cycle(self, device: torch.device, state_bytes: Callable[[], int]) -> bool:
         """Measure the free bytes once for `auto`. Return whether the number is another one now."""
         if not self._is_to_measure:
             return False
         self._is_to_measure = False
-        self.num_bytes = max(0, unused_bytes(device) - state_bytes())
+        self.num_bytes = max(0, self._peak.unused_bytes(device) - state_bytes())
         return self.num_bytes > 0
 
     def fail(self) -> bool:

@@ -14,6 +14,7 @@ If a group's turn has several updates, the chunks that `prefetch_bytes` has room
 next. They are written back when the turn ends, or when their offloaded state is read.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -117,13 +118,15 @@ class StreamedGroup(ResidentGroup):
         names = {weight.name: None for weight in weights}
         self.load_gradients()
         own = [index for index, piece in enumerate(self._pieces) if piece.slices[0].weight.name in names]
-        self._turn += names
+        # A backward offloads the last weights' gradients first.
+        self._turn += reversed(names) if self._meter.config.gradients == "host" else names
+        unstepped = Counter(one.weight.name for index in own for one in self._pieces[index].slices)
         try:
             for position, index in enumerate(own):
                 if position == 0 or index not in self._in_slots.loaded:
                     self._expect(own[position:])
                 self._step_piece(index, param_groups, held_lr)
-                self._store(index)
+                self._store(index, unstepped)
                 self._load_ahead(WORKING_PIECES)
         except BaseException:
             self._is_first_turn = False
@@ -421,8 +424,13 @@ class StreamedGroup(ResidentGroup):
         instance.push(param_groups, held_lr)
         instance.step()
 
-    def _store(self, index: int) -> None:
-        """Write a chunk's weights, queue the write back of its state, and give its slot back, unless it stays."""
+    def _store(self, index: int, unstepped: Counter[str]) -> None:
+        """Write a chunk's weights, queue the write back of its state, and give its slot back, unless it stays.
+
+        Args:
+            index: Index of the chunk.
+            unstepped: Number of slices left to step, by weight, from which the slices of the chunk are subtracted.
+        """
         piece, loaded, streams = self._pieces[index], self._in_slots.loaded.get(index), self._slots.streams
         assert self._offloaded is not None
         assert piece.instance is not None
@@ -438,7 +446,8 @@ class StreamedGroup(ResidentGroup):
                 copies, moved = moved_to_slot(copies, loaded.tensors[position])
                 is_from_slot = is_from_slot and moved
             leaving += [(source, target) for _, source, target in copies]
-            one.drop_gradient()
+            unstepped[one.weight.name] -= 1
+            one.drop_gradient(is_last=not unstepped[one.weight.name])
             one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
         if loaded is not None and is_from_slot and self._may_stay(index):
             device_pieces.let_stay(self._in_slots, index, leaving, self._waiting(index), self._slots)

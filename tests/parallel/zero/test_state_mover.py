@@ -272,7 +272,7 @@ def forgetful(to_host: Any) -> Any:
 def hold(rank: int, num_ranks: int, layout: Layout, room: int | str) -> list[tuple[int, int]]:
     """`state_in_switches` with a `prefetch_bytes`, where all of the device is unused."""
     case = replace(CASES[layout], evaluate=False)
-    unused = mock.patch.object(prefetch, "unused_bytes", return_value=LARGE)
+    unused = mock.patch.object(prefetch.PeakMemory, "unused_bytes", return_value=LARGE)
     with unused if room == "auto" else nullcontext(), running(with_room(case, room), layout, rank) as run:
         return state_in_switches(run)
 

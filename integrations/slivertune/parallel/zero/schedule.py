@@ -306,6 +306,7 @@ class GroupSchedule:
     def _end_step(self) -> None:
         rotation = self.optimizer.rotation
         rotation.warn_of_unreached(self.optimizer.groups)
+        self._budget.note_peak([self._streams.device])
         if rotation.starts_cycle:
             self._budget.end_cycle({self._streams.device: self._most_leaving_bytes})
             self._most_leaving_bytes = 0
