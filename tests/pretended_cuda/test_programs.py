@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.ranks import quick
 from tests.pretended_cuda.on_device import on_device
 from tests.pretended_cuda.programs import PROGRAMS
 
@@ -28,13 +29,23 @@ def found_of(name: str, device: str) -> dict[str, Any]:
     }
 
 
+VARIANTS = (
+    "SFT, packed",
+    "SFT, redistributed",
+    "TokenTune, GPT-2",
+    "TokenTune by chunks",
+    "TokenTune by blocks",
+    "the Trainer, gradients on the host",
+)
+"""Programs that `make test-all` alone runs."""
 ON_THE_SECOND_DEVICE = ("HiFT, resumed", "HiFT on a stream of the user", "SFT by accumulated gradients", "TokenTune")
 """Programs that run there, too, while the first is the current one."""
+CASES = [*((name, "cuda") for name in PROGRAMS), *((name, "cuda:1") for name in ON_THE_SECOND_DEVICE)]
 
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [*((name, "cuda") for name in PROGRAMS), *((name, "cuda:1") for name in ON_THE_SECOND_DEVICE)],
+    quick(CASES, [case for case in CASES if case[0] not in VARIANTS]),
 )
 def test_bits_are_those_of_what_stays_and_nothing_races(name: str, device: str) -> None:
     found = on_device(found_of, name, device, num_devices=1 if device == "cuda" else 2)
