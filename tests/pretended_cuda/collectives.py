@@ -221,4 +221,4 @@ def group_of_devices(store: Path, rank: int, num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        heartbeat._gloo_group.clear()  # or the next case would need new processes
+        heartbeat._gloo_group.clear()  # a case that leaves anything behind costs the next one new processes

@@ -99,6 +99,7 @@ class Detector(TorchDispatchMode):
         num_on_autograd_threads: Operators on the device that autograd's threads ran.
         collectives: Those of the devices' group, by line.
         copied_bytes: By (direction, stream); directions are "inbound" (to the device) and "outbound".
+        registered_bytes: Host memory that the package pinned.
     """
 
     def __init__(self) -> None:
@@ -109,6 +110,7 @@ class Detector(TorchDispatchMode):
         self.num_on_autograd_threads = 0
         self.collectives: Counter[str] = Counter()
         self.copied_bytes: Counter[tuple[str, str]] = Counter()
+        self.registered_bytes = 0
         self._lock = threading.RLock()
         self._clocks: dict[str, Clock] = {HOST: {}}
         self._threads: dict[int, str] = {}
@@ -161,6 +163,11 @@ class Detector(TorchDispatchMode):
             torch_cuda.Runtime().cudaHostUnregister(memory.start)
         LIBRARY.pretended_log(0)
 
+    def side_copies(self) -> dict[str, int]:
+        """Bytes copied on other streams than a device's first, by direction."""
+        side = {key: size for key, size in self.copied_bytes.items() if not key[1].startswith("stream 0 ")}
+        return {way: sum(size for (own, _), size in side.items() if own == way) for way in ("inbound", "outbound")}
+
     # ---- Clocks
 
     def actor(self) -> str:
@@ -206,6 +213,7 @@ class Detector(TorchDispatchMode):
                 memory.kept_for.add(stream_named(entry.device, entry.stream))
         elif kind == Kind.REGISTER:
             self._register(entry.first, entry.second, is_ours=bool(entry.device))
+            self.registered_bytes += entry.second * bool(entry.device)
         elif kind == Kind.UNREGISTER:
             self._unregister(entry.first, self._thread(entry), looks_after_itself=bool(entry.second))
 

@@ -198,6 +198,10 @@ PROGRAMS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
         }.items()
     },
     "HiFT, resumed": (resumed, partial(resumed, state="device")),
+    "HiFT whose chunks stay, resumed in mid-turn": (
+        partial(resumed, steps_per_group=3, prefetch_bytes=10**9),
+        partial(resumed, steps_per_group=3, state="device"),
+    ),
     "HiFT with weights on the host, resumed": (partial(resumed, weights="host"), partial(resumed, state="device")),
     "HiFT with state on disk, resumed": (partial(resumed, state="disk"), partial(resumed, state="device")),
     "HiFT with activations that wait on the host": (partial(hift, moved=[st.offload_activations]), stays),

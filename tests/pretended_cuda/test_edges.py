@@ -71,7 +71,7 @@ EDGES: dict[str, dict[str, str]] = {
         "StreamedGroup._load: inbound copies after slot.free_after": "the optimizer is dropped",
         "StreamedGroup._load_gradients: inbound copies after gradient.stored": "gradients leave",
         "StreamedGroup._step_piece: the computation after loaded.ready": "the optimizer is dropped",
-        "StreamedGroup._store: the computation after stored": "a forward fails at once",
+        "StreamedGroup._let_go: the computation after stored": "a forward fails at once",
     },
     "hift/waiting_layers.py": {
         "WaitingLayers._end_turn: the end of (waiting.parameter.data, left) after its copy": "weights come from codes",

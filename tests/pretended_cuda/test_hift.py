@@ -75,14 +75,7 @@ def found_of(row: Row, folder: Path) -> dict[str, Any]:
         "races": dict(found.races),
         "unpinned": dict(found.unpinned),
         "on autograd's threads": found.num_on_autograd_threads,
-        "copied on side streams": {
-            direction: sum(
-                number
-                for (way, stream), number in found.copied_bytes.items()
-                if way == direction and not stream.startswith("stream 0 ")
-            )
-            for direction in ("inbound", "outbound")
-        },
+        "copied on side streams": found.side_copies(),
     }
 
 
@@ -107,3 +100,45 @@ def test_bits_are_those_of_a_dense_model_and_nothing_races(row: Row, tmp_path: P
         assert min(copied.values()) > 0
     elif row["gradients"] == "device":
         assert max(copied.values()) == 0
+
+
+def counts_after_an_error(steps_per_group: int) -> tuple[list[float], bool]:
+    """Step counts after an update that fails in the middle of a chunk, and whether all state is finite."""
+    from unittest import mock
+
+    import torch
+
+    from slivertune.hift.offload_buffer import OffloadedState
+    from tests.helpers.models import tiny_llama
+    from tests.hift.cases import hift_over
+    from tests.pretended_cuda.programs import batches, trained
+
+    received, receive = [], OffloadedState.receive
+
+    def fail_at_the_second(self: Any, one: Any, state: Any) -> Any:
+        received.append(one)
+        if len(received) == 2:
+            raise KeyboardInterrupt
+        return receive(self, one, state)
+
+    model, hift = hift_over(
+        tiny_llama(torch.bfloat16).to("cuda"),
+        "AdamW",
+        fused=True,
+        prefetch_bytes=10**9,
+        layers_per_group=LAYERS,
+        steps_per_group=steps_per_group,
+    )
+    trained(model, hift, "cuda", 2)
+    model(**next(batches("cuda"))).loss.backward()
+    with mock.patch.object(OffloadedState, "receive", fail_at_the_second), pytest.raises(KeyboardInterrupt):
+        hift.step()
+    states = hift.state_dict()["state"].values()
+    finite = all(bool(value.isfinite().all()) for state in states for value in state.values())
+    return sorted({float(state["step"]) for state in states}), finite
+
+
+@pytest.mark.parametrize("steps_per_group", [1, 3])
+def test_an_error_between_two_slices_leaves_each_as_it_was_or_as_it_was_stepped(steps_per_group: int) -> None:
+    counts, is_finite = on_device(counts_after_an_error, steps_per_group)
+    assert {*counts} <= {2.0, 3.0} and is_finite

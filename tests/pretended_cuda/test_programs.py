@@ -1,5 +1,7 @@
 """Each method on a pretended CUDA device: the bits of what stays there, no race, no copy of unpinned memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +11,28 @@ from tests.pretended_cuda.on_device import on_device
 from tests.pretended_cuda.programs import PROGRAMS
 
 
-def found_of(name: str, device: str) -> dict[str, Any]:
+@contextmanager
+def planted() -> Iterator[None]:
+    """The first output of a module is read on a stream that nothing orders behind it."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_hook
+
+    streams = []
+
+    def read(module: Any, args: Any, output: Any) -> None:
+        if not streams and isinstance(output, torch.Tensor) and output.is_cuda:
+            streams.append(torch.cuda.Stream(output.device))
+            with torch.no_grad(), torch.cuda.stream(streams[0]):
+                output.clone()
+
+    handle = register_module_forward_hook(read)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def found_of(name: str, device: str, is_planted: bool = False) -> dict[str, Any]:
     """Run a program under the detector, and what must have its bits."""
     import torch
 
@@ -17,15 +40,17 @@ def found_of(name: str, device: str) -> dict[str, Any]:
 
     program, other = PROGRAMS[name]
     torch.manual_seed(0)
-    expected = other(device)
+    expected = [] if is_planted else other(device)
     torch.manual_seed(0)
-    with Detector() as found:
+    with planted() if is_planted else nullcontext(), Detector() as found:
         got = program(device)
     return {
-        "num_different": sum(not torch.equal(one, other) for one, other in zip(got, expected, strict=True)),
+        "num_different": sum(not torch.equal(one, other) for one, other in zip(got, expected, strict=not is_planted)),
         "races": dict(found.races),
         "unpinned": dict(found.unpinned),
         "on autograd's threads": found.num_on_autograd_threads,
+        "copied on side streams": found.side_copies(),
+        "registered": found.registered_bytes,
     }
 
 
@@ -52,3 +77,14 @@ def test_bits_are_those_of_what_stays_and_nothing_races(name: str, device: str) 
     assert found["races"] == {} and found["unpinned"] == {}
     assert found["num_different"] == 0
     assert found["on autograd's threads"] > 100
+    moved = found["copied on side streams"]
+    if name.startswith(("HiFT", "the Trainer", "TokenTune over HiFT")):
+        assert found["registered"] > 0 < min(moved.values())
+    else:
+        assert moved == {"inbound": 0, "outbound": 0} and not found["registered"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_race_that_is_planted_in_a_program_is_reported(name: str) -> None:
+    assert on_device(found_of, name, "cuda", True)["races"]

@@ -41,22 +41,15 @@ def bytes_by_update(num_more: int, *, skipped: int = 0, blocks: int = 1, **confi
     batch = {name: value.to("cuda") for name, value in token_batches(1, vocab=BIG_VOCAB)[0].items()}
     updates, backwards = [], []
     with Detector() as found:
-
-        def copied() -> Counter[str]:
-            total: Counter[str] = Counter()
-            for (direction, stream), num_bytes in found.copied_bytes.items():
-                total[direction] += num_bytes * (not stream.startswith("stream 0 "))
-            return total
-
         for update in range(skipped * hift.cycle_length + num_more):
-            before = copied()
+            before = Counter(found.side_copies())
             model(**batch).loss.backward()
-            between = copied()
+            between = Counter(found.side_copies())
             hift.step()
             hift.zero_grad()
             if update >= skipped * hift.cycle_length:
                 backwards.append(dict(between - before))
-                updates.append(dict(copied() - before))
+                updates.append(dict(Counter(found.side_copies()) - before))
     assert not found.races
     return {
         "updates": updates,

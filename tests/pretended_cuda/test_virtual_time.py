@@ -127,6 +127,7 @@ def compared(num_blocks: int, tokens: int, layers: int, gib_ahead: float, others
     return seconds, exposed, timed_runs.planned(num_blocks, length, settings)
 
 
+# The formula takes an update's groups and the bus as a whole: a tenth of what is exposed, or a hundredth of the update.
 @pytest.mark.parametrize(
     ("num_blocks", "point"),
     quick([*((32, point) for point in POINTS), (6, POINTS[0]), (6, POINTS[-2])], [(6, POINTS[0]), (6, POINTS[-2])]),

@@ -1,8 +1,9 @@
 """HiFT on a model with the proportions of an 8B, by the pretended device's time and by the plan's formula.
 
-Widths are 1/64 of Llama-3.1-8B's, tokens 1/16, and a card does in a second 1/64^2 of what it does for the 8B, of
-products 1/16 of that. So layers' computation, their copies and their updates have the 8B's ratios. All takes a hundred
-times as long as on the card, so that launches, which the formula does not count, are nothing beside it.
+Widths are 1/64 of Llama-3.1-8B's, so weights are 1/64^2 of its weights, and sequences have 1/16 of its tokens. The card's
+bandwidths are 1/64^2 of an RTX 4090's, and its FLOP/s 1/16 of that: layers' computation, their copies and their updates
+have the 8B's ratios. Then all rates are divided by 100, so that launches, which the formula does not count, take next to
+nothing.
 """
 
 from typing import Any

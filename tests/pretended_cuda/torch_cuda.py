@@ -273,7 +273,7 @@ def _install() -> None:
         "_cudart": Runtime(),
         "_initialized": True,
         "_exchange_device": _exchange,
-        "_maybe_exchange_device": lambda index: _exchange(index),  # torch keeps a table by function
+        "_maybe_exchange_device": lambda index: _exchange(index),  # torch refuses one function under two names
         "_get_device_properties": _properties,
         "_is_in_bad_fork": lambda: False,
         "is_current_stream_capturing": lambda: False,

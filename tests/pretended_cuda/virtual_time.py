@@ -36,14 +36,14 @@ class Card:
     bus_bandwidth: float
     """Bytes/s in each direction."""
     launch_seconds: float = 5e-6
-    """Of the host, for each operator."""
+    """Seconds of the host for each operator."""
     cache_bytes: int = 0
-    """Of the L2."""
+    """Size of the L2 cache."""
     cache_bandwidth: float = float("inf")
 
 
 class _Engine:
-    """What does one thing at a time.
+    """Part of a card that does one thing at a time: its multiprocessors, or a copy engine.
 
     Attributes:
         busy_seconds: In all.
@@ -76,7 +76,7 @@ class _Engine:
 
 
 class VirtualTime(Detector):
-    """A detector that tells the time, too.
+    """A detector that tells the time, too. The package asks no stream or event by `query()`, which would be a wait here.
 
     Args:
         card: Whose time it is.

@@ -42,7 +42,7 @@ Copy = tuple[str, torch.Tensor, torch.Tensor]
 
 
 def _small_place(value: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-    """Return host memory for a tensor of a few bytes. torch's own pinned allocator keeps it until copies have ended."""
+    """Return host memory for a tensor of a few bytes. If it is pinned, torch keeps it until its copies have ended."""
     with claimed_at_birth("state", "host"):
         place = torch.empty_like(value, device="cpu", pin_memory=is_pinned)
     claim(place, "state", "host")
@@ -195,8 +195,8 @@ class OffloadedState:
             **{key: value for key, value in self._scalars_of(one).items() if _is_on_device(one, key, value)},
         }
 
-    def scalars_of(self, one: Slice) -> dict[str, Any]:
-        """Copy the rest of a slice's state, which a step needs on the host."""
+    def host_values_of(self, one: Slice) -> dict[str, Any]:
+        """Copy the values without dimensions that a slice's step needs on the host."""
         return {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in self._scalars_of(one).items()
@@ -221,10 +221,13 @@ class OffloadedState:
         self.load()
         state = flatten_state(state)
         known = self._tensors.get(one.weight.name, {})
-        tensors, copies = self._keep_scalars(one.weight, one.start, state)
-        for key, value in tensors.items():
-            if not (key in _TABLES and key in known):  # it never changes, and the next chunk may be loading it
-                copies.append((key, value, self._place_of(one, key, value)))
+        copies = [
+            (key, value, self._place_of(one, key, value))
+            for key, value in state.items()
+            # A table never changes, and the next chunk may be loading it.
+            if _has_extent(key, value) and not (key in _TABLES and key in known)
+        ]
+        copies += self._keep_scalars(one.weight, one.start, state)
         empty_objects(state)
         return copies
 
@@ -284,7 +287,8 @@ class OffloadedState:
                 key: value.cpu() if isinstance(value, torch.Tensor) and not value.dim() else value
                 for key, value in values.items()
             }
-            arriving[weight.name], _ = self._keep_scalars(weight, _WHOLE, values)
+            self._keep_scalars(weight, _WHOLE, values)
+            arriving[weight.name] = {key: value for key, value in values.items() if _has_extent(key, value)}
             for value in arriving[weight.name].values():
                 num_bytes[value.dtype] += aligned(value.nbytes)
         self.buffer.reserve(num_bytes)
@@ -314,29 +318,26 @@ class OffloadedState:
         self.load()
         return self._tensors[weight.name][key]
 
-    def _keep_scalars(
-        self, weight: Weight, start: int, state: WeightState
-    ) -> tuple[dict[str, torch.Tensor], list[Copy]]:
-        """Keep the values without dimensions of a slice's state.
+    def _keep_scalars(self, weight: Weight, start: int, state: WeightState) -> list[Copy]:
+        """Keep the values without dimensions of a slice's state, and note the keys of the others.
 
         Returns:
-            The others, after noting their keys, and the copies of those values that are on the device.
+            Copies of those values that are on the device.
         """
-        tensors = {key: value for key, value in state.items() if _has_extent(key, value)}
-        self._received[weight.name, start] = frozenset(tensors)
-        scalars, copies = {key: value for key, value in state.items() if key not in tensors}, []
+        scalars, copies = {key: value for key, value in state.items() if not _has_extent(key, value)}, []
         for key, value in scalars.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            # What was restored is on the host, from which a step may take it to the device.
+            # A step on a GPU loads what was restored from here.
             is_pinned = value.is_cuda or (start == _WHOLE and weight.device.type == "cuda")
             scalars[key] = place = _small_place(value, is_pinned=is_pinned)
-            if value.is_cuda:
-                copies.append((key, value, place))
-            else:
+            if value.device.type == "cpu":
                 place.copy_(value.detach())
+            else:
+                copies.append((key, value, place))
+        self._received[weight.name, start] = frozenset(state.keys() - scalars.keys())
         self._scalars[weight.name, start] = scalars
-        return tensors, copies
+        return copies
 
     def _place_of(self, one: Slice, key: str, value: torch.Tensor) -> torch.Tensor:
         """Return the place of a slice's part of the state under `key`: the old one if it has the same form."""

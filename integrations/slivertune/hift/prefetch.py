@@ -25,7 +25,7 @@ def has_own_memory(device: torch.device) -> bool:
 class PeakMemory:
     """Largest memory that torch has reserved on CUDA devices.
 
-    It is read in every update, since others reset torch's statistics, and may empty its cache before.
+    It is noted in every update, because a script may free torch's unused memory and reset its statistics at any time.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class PrefetchBudget:
         self._peak = PeakMemory()
 
     def note_peak(self, devices: Iterable[torch.device]) -> None:
-        """Note the memory that was in use since the last call, of which `auto` is a function."""
+        """Note the peak of memory since the last call, from which `auto` is computed."""
         if self._setting == "auto":
             for device in devices:
                 self._peak.note(device)
@@ -93,6 +93,7 @@ class PrefetchBudget:
     def fail(self) -> None:
         """Note that a forward or backward ran out of memory: `auto` is 0 until the end of the next cycle."""
         self._seen.clear()
+        self._peak = PeakMemory()
         self._num_bytes = 0 if self._setting == "auto" else self._setting
 
     def end_cycle(self, held_bytes: Mapping[torch.device, int]) -> None:
@@ -147,10 +148,10 @@ class Prefetcher:
             group: Index of the active group.
             inputs: Inputs of the forward; None for one that does not train.
         """
-        if self._budget is None:
+        if self._budget is None or inputs is None:
             return 0
         self._budget.note_peak(self.slots)
-        return 0 if inputs is None else self._budget.begin_forward(group, inputs)
+        return self._budget.begin_forward(group, inputs)
 
     def load_ahead(self, residency: ResidentGroup, num_bytes: int) -> None:
         """Set the bytes that chunks of the active group may hold, and begin to load them."""

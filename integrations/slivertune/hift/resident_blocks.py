@@ -241,7 +241,7 @@ class ResidentBudget:
         self._peak = PeakMemory()
 
     def note_peak(self, device: torch.device) -> None:
-        """Note the memory that was in use since the last call, which `auto` measures."""
+        """Note the peak of memory since the last call, from which `auto` is computed."""
         if self._is_to_measure:
             self._peak.note(device)
 
@@ -258,5 +258,5 @@ class ResidentBudget:
         if not self._is_auto:
             return False
         had, self.num_bytes = self.num_bytes, 0
-        self._is_to_measure = True
+        self._is_to_measure, self._peak = True, PeakMemory()
         return had > 0

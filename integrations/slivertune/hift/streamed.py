@@ -26,7 +26,7 @@ from slivertune.hift import device_pieces
 from slivertune.hift.cutting import cut_group
 from slivertune.hift.device_pieces import DevicePieces
 from slivertune.hift.device_slots import DeviceSlots
-from slivertune.hift.loaded_piece import LoadedPiece, leaf_data, moved_to_slot
+from slivertune.hift.loaded_piece import Copies, LoadedPiece, leaf_data, moved_to_slot
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.offload_buffer import Copy, NewBuffer, OffloadedState, waiting_bytes
@@ -63,7 +63,7 @@ class StreamedGroup(ResidentGroup):
         self._slots_of = slots_of
         self._new_buffer = new_buffer
         self._turn: list[str] = []
-        """Names of the weights stepped since `end`, in the order in which their gradients arrived."""
+        """Names of the weights stepped since `end`, in order."""
         self._is_first_turn = False
         self._offloaded: OffloadedState | None = None
         self._offloaded_from: torch.device | None = None
@@ -95,7 +95,7 @@ class StreamedGroup(ResidentGroup):
         buffer = self._offloaded.buffer
         if not (buffer.is_resident or buffer.is_loaded):
             return  # the file is still being read
-        self._pieces = self._pieces or cut_group(self.weights, self._meter)
+        self._cut()
         self._begin_loading()
         self._load_ahead(WORKING_PIECES if in_backward else 0)
 
@@ -104,7 +104,7 @@ class StreamedGroup(ResidentGroup):
         self._stays = stays
         self._is_dropped = not stays and self._meter.config.state == "discard"
         self._follow_the_model()
-        self._pieces = self._pieces or cut_group(self.weights, self._meter)
+        self._cut()
         if self._offloaded is None:
             offloaded = self._new_state()
             if not self._is_dropped:
@@ -118,8 +118,7 @@ class StreamedGroup(ResidentGroup):
         names = {weight.name: None for weight in weights}
         self.load_gradients()
         own = [index for index, piece in enumerate(self._pieces) if piece.slices[0].weight.name in names]
-        # A backward offloads the last weights' gradients first.
-        self._turn += reversed(names) if self._meter.config.gradients == "host" else names
+        self._turn += self._in_order(names)
         unstepped = Counter(one.weight.name for index in own for one in self._pieces[index].slices)
         try:
             for position, index in enumerate(own):
@@ -293,6 +292,20 @@ class StreamedGroup(ResidentGroup):
         streams = self._slots_of(self._device()).streams
         return OffloadedState(self._new_buffer(streams))
 
+    def _cut(self) -> None:
+        """Cut the group into chunks, in the order in which they are stepped."""
+        if not self._pieces:
+            places = {name: place for place, name in enumerate(self._in_order([each.name for each in self.weights]))}
+            pieces = cut_group(self.weights, self._meter)
+            self._pieces = sorted(pieces, key=lambda piece: places[piece.slices[0].weight.name])
+
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        """Return the weights of a step in the order in which they are stepped.
+
+        A backward makes the gradients of the last weights first, so with `gradients="host"` these are stepped first.
+        """
+        return list(names)[::-1] if self._meter.config.gradients == "host" else list(names)
+
     # The way of one chunk through the device.
 
     def _begin_loading(self) -> None:
@@ -408,7 +421,7 @@ class StreamedGroup(ResidentGroup):
         states = []
         for position, one in enumerate(piece.slices):
             tensors = dict(loaded.tensors[position]) if loaded is not None else {}
-            scalars = self._offloaded.scalars_of(one)
+            scalars = self._offloaded.host_values_of(one)
             part = one.part_of_weight()
             data = leaf_data(one, part, tensors)
             if one.on_master and not self._is_first_turn:
@@ -429,32 +442,45 @@ class StreamedGroup(ResidentGroup):
 
         Args:
             index: Index of the chunk.
-            unstepped: Number of slices left to step, by weight, from which the slices of the chunk are subtracted.
+            unstepped: Number of slices left to step, by weight. The chunk's slices are subtracted from it.
         """
-        piece, loaded, streams = self._pieces[index], self._in_slots.loaded.get(index), self._slots.streams
+        piece, loaded = self._pieces[index], self._in_slots.loaded.get(index)
         assert self._offloaded is not None
         assert piece.instance is not None
         leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
-        is_from_slot = loaded is not None
-        for position, one in enumerate(piece.slices):
-            state = piece.instance.optimizer.state.pop(one.leaf, {})
-            if one.on_master:
-                one.part_of_weight().copy_(one.leaf.data)
-                state[MASTER] = one.leaf.data
-            copies: Sequence[Copy] = () if self._is_dropped else self._offloaded.receive(one, state)
-            if loaded is not None:
-                copies, moved = moved_to_slot(copies, loaded.tensors[position])
-                is_from_slot = is_from_slot and moved
-            leaving += [(source, target) for _, source, target in copies]
-            unstepped[one.weight.name] -= 1
-            one.drop_gradient(is_last=not unstepped[one.weight.name])
-            one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
-        if loaded is not None and is_from_slot and self._may_stay(index):
+        is_from_slot, may_stay = loaded is not None, True
+        try:
+            for position, one in enumerate(piece.slices):
+                state = piece.instance.optimizer.state.pop(one.leaf, {})
+                if one.on_master:
+                    one.part_of_weight().copy_(one.leaf.data)
+                    state[MASTER] = one.leaf.data
+                copies: Sequence[Copy] = () if self._is_dropped else self._offloaded.receive(one, state)
+                if loaded is not None:
+                    own = loaded.tensors[position]
+                    # What the step has left on the host is out of date in the slot.
+                    may_stay = may_stay and {key for key in own if not own[key].dim()} <= {key for key, _, _ in copies}
+                    copies, moved = moved_to_slot(copies, own)
+                    is_from_slot = is_from_slot and moved
+                leaving += [(source, target) for _, source, target in copies]
+                unstepped[one.weight.name] -= 1
+                one.drop_gradient(is_last=not unstepped[one.weight.name])
+                one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
+        except BaseException:
+            # The places of what was received are in use, and what has stayed exists in the slot alone.
+            owed = [] if loaded is None or loaded.owed is None else loaded.owed
+            self._let_go(index, [*owed, *leaving], is_from_slot=is_from_slot)
+            raise
+        if loaded is not None and is_from_slot and may_stay and self._may_stay(index):
             device_pieces.let_stay(self._in_slots, index, leaving, self._waiting(index), self._slots)
-            return
-        stored = device_pieces.write_back(self._in_slots, index, leaving, self._slots)
+        else:
+            self._let_go(index, leaving, is_from_slot=is_from_slot)
+
+    def _let_go(self, index: int, copies: Copies, *, is_from_slot: bool) -> None:
+        """Queue a chunk's write back, and give its slot back behind it."""
+        stored = device_pieces.write_back(self._in_slots, index, copies, self._slots)
         if not is_from_slot:
-            streams.compute_after(stored)  # before the memory of new tensors is used again
+            self._slots.streams.compute_after(stored)  # before the memory of new tensors is used again
+        loaded = self._in_slots.loaded.pop(index, None)
         if loaded is not None:
-            del self._in_slots.loaded[index]
             self._slots.give_back(loaded.slot, stored)
