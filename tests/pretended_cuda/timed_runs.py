@@ -1,9 +1,9 @@
 """HiFT on a model with the proportions of an 8B, by the pretended device's time and by the plan's formula.
 
-Widths are 1/64 of Llama-3.1-8B's, so weights are 1/64^2 of its weights, and sequences have 1/16 of its tokens. The card's
-bandwidths are 1/64^2 of an RTX 4090's, and its FLOP/s 1/16 of that: layers' computation, their copies and their updates
-have the 8B's ratios. Then all rates are divided by 100, so that launches, which the formula does not count, take next to
-nothing.
+Widths are 1/64 of Llama-3.1-8B's, so weights are 1/64^2 of its weights, and sequences have 1/16 of its tokens. The
+card's bandwidths are 1/64^2 of an RTX 4090's, and its FLOP/s 1/16 of that: layers' computation, their copies and their
+updates have the 8B's ratios. Then all rates are divided by 100, so that launches, which the formula does not count,
+take next to nothing.
 """
 
 from typing import Any

@@ -76,7 +76,7 @@ class _Engine:
 
 
 class VirtualTime(Detector):
-    """A detector that tells the time, too. The package asks no stream or event by `query()`, which would be a wait here.
+    """A detector that tells the time, too. `query()`, which the package never calls, would count as a wait.
 
     Args:
         card: Whose time it is.
