@@ -26,8 +26,6 @@ from torch._C._distributed_c10d import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from slivertune.parallel.consistency import heartbeat
-
 NAME = "pretended"
 Combine = Callable[[list[list[torch.Tensor]]], Sequence[torch.Tensor]]
 """Makes the results from what each rank has given."""
@@ -221,4 +219,3 @@ def group_of_devices(store: Path, rank: int, num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        heartbeat._gloo_group.clear()  # a case that leaves anything behind costs the next one new processes
