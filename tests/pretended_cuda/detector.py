@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tests.pretended_cuda.torch_cuda as torch_cuda  # isort: skip  # before torch
 import torch
@@ -57,6 +57,24 @@ _WAITING = frozenset(
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _HIDDEN = tuple(str(Path(__file__).parent / name) for name in ("detector", "torch_cuda", "collectives"))
 _PACKAGE = f"{Path(slivertune.__file__).parent}/"
+
+
+Access = tuple[torch.Tensor, bool]
+"""Tensor that an operator touches, and whether it is written."""
+
+
+class Call(NamedTuple):
+    """An operator that has run, with its arguments and result."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+    @property
+    def name(self) -> str:
+        """Name without the overload's."""
+        return str(self.func.overloadpacket.__name__)
 
 
 class Memory:
@@ -303,7 +321,7 @@ class Detector(TorchDispatchMode):
         out = func(*args, **kwargs)
         with self._lock:
             self.catch_up()
-            self._note_operator(func, args, kwargs, inputs, out)
+            self._note_operator(Call(func, args, kwargs, out), inputs)
         return out
 
     def _let_arrive(self, tensors: list[torch.Tensor]) -> None:
@@ -321,25 +339,17 @@ class Detector(TorchDispatchMode):
             _advance(clock, self.clock(stream_named(index, LIBRARY.pretended_stream(index))))
         return clock
 
-    def _note_operator(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[tuple[torch.Tensor, bool]],
-        out: Any,
-    ) -> None:
-        name = func.overloadpacket.__name__
+    def _note_operator(self, call: Call, inputs: list[Access]) -> None:
         storages = {_key(tensor) for tensor, _ in inputs}
-        results = [tensor for tensor in tensors_in(out) if _key(tensor) not in storages]
+        results = [tensor for tensor in tensors_in(call.out) if _key(tensor) not in storages]
         everything = [tensor for tensor, _ in inputs] + results
         devices = {tensor.device.index for tensor in everything if tensor.device.type == "cuda"}
-        touched = [] if name in _NO_ACCESS else inputs
+        touched = [] if call.name in _NO_ACCESS else inputs
         touched = [*touched, *((tensor, True) for tensor in results)]
-        if func.namespace == "_c10d_functional":
+        if call.func.namespace == "_c10d_functional":
             touched = []  # the collective is told by itself
         if not devices:
-            self.touch(self.actor(), touched, func)
+            self.touch(self.actor(), touched, call.func)
             return
         index = max(devices)
         streams = {stream_named(each, LIBRARY.pretended_stream(each)) for each in devices}
@@ -351,41 +361,27 @@ class Detector(TorchDispatchMode):
         if threading.current_thread() is not threading.main_thread() and self.actor() == HOST:
             self.num_on_autograd_threads += 1
         _advance(self.clock(stream), self.clock(self.actor()))
-        self.touch(stream, touched, func)
+        self.touch(stream, touched, call.func)
         for each in streams:
             _advance(self.clock(each), self.clock(stream))
         hosts = [tensor for tensor in everything if tensor.device.type == "cpu" and tensor.numel()]
-        self.note_work(stream, func, args, kwargs, touched, out)
-        if name in COPIES and hosts:
-            self._note_copy(func, args, kwargs, stream, everything, out)
-        elif _reads_size(name, args, kwargs):
+        self.note_work(stream, call, touched)
+        if call.name in COPIES and hosts:
+            self._note_copy(call, stream, everything)
+        elif _reads_size(call):
             self.host_waits(stream)
 
-    def note_work(
-        self,
-        stream: str,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        touched: list[tuple[torch.Tensor, bool]],
-        out: Any,
-    ) -> None:
-        """Called for each operator that is queued on a stream; `touched` says of each tensor whether it is written."""
+    def note_work(self, stream: str, call: Call, touched: list[Access]) -> None:
+        """Is called for each operator that is queued on a stream."""
 
-    def _note_copy(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        stream: str,
-        tensors: list[torch.Tensor],
-        out: Any,
-    ) -> None:
+    def _note_copy(self, call: Call, stream: str, tensors: list[torch.Tensor]) -> None:
         """A copy between host and device."""
-        names = [argument.name for argument in func._schema.arguments]
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        names = [argument.name for argument in call.func._schema.arguments]
+        options = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         # `_foreach_copy_` returns nothing; the others return where they copy to.
-        arrives = any(tensor.device.type == "cpu" for tensor in tensors_in(args[0] if out is None else out))
+        arrives = any(
+            tensor.device.type == "cpu" for tensor in tensors_in(call.args[0] if call.out is None else call.out)
+        )
         hosts = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         self.copied_bytes["outbound" if arrives else "inbound", stream] += sum(tensor.nbytes for tensor in hosts)
         if not options.get("non_blocking"):
@@ -396,7 +392,7 @@ class Detector(TorchDispatchMode):
             if memory is None:
                 if tensor.is_pinned():
                     continue  # by torch, before the detector was entered
-                self.unpinned[f"{func} {tuple(tensor.shape)} {_where()}"] += 1
+                self.unpinned[f"{call.func} {tuple(tensor.shape)} {_where()}"] += 1
                 if arrives:
                     self.host_waits(stream)
             elif memory.is_ours and tensor.is_contiguous():
@@ -697,15 +693,15 @@ def _overlap(one: Span, other: Span) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-def _reads_size(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _reads_size(call: Call) -> bool:
     """Whether the host reads an operator's result, or its size, from the device, or uploads its indices."""
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
-    if name not in _INDEXING:
-        return name in _WAITING
-    indices = tensors_in(args[1])
+    if call.name == "repeat_interleave":
+        return call.kwargs.get("output_size") is None
+    if call.name not in _INDEXING:
+        return call.name in _WAITING
+    indices = tensors_in(call.args[1])
     by_booleans = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
-    if name != "index" and len(by_booleans) == len(indices) == 1 and args[2].numel() == 1:
+    if call.name != "index" and len(by_booleans) == len(indices) == 1 and call.args[2].numel() == 1:
         return False  # filled where the mask is true
     return bool(by_booleans) or any(index.device.type == "cpu" for index in indices)
 

@@ -11,9 +11,8 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from tests.pretended_cuda.detector import COPIES, Detector, stream_named, tensors_in  # isort: skip  # first torch
+from tests.pretended_cuda.detector import COPIES, Access, Call, Detector, stream_named, tensors_in  # isort: skip  # first torch
 import torch
 from torch.utils.flop_counter import flop_registry
 
@@ -120,7 +119,7 @@ class VirtualTime(Detector):
         elif entry.kind == Kind.WAIT_DEVICE:
             ends = [end for name, end in self._streams.items() if name.endswith(f"of cuda:{entry.device}")]
             self.host = max([self.host, *ends])
-        elif entry.kind == Kind.ALLOCATE and entry.second <= self._card.cache_bytes // 4:
+        elif entry.kind == Kind.ALLOCATE:
             self._hold(entry.first, entry.second)
         elif entry.kind == Kind.FREE:
             self._cached.pop(entry.first, None)
@@ -133,55 +132,39 @@ class VirtualTime(Detector):
         super().host_waits(stream)
         self.host = max(self.host, self._streams[stream])
 
-    def note_work(
-        self,
-        stream: str,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        touched: list[tuple[torch.Tensor, bool]],
-        out: Any,
-    ) -> None:
+    def note_work(self, stream: str, call: Call, touched: list[Access]) -> None:
         """Let an operator take its time."""
-        name = func.overloadpacket.__name__
-        if name in _LAUNCHES_NOTHING:
+        if call.name in _LAUNCHES_NOTHING:
             return
         hosts = [(tensor, written) for tensor, written in touched if tensor.device.type == "cpu" and tensor.numel()]
-        if name in COPIES and hosts:
+        if call.name in COPIES and hosts:
             kind = "outbound" if any(written for _, written in hosts) else "inbound"
             seconds = sum(tensor.nbytes for tensor, _ in hosts) / self._card.bus_bandwidth
         else:
-            kind, seconds = "computation", self._computes(func, name, args, kwargs, touched, out)
+            kind, seconds = "computation", self._computes(call, touched)
         self.host += self._card.launch_seconds
         ready = max(self._streams[stream], self.host)
         self._streams[stream] = self._engine(kind, stream).run(ready, seconds)
 
-    def _computes(
-        self,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        touched: list[tuple[torch.Tensor, bool]],
-        out: Any,
-    ) -> float:
-        formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
-        by_operations = 0.0 if formula is None else formula(*args, **kwargs, out_val=out) / self._card.flops
+    def _computes(self, call: Call, touched: list[Access]) -> float:
+        formula: Callable[..., int] | None = flop_registry.get(call.func.overloadpacket)
+        num_operations = 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.out)
+        given = tensors_in([*call.args, *call.kwargs.values()])
         by_bytes = 0.0
         for place, (tensor, written) in enumerate(touched):
             if tensor.device.type != "cuda" or not tensor.numel():
                 continue
             num_bytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
-            if name in _READS_ROWS and not place:
-                num_bytes = sum(each.nbytes for each in tensors_in(out))
-            if written and name not in COPIES and any(tensor is each for each in tensors_in([*args, *kwargs.values()])):
+            if call.name in _READS_ROWS and not place:
+                num_bytes = sum(each.nbytes for each in tensors_in(call.out))
+            if written and call.name not in COPIES and any(tensor is each for each in given):
                 num_bytes *= 2  # read and written
             storage = tensor.untyped_storage()
             bandwidth = self._card.memory_bandwidth
             if self._hold(storage.data_ptr(), storage.nbytes()):
                 bandwidth = self._card.cache_bandwidth
             by_bytes += num_bytes / bandwidth
-        return max(by_operations, by_bytes)
+        return max(num_operations / self._card.flops, by_bytes)
 
     def _hold(self, start: int, num_bytes: int) -> bool:
         """Take memory into the cache, which forgets what was used longest ago; whether it was there already."""
