@@ -33,7 +33,7 @@ os.environ.update(
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C reach the processes of tests, and keep temporary folders out of memory, where `state="disk"` fails."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell script starts by `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,6 +42,7 @@ def pytest_configure() -> None:
     is_in_memory = any(line[1:3] == [tempfile.gettempdir(), "tmpfs"] for line in lines)
     if is_in_memory and Path("/var/tmp").is_dir():
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
+    config.pluginmanager.register(_Frozen())
 
 
 def pytest_report_header() -> str:
@@ -85,9 +86,24 @@ def no_deprecation_is_logged() -> Iterator[list[str]]:
         pytest.fail("a deprecated call was logged:\n" + "\n".join(handler.records), pytrace=False)
 
 
-def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking through what was imported, which takes longer than most tests."""
-    gc.freeze()
+class _Frozen:
+    """Keeps the garbage collector from looking through what was imported, which takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._num_modules = 0
+
+    def pytest_collection_finish(self) -> None:
+        self._freeze()
+
+    def pytest_runtest_teardown(self) -> None:
+        """Fixtures and tests import what collecting them does not."""
+        if len(sys.modules) > self._num_modules + 100:
+            gc.collect()  # what is garbage now would stay for good
+            self._freeze()
+
+    def _freeze(self) -> None:
+        self._num_modules = len(sys.modules)
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

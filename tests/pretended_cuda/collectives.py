@@ -26,6 +26,8 @@ from torch._C._distributed_c10d import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from slivertune.parallel.consistency import heartbeat
+
 NAME = "pretended"
 Combine = Callable[[list[list[torch.Tensor]]], Sequence[torch.Tensor]]
 """Makes the results from what each rank has given."""
@@ -213,9 +215,11 @@ def group_of_devices(store: Path, rank: int, num_ranks: int) -> Iterator[None]:
     """
     torch_cuda.use_devices(num_ranks)
     if dist.is_initialized():
+        dist.barrier()  # else one that is still connecting would find the other gone
         dist.destroy_process_group()
     dist.init_process_group(NAME, store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        heartbeat._gloo_group.clear()  # or the next case would need new processes

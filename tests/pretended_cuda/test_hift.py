@@ -56,17 +56,18 @@ def found_of(row: Row, folder: Path) -> dict[str, Any]:
     from tests.hift.cases import warm_cosine
     from tests.pretended_cuda.detector import Detector
 
-    with torch.compiler.set_stance("force_eager"), Detector() as found:  # bitsandbytes compiles its CPU kernels
-        whole = on_cpu.Run(row, folder, device="cuda")
-        cycle, turn = whole.hift.cycle_length, row["steps_per_group"]
-        last = cycle + on_cpu.MORE * turn
-        losses, active = whole.train(range(last))
-        exact = whole.model.state_dict()
-        whole.hift.detach()
-    dense: Any = on_cpu.made(row).to("cuda")
-    naive = on_cpu.reference(row, dense, active[:cycle:turn])
-    schedule = LambdaLR(naive.carrier, lambda step: warm_cosine(step, 30))
-    expected, _ = on_cpu.train(dense, naive, schedule, row, range(last), "cuda")
+    with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles its kernels otherwise
+        with Detector() as found:
+            whole = on_cpu.Run(row, folder, device="cuda")
+            cycle, turn = whole.hift.cycle_length, row["steps_per_group"]
+            last = cycle + on_cpu.MORE * turn
+            losses, active = whole.train(range(last))
+            exact = whole.model.state_dict()
+            whole.hift.detach()
+        dense: Any = on_cpu.made(row).to("cuda")
+        naive = on_cpu.reference(row, dense, active[:cycle:turn])
+        schedule = LambdaLR(naive.carrier, lambda step: warm_cosine(step, 30))
+        expected, _ = on_cpu.train(dense, naive, schedule, row, range(last), "cuda")
     weights = getattr(naive, "exact", naive.parameters)
     differing = [name for name, value in weights.items() if not torch.equal(exact[name].cpu() + 0, value.cpu() + 0)]
     return {
@@ -83,13 +84,7 @@ def test_the_rows_have_every_legal_pair() -> None:
     assert_has_every_legal_pair(ROWS, FACTORS, is_legal)
 
 
-IN_8BIT = [row for row in ROWS if row["optimizer"] == "AdamW8bit"]
-"""bitsandbytes' kernels of a card are not here, and those of the CPU are slow: one of these rows is quick."""
-
-
-@pytest.mark.parametrize(
-    "row", row_params([row for row in ROWS if row["waiting"] != "nf4" and row not in IN_8BIT[1:]], ROWS)
-)
+@pytest.mark.parametrize("row", row_params(ROWS))
 def test_bits_are_those_of_a_dense_model_and_nothing_races(row: Row, tmp_path: Path) -> None:
     found = on_device(found_of, row, tmp_path)
     assert found["races"] == {} and found["unpinned"] == {}
