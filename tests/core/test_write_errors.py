@@ -182,6 +182,20 @@ def test_what_has_another_cause_passes_as_it_is(tmp_path: Path) -> None:
         assert caught.value is error
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534",
+        "PytorchStreamWriter failed writing central directory: file write failed",
+    ],
+)
+def test_what_torchs_writer_says_without_a_reason_is_explained(message: str, tmp_path: Path) -> None:
+    said = pytest.raises(OSError, match=r"model could not be written: .*torch\.save")
+    with said as caught, explain_write_errors(tmp_path / "model"):
+        raise RuntimeError(message)
+    assert caught.value.errno == errno.EIO
+
+
 def test_an_error_is_explained_once_and_for_what_the_user_asked_for(tmp_path: Path) -> None:
     def write() -> None:
         with atomic_folder(tmp_path / "model") as new:

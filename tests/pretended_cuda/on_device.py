@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import run_ranks
 from tests.pretended_cuda.library import NoDeviceError, build
+
+_build_once = cache(build)  # it starts the compiler, to ask for its version
 
 
 def on_device(function: Callable[..., Any], *args: Any, num_devices: int = 1) -> Any:
@@ -32,7 +35,7 @@ def on_device(function: Callable[..., Any], *args: Any, num_devices: int = 1) ->
 def require_device() -> None:
     """Skip the test where there is no compiler, or torch is built for CUDA."""
     try:
-        build()
+        _build_once()
     except NoDeviceError as error:
         pytest.skip(str(error))
 

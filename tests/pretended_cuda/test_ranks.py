@@ -1,5 +1,6 @@
 """Two ranks on pretended devices come to what one process does, with collectives as NCCL takes them, without races."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,17 @@ QUICK: list[tuple[str, Layout, str]] = [
 ]
 
 
-def train(rank: int, num_ranks: int, method: str, layout: Layout, name: str, store: Path) -> dict[str, Any]:
+def train(
+    rank: int, num_ranks: int, method: str, layout: Layout, name: str, store: Path, is_planted: bool = False
+) -> dict[str, Any]:
     """Train a case on this rank's device."""
     from tests.pretended_cuda.collectives import group_of_devices
     from tests.pretended_cuda.detector import Detector
+    from tests.pretended_cuda.races import planted
 
     case = CASES[method, layout, name]
-    with group_of_devices(store, rank, num_ranks), Detector() as found:
+    race = planted() if is_planted else nullcontext()
+    with group_of_devices(store, rank, num_ranks), race, Detector() as found:
         with IN_SMALL_BUCKETS, running(case, layout, rank, seed=seed_of(case, layout, rank)) as run:
             run.train(0, case.updates)
             result = {**case.result(run), "weights": case.merged(run)}
@@ -63,3 +68,13 @@ def test_ranks_on_devices_equal_one_process_and_nothing_races(
     for each in found:
         assert each["races"] == {} and each["unpinned"] == {}
         assert each["on autograd's threads"] > 100 and sum(each["collectives"].values()) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "layout", "name"), QUICK)
+def test_a_race_that_is_planted_is_reported_on_each_rank(
+    method: str, layout: Layout, name: str, tmp_path: Path
+) -> None:
+    require_device()
+    found = run_ranks(train, 2, method, layout, name, tmp_path / "store", True, pretends_cuda=True)
+    assert all(each["races"] for each in found)

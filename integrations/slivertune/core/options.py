@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from enum import Enum
 from functools import cache
@@ -108,47 +108,38 @@ class Option:
         return any(dict in (kind, get_origin(kind)) for kind in self.kinds)
 
 
-def options_of(owner: type, names: Mapping[str, str | None] | None = None) -> tuple[Option, ...]:
-    """Return the options that a dataclass declares, in the order of its fields.
+def options_of(owner: type, names: Mapping[str, str | None] | None = None) -> Iterator[Option]:
+    """Yield the options that a dataclass declares, in the order of its fields.
 
     Args:
         owner: The dataclass. A field's metadata may hold a help text and more, as `HfArgumentParser` reads them.
         names: Names of options by the names of their fields, where the two differ. None: the field is no option.
     """
-    return _options_of(owner, tuple((names or {}).items()))
-
-
-@cache
-def _options_of(owner: type, renamed: tuple[tuple[str, str | None], ...]) -> tuple[Option, ...]:
-    hints, texts, names = get_type_hints(owner, include_extras=True), attribute_docs(owner), dict(renamed)
+    parts, texts, names = _parts_of(owner), attribute_docs(owner), names or {}
     named = {item.name: names.get(item.name, item.name) for item in dataclasses.fields(owner) if item.init}
-    options = []
     for item in dataclasses.fields(owner):
         name = named.get(item.name)
         if name is None:
             continue
-        kinds, spelling = _parts(hints[item.name])
+        kinds, spelling = parts[item.name]
         kinds = tuple(kind for kind in kinds if kind is not Path or str not in kinds)
         aliases = item.metadata.get("aliases", ())
         aliases = [aliases] if isinstance(aliases, str) else aliases
         listed = item.metadata.get("choices", ()) or spelling.choices
-        options.append(
-            Option(
-                name=name,
-                kinds=kinds,
-                default=item.default if item.default_factory is MISSING else item.default_factory(),
-                text=item.metadata.get("help", "") or in_words(texts.get(item.name, ""), named),
-                owner=owner,
-                aliases=(*(alias.strip("-") for alias in aliases), *spelling.aliases),
-                choices=tuple(listed) if listed or spelling.read else next(filter(None, map(_choices, kinds)), ()),
-                value_name=item.metadata.get("metavar") or spelling.value_name,
-                may_stand_alone=isinstance(item.default, bool) or kinds == (bool,) or item.metadata.get("nargs") == "?",
-                alone=spelling.alone,
-                read=spelling.read,
-                words=spelling.words,
-            )
+        yield Option(
+            name=name,
+            kinds=kinds,
+            default=item.default if item.default_factory is MISSING else item.default_factory(),
+            text=item.metadata.get("help", "") or in_words(texts.get(item.name, ""), named),
+            owner=owner,
+            aliases=(*(alias.strip("-") for alias in aliases), *spelling.aliases),
+            choices=tuple(listed) if listed or spelling.read else next(filter(None, map(_choices, kinds)), ()),
+            value_name=item.metadata.get("metavar") or spelling.value_name,
+            may_stand_alone=isinstance(item.default, bool) or kinds == (bool,) or item.metadata.get("nargs") == "?",
+            alone=spelling.alone,
+            read=spelling.read,
+            words=spelling.words,
         )
-    return tuple(options)
 
 
 def add_option(parser: Any, option: Option) -> None:
@@ -224,6 +215,12 @@ def in_words(text: str, names: Mapping[str, str | None]) -> str:
 
 _CODE = re.compile(r"`([^`]+)`")
 _QUOTES = "\"'"
+
+
+@cache
+def _parts_of(owner: type) -> Mapping[str, tuple[tuple[Any, ...], Spelling]]:
+    """Return the types and the spelling of each field. To evaluate annotations takes most of an option's time."""
+    return {name: _parts(hint) for name, hint in get_type_hints(owner, include_extras=True).items()}
 
 
 def _parts(hint: Any) -> tuple[tuple[Any, ...], Spelling]:

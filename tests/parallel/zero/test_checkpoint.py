@@ -218,8 +218,7 @@ def test_the_padding_of_uneven_shares_holds_numbers(tmp_path: Path) -> None:
         assert all(bool(weight.isfinite().all()) for weight in result["weights"].values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_that_are_not_trained_are_put_together_too(num_ranks: int, tmp_path: Path) -> None:
     wanted = run_ranks(save_frozen, 2, tmp_path)[0]
     assert bool((wanted[FROZEN] == 0.25).all())

@@ -29,8 +29,8 @@ class MethodOptions:
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Names of options by the fields of `options_class`, where the two differ. None: the field is no option."""
 
-    def options(self) -> tuple[Option, ...]:
-        """Return the options."""
+    def options(self) -> Iterator[Option]:
+        """Yield the options."""
         return options_of(self.options_class, self.names)
 
     def make(self, values: Mapping[str, Any]) -> Any:
