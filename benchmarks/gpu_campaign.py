@@ -1,7 +1,7 @@
 """Half an hour on a real GPU: three parts of at most eight minutes, each of which goes on where it was cut off.
 
     python benchmarks/gpu.py campaign --part 1   # what no CPU can tell, then tests/gpu, the likeliest failures first
-    python benchmarks/gpu.py campaign --part 2   # Llama-2-7B whole: memory and time
+    python benchmarks/gpu.py campaign --part 2   # waits of the host by optimizer, Llama-2-7B whole
     python benchmarks/gpu.py campaign --part 3   # each memory feature once, ways in 24 GiB, the command line
     python benchmarks/gpu.py campaign --part 1 --pretend --output FOLDER   # tiny, on a pretended card: whether it runs
 
@@ -56,6 +56,7 @@ def _benchmark(name: str, seconds: float, tiny: str, *arguments: str) -> Step:
 
 
 _FIRST = "waits or pinned or stream or pieces"
+_OPTIMIZERS = ("fused AdamW", "host", "SGD", "Adafactor", "bitsandbytes' AdamW8bit", "torchao's AdamW8bit")
 TINY_LLAMA = "--blocks 2 --hidden 64 --heads 4 --kv_heads 4 --vocabulary 128 --length 16 --probe_bytes 65536"
 PARTS: dict[int, dict[str, Step]] = {
     1: {
@@ -65,7 +66,13 @@ PARTS: dict[int, dict[str, Step]] = {
     },
     2: {
         "four blocks": _benchmark("gpu", 60, TINY_LLAMA, "--blocks", "4"),
-        "llama-2-7b": _benchmark("gpu", 400, TINY_LLAMA),
+        "optimizers": _benchmark(
+            "gpu_features",
+            100,
+            "--quick --ways host --trace host",
+            *("--length", "512", "--seconds", "80", "--ways", *_OPTIMIZERS, "--trace", "fused AdamW"),
+        ),
+        "llama-2-7b": _benchmark("gpu", 300, TINY_LLAMA, "--cycles", "3"),
     },
     3: {
         "features": _benchmark("gpu_features", 220, "--quick --ways device host", "--seconds", "180"),

@@ -4,7 +4,8 @@ A Llama with the widths of Llama-3.1-8B, fewer blocks and random weights, in bf1
 loss in chunks. Each way makes the model anew and trains it for three rounds of all groups. The first round runs under
 torch's deterministic algorithms, and its weights are compared to the bit with those of the first way, HiFT with all
 state on the device, where the feature promises that. The second warms up, and the third is timed between two waits for
-the device. One update more counts where the host waited for the device (torch's sync debug mode).
+the device. One update more counts where the host waited for the device (torch's sync debug mode). Of a way that
+`--trace` names, a last update is written as a trace for https://ui.perfetto.dev, in a file beside the result.
 
     python benchmarks/gpu_features.py
     python benchmarks/gpu_features.py --ways host disk --output trial.json
@@ -142,7 +143,11 @@ FEATURES: dict[str, Feature] = {
 
 
 def measure(
-    feature: Feature, sizes: LlamaSizes, device: torch.device, expected: list[torch.Tensor] | None
+    feature: Feature,
+    sizes: LlamaSizes,
+    device: torch.device,
+    expected: list[torch.Tensor] | None,
+    trace: Path | None = None,
 ) -> tuple[dict[str, Any], list[torch.Tensor] | None]:
     """Train three rounds.
 
@@ -151,6 +156,7 @@ def measure(
         sizes: Sizes of the model.
         device: Device of the computation.
         expected: Weights after the first round of the way that others are compared with, or None.
+        trace: File for the trace of an update more, or None.
 
     Returns:
         The row, and the weights after the first round in host memory, or None if the way keeps no bits.
@@ -190,6 +196,11 @@ def measure(
     }
     if is_cuda:
         row["host_waits"] = _host_waits(model, optimizer, batches[:1])
+    if trace is not None:
+        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+            _train(model, optimizer, batches[:1])
+            synchronize(device)
+        profiler.export_chrome_trace(str(trace))
     return row, weights
 
 
@@ -229,6 +240,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line; all features by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=list(FEATURES), default=list(FEATURES))
+    parser.add_argument("--trace", nargs="+", choices=list(FEATURES), default=[], help="ways to write a trace of")
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096, help="tokens of the one sequence of an update")
     parser.add_argument("--seconds", type=float, help="begin no way after so many seconds")
@@ -254,8 +266,11 @@ def main() -> None:
     for name in arguments.ways:
         if arguments.seconds and time.perf_counter() - began > arguments.seconds:
             break
+        trace = arguments.output.with_name(f"{arguments.output.stem}-{name.replace(' ', '_')}.trace.json.gz")
         try:
-            rows[name], weights = measure(FEATURES[name], sizes, device, expected)
+            rows[name], weights = measure(
+                FEATURES[name], sizes, device, expected, trace if name in arguments.trace else None
+            )
             expected = expected or weights
         except Exception as error:  # a row of its own: the others are still worth having
             rows[name] = {"failure": f"{type(error).__name__}: {error}"[:600]}

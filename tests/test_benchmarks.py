@@ -443,6 +443,7 @@ def test_the_campaign_runs_whole_on_a_pretended_card_and_goes_on(part: int, tmp_
     assert result["pretended"] and result["environment"]["versions"]["torch"] == torch.__version__
     assert {name: step["status"] for name, step in result["steps"].items()} == dict.fromkeys(result["steps"], 0)
     assert result["steps"] and (folder / f"part{part}.log").stat().st_size > 100
+    assert [path.name for path in folder.glob("*.gz")] == (["optimizers-host.trace.json.gz"] if part == 2 else [])
 
     name = next(iter(result["steps"]))
     result["steps"][name]["status"] = None

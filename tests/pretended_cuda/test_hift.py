@@ -1,6 +1,7 @@
 """HiFT on a pretended CUDA device: each pair of its settings has the bits of a dense model there, and no race."""
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,35 @@ def table(seed: int = 42) -> list[Row]:
 ROWS = table()
 
 
-def found_of(row: Row, folder: Path) -> dict[str, Any]:
+def found_of(row: Row, folder: Path, is_planted: bool = False) -> dict[str, Any]:
     """Train on the device by a row's settings, and a dense model there; both on the device's own process."""
     import torch
     from torch.optim.lr_scheduler import LambdaLR
 
     from tests.hift.cases import warm_cosine
     from tests.pretended_cuda.detector import Detector
+    from tests.pretended_cuda.races import planted
+
+    ahead = after_last_step = 0
+
+    def note_before(*_: Any) -> None:
+        nonlocal ahead
+        ahead += found.side_copies()["inbound"] - after_last_step
+
+    def note_after(*_: Any) -> None:
+        nonlocal after_last_step
+        after_last_step = found.side_copies()["inbound"]
 
     with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles its kernels otherwise
-        with Detector() as found:
+        with planted() if is_planted else nullcontext(), Detector() as found:
             whole = on_cpu.Run(row, folder, device="cuda")
+            whole.hift.register_step_pre_hook(note_before)
+            whole.hift.register_step_post_hook(note_after)
             cycle, turn = whole.hift.cycle_length, row["steps_per_group"]
             last = cycle + on_cpu.MORE * turn
             losses, active = whole.train(range(last))
             exact = whole.model.state_dict()
+            num_chunks = max(len(getattr(group, "_pieces", ())) for group in whole.hift._residencies)
             whole.hift.detach()
         dense: Any = on_cpu.made(row).to("cuda")
         naive = on_cpu.reference(row, dense, active[:cycle:turn])
@@ -77,6 +92,9 @@ def found_of(row: Row, folder: Path) -> dict[str, Any]:
         "unpinned": dict(found.unpinned),
         "on autograd's threads": found.num_on_autograd_threads,
         "copied on side streams": found.side_copies(),
+        "copied in before a step": ahead,
+        "registered": found.registered_bytes,
+        "chunks": num_chunks,
     }
 
 
@@ -92,9 +110,17 @@ def test_bits_are_those_of_a_dense_model_and_nothing_races(row: Row, tmp_path: P
     assert found["on autograd's threads"] > 100
     copied = found["copied on side streams"]
     if row["state"] != "device":
-        assert min(copied.values()) > 0
+        assert min(copied.values()) > 0 < found["registered"]
+        assert found["chunks"] > 2 or not row["stream_bytes"]
+        assert found["copied in before a step"] > 0 or not row["prefetch_bytes"]
     elif row["gradients"] == "device":
         assert max(copied.values()) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", row_params(ROWS))
+def test_a_race_that_is_planted_in_a_row_is_reported(row: Row, tmp_path: Path) -> None:
+    assert on_device(found_of, row, tmp_path, True)["races"]
 
 
 def counts_after_an_error(steps_per_group: int) -> tuple[list[float], bool]:
