@@ -91,9 +91,11 @@ class _Frozen:
 
     def __init__(self) -> None:
         self._num_modules = 0
+        gc.disable()
 
     def pytest_collection_finish(self) -> None:
         self._freeze()
+        gc.enable()
 
     def pytest_runtest_teardown(self) -> None:
         """Fixtures and tests import what collecting them does not."""

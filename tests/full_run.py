@@ -61,7 +61,7 @@ def command_of(part: str, num_workers: int, checkout: Path = CHECKOUT) -> list[s
     Raises:
         FullRunError: If the environment of the oldest versions is needed, and is not there.
     """
-    options = ["-m", "pytest", "-n", str(num_workers), "--dist", "loadscope"]
+    options = ["-m", "pytest", "-n", str(num_workers), "--dist", "loadscope", "--no-loadscope-reorder"]
     if part != "oldest":
         return [sys.executable, *options, *map(str, paths_of(part, checkout))]
     python = checkout / OLDEST_PYTHON

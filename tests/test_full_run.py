@@ -72,7 +72,7 @@ def test_the_oldest_versions_have_an_environment_of_their_own_and_all_tests_but_
     (tmp_path / OLDEST_PYTHON).touch()
     python, *options = command_of("oldest", 2, tmp_path)
     assert python == str(tmp_path / OLDEST_PYTHON)
-    assert options == ["-m", "pytest", "-n", "2", "--dist", "loadscope", "-m", "not slow"]
+    assert options == ["-m", "pytest", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "-m", "not slow"]
     assert command_of("planning", 3)[0] == sys.executable and command_of("planning", 3)[-1] == "tests/planning"
 
 
