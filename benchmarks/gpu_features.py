@@ -4,8 +4,8 @@ A Llama with the widths of Llama-3.1-8B, fewer blocks and random weights, in bf1
 loss in chunks. Each way makes the model anew and trains it for three rounds of all groups. The first round runs under
 torch's deterministic algorithms, and its weights are compared to the bit with those of the first way, HiFT with all
 state on the device, where the feature promises that. The second warms up, and the third is timed between two waits for
-the device. One update more counts where the host waited for the device (torch's sync debug mode). Of a way that
-`--trace` names, a last update is written as a trace for https://ui.perfetto.dev, in a file beside the result.
+the device. One update more counts where the host waited for the device (torch's sync debug mode). For each way in
+`--trace`, one more update is recorded as a trace for https://ui.perfetto.dev, in a file beside the result.
 
     python benchmarks/gpu_features.py
     python benchmarks/gpu_features.py --ways host disk --output trial.json
@@ -156,7 +156,7 @@ def measure(
         sizes: Sizes of the model.
         device: Device of the computation.
         expected: Weights after the first round of the way that others are compared with, or None.
-        trace: File for the trace of an update more, or None.
+        trace: File to which the trace of one more update is written, or None.
 
     Returns:
         The row, and the weights after the first round in host memory, or None if the way keeps no bits.
@@ -197,10 +197,13 @@ def measure(
     if is_cuda:
         row["host_waits"] = _host_waits(model, optimizer, batches[:1])
     if trace is not None:
-        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
-            _train(model, optimizer, batches[:1])
-            synchronize(device)
-        profiler.export_chrome_trace(str(trace))
+        try:
+            with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+                _train(model, optimizer, batches[:1])
+                synchronize(device)
+            profiler.export_chrome_trace(str(trace))
+        except Exception as error:  # the figures were measured before
+            row["trace_failure"] = f"{type(error).__name__}: {error}"[:600]
     return row, weights
 
 
@@ -248,6 +251,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see whether it runs; needs --output")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if others := set(arguments.trace) - set(arguments.ways):
+        parser.error(f"--trace names {', '.join(sorted(others))}, which --ways leaves out")
     refuse_dry_result(parser, arguments)
     refuse_without_cuda(parser, arguments)
     arguments.output = arguments.output or RESULTS / "gpu_features.json"

@@ -91,20 +91,22 @@ class _Frozen:
 
     def __init__(self) -> None:
         self._num_modules = 0
+
+    def pytest_collectstart(self) -> None:
         gc.disable()
 
     def pytest_collection_finish(self) -> None:
         self._freeze()
         gc.enable()
 
-    def pytest_runtest_teardown(self) -> None:
-        """Fixtures and tests import what collecting them does not."""
+    def pytest_runtest_logfinish(self) -> None:
+        """Freeze again after a test that imported many modules; what it had is gone by now."""
         if len(sys.modules) > self._num_modules + 100:
-            gc.collect()  # what is garbage now would stay for good
             self._freeze()
 
     def _freeze(self) -> None:
         self._num_modules = len(sys.modules)
+        gc.collect()  # what is garbage now would stay for good
         gc.freeze()
 
 

@@ -214,8 +214,9 @@ def group_of_devices(store: Path, rank: int, num_ranks: int) -> Iterator[None]:
         num_ranks: Ranks.
     """
     torch_cuda.use_devices(num_ranks)
+    torch.cuda.set_device(0)  # as in a new process
     if dist.is_initialized():
-        dist.barrier()  # else one that is still connecting would find the other gone
+        dist.barrier()  # a rank that is still connecting must not find that the other has left
         dist.destroy_process_group()
     dist.init_process_group(NAME, store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks)
     try:

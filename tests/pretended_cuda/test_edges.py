@@ -179,6 +179,7 @@ def test_a_case_has_no_race(case: str) -> None:
     assert all(found["reached"][edge] for edge, own in TABLE.items() if own == case)
 
 
+# `make test` drops one edge of each file, `make test-all` every one.
 @pytest.mark.parametrize("edge", quick(TABLE, {edge.split()[0]: edge for edge in TABLE}.values()))
 def test_without_an_edge_a_race_is_reported(edge: str) -> None:
     found = on_device(races_of, TABLE[edge], edge)

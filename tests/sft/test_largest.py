@@ -22,7 +22,7 @@ from slivertune.sft.largest import (
 )
 from slivertune.sft.packing import Positions
 from slivertune.sft.selection import contains
-from tests.helpers.ranks import quick
+from tests.helpers.pairwise import rotated
 from tests.helpers.tolerance import assert_sums_close
 from tests.sft.runs import sft_over
 
@@ -237,9 +237,7 @@ def test_a_search_of_products_takes_a_byte_each_and_some_vectors(kind: str) -> N
     assert ledger.peak.device < 6e6 + 13 * PIECE
 
 
-@pytest.mark.parametrize("form", ["optimizer", "layer"])
-@pytest.mark.parametrize("packed", quick([False, True], [True]))
-@pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
+@rotated(selection=["accumulated_gradient", "momentum"], packed=[False, True], form=["optimizer", "layer"])
 def test_no_size_and_no_step_of_a_reselection_depends_on_a_value(
     selection: str, packed: bool, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

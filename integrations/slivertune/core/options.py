@@ -219,7 +219,7 @@ _QUOTES = "\"'"
 
 @cache
 def _parts_of(owner: type) -> Mapping[str, tuple[tuple[Any, ...], Spelling]]:
-    """Return the types and the spelling of each field. To evaluate annotations takes most of an option's time."""
+    """Return the types and the spelling of each field. Evaluating a class's annotations is slow, so it is done once."""
     return {name: _parts(hint) for name, hint in get_type_hints(owner, include_extras=True).items()}
 
 

@@ -1,5 +1,6 @@
 """Comparisons of tiny runs, in this process: lengths, rates, limits, what is kept, what fails."""
 
+import importlib.util
 import json
 import math
 import re
@@ -303,16 +304,20 @@ def test_a_search_without_rates_tries_those_around_the_rows_own(comparison: Comp
     assert comparison.record()["rows"][0]["is_at_edge"] == (best in (min(losses), max(losses)))
 
 
-def test_a_row_that_fails_leaves_the_others_whole_as_a_missing_library_of_pictures_does(
+def test_a_row_that_fails_leaves_the_others_whole_and_a_missing_matplotlib_is_noted(
     comparison: Comparison, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
+    )
     rows = ("bad:--method sft --density 0.1 --sft_target_modules [bold]nowhere", "dense")
     assert comparison.make(rows=rows) == 1
     bad, dense = comparison.record()["rows"]
     assert bad["failure"] and not bad["runs"] and dense["runs"] and dense["failure"] is None
     captured = capsys.readouterr()
-    assert "note: bad failed" in captured.out and "[bold]nowhere" in captured.out
+    assert "note: bad failed" in captured.out
+    assert "--sft_target_modules '[bold]nowhere'" in captured.out, "the row's options were taken for markup"
     assert "note: no compare.png: a picture of the comparison needs matplotlib" in captured.out
     assert "1 of 2 rows failed: bad" in captured.err
     assert comparison.num_runs() == 2
