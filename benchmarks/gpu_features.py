@@ -271,11 +271,10 @@ def main() -> None:
     for name in arguments.ways:
         if arguments.seconds and time.perf_counter() - began > arguments.seconds:
             break
-        trace = arguments.output.with_name(f"{arguments.output.stem}-{name.replace(' ', '_')}.trace.json.gz")
+        file = f"{arguments.output.stem}-{name.replace(' ', '_')}.trace.json.gz"
+        trace = arguments.output.with_name(file) if name in arguments.trace else None
         try:
-            rows[name], weights = measure(
-                FEATURES[name], sizes, device, expected, trace if name in arguments.trace else None
-            )
+            rows[name], weights = measure(FEATURES[name], sizes, device, expected, trace)
             expected = expected or weights
         except Exception as error:  # a row of its own: the others are still worth having
             rows[name] = {"failure": f"{type(error).__name__}: {error}"[:600]}

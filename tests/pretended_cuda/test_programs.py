@@ -46,7 +46,7 @@ VARIANTS = (
     ("HiFT on a stream of the user", "cuda:1"),
     ("SFT by accumulated gradients", "cuda:1"),
 )
-"""Those that `make test-all` alone runs."""
+"""Cases that `make test-all` alone runs."""
 
 
 @pytest.mark.parametrize(
