@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SET := PYTHON VENV CONSTRAINTS TORCH_PIP_ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-oldest docs lint format clean
+.PHONY: help train test test-all test-oldest docs lint style format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,7 +39,7 @@ train: $(STAMP)  ## Fine-tune: the built-in example, or what ARGS asks for
 	@SLIVERTUNE_MAKE='make$(if $(filter $(CURDIR),$(PWD)),, -C $(CURDIR)) train $(strip $(foreach name,$(SET),$(if $(filter command,$(origin $(name))),$(name)=$($(name)))))' \
 		$(BIN)/slivertune train $(ARGS)
 
-test: $(if $(strip $(ARGS)),$(DEV_STAMP),lint)  ## Lint, type-check and run the tests, but for the slow ones; ARGS=path: pytest alone
+test: $(if $(strip $(ARGS)),$(DEV_STAMP),style)  ## Lint, type-check and run the tests, but for the slow ones; ARGS=path: pytest alone
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-all: lint $(OLDEST_STAMP)  ## Run every test of a clean tree, in parts, and record it; ARGS="ranks planning" runs these parts
@@ -52,10 +52,12 @@ docs: $(DEV_STAMP)  ## Build the pages of docs/ as a site, build/docs/index.html
 	@$(BIN)/python -m sphinx -q -W -b html docs build/docs
 	@echo 'The site is build/docs/index.html'
 
-lint: $(DEV_STAMP)  ## Lint and type-check
+lint: style  ## Lint and type-check
+	$(BIN)/mypy
+
+style: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 format: $(DEV_STAMP)  ## Sort imports and format
 	$(BIN)/ruff check --fix .

@@ -59,14 +59,45 @@ _HIDDEN = tuple(str(Path(__file__).parent / name) for name in ("detector", "torc
 _PACKAGE = f"{Path(slivertune.__file__).parent}/"
 
 
-Access = tuple[torch.Tensor, bool]
-"""Tensor that an operator touches, and whether it is written."""
+class Access(NamedTuple):
+    """A tensor that is touched."""
+
+    tensor: torch.Tensor
+    device: int
+    """Number of its CUDA device, -1 for the host's memory."""
+    storage: int
+    """First address of its storage."""
+    span: Span
+    """From its first byte to its last, empty if it has none."""
+    written: bool
+
+
+def access(tensor: torch.Tensor, written: bool) -> Access:
+    """Say what of memory a tensor is."""
+    storage = tensor.untyped_storage().data_ptr()
+    return Access(tensor, tensor.get_device(), storage, _span(tensor) if tensor.numel() else (0, 0), written)
+
+
+class Operator(NamedTuple):
+    """What does not change from one call of an operator to the next."""
+
+    name: str
+    """Without the overload's."""
+    arguments: tuple[tuple[int, str, bool], ...]
+    """Those that hold tensors: place, name, whether they are written."""
+    is_view: bool
+    has_access: bool
+    """Whether it touches what its inputs hold."""
+    is_collective: bool
+    may_wait: bool
+    """Whether the host may read its result, or its size, from the device."""
 
 
 class Call(NamedTuple):
     """An operator that has run, with its arguments and result."""
 
     func: Any
+    operator: Operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
@@ -74,7 +105,7 @@ class Call(NamedTuple):
     @property
     def name(self) -> str:
         """Name without the overload's."""
-        return str(self.func.overloadpacket.__name__)
+        return self.operator.name
 
 
 class Memory:
@@ -138,6 +169,7 @@ class Detector(TorchDispatchMode):
         self._pinned_starts: list[int] = []
         self._released: dict[str, list[Memory]] = {}
         self._in_flight: list[_InFlight] = []
+        self._spare_entries: list[Any] = []
         self.is_entered = False
         self._modes = threading.local()
 
@@ -199,11 +231,12 @@ class Detector(TorchDispatchMode):
     def catch_up(self) -> None:
         """Take what the device has logged."""
         with self._lock:
-            # Of its own for each call: what is taken here may collect garbage, whose end takes more.
-            entries = (Entry * 256)()
+            # What is taken here may collect garbage, whose end takes more: into entries of its own.
+            entries = self._spare_entries.pop() if self._spare_entries else (Entry * 64)()
             while count := LIBRARY.pretended_take(entries, len(entries)):
-                for entry in entries[:count]:
-                    self._take(entry)
+                for place in range(count):
+                    self._take(entries[place])
+            self._spare_entries.append(entries)
 
     def _take(self, entry: Entry) -> None:
         kind = entry.kind
@@ -277,17 +310,15 @@ class Detector(TorchDispatchMode):
             if other.startswith("stream ") and clock.get(other, 0) < last:
                 self.races[f"host memory is unregistered while {other} may still use it"] += 1
 
-    def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
-        if tensor.device.type == "cuda":
-            start = tensor.untyped_storage().data_ptr()
-            if not start:
-                return None
-            memory = self._device.get(start)
-            if memory is None:  # allocated before the detector was entered
-                owner = stream_named(tensor.device.index, 0)
-                memory = self._device[start] = Memory(owner, start, tensor.untyped_storage().nbytes())
-            return memory
-        return self._pinned_at(tensor.data_ptr()) if tensor.device.type == "cpu" else None
+    def _memory_of(self, touched: Access) -> Memory | None:
+        if touched.device < 0:
+            return self._pinned_at(touched.span[0])
+        start = touched.storage
+        memory = self._device.get(start)
+        if memory is None and start:  # allocated before the detector was entered
+            owner = stream_named(touched.device, 0)
+            memory = self._device[start] = Memory(owner, start, touched.tensor.untyped_storage().nbytes())
+        return memory
 
     def _pinned_at(self, address: int) -> Memory | None:
         place = bisect_right(self._pinned_starts, address)
@@ -302,79 +333,80 @@ class Detector(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if FakeTensor in types:
-            return func(*args, **kwargs)  # without memory
-        if any(each not in _PLAIN for each in types):
-            return NotImplemented  # a subclass unwraps first, and what it does inside is seen then
-        arguments = _tensor_arguments(func)
-        if arguments is None:  # a view
+        if not _PLAIN.issuperset(types):
+            # A subclass unwraps first, and what it does inside is seen then; a fake tensor has no memory.
+            return func(*args, **kwargs) if FakeTensor in types else NotImplemented
+        operator = _operator(func)
+        if operator.is_view:
             return func(*args, **kwargs)
         inputs = [
-            (tensor, written)
-            for position, name, written in arguments
+            access(tensor, written)
+            for position, name, written in operator.arguments
             for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name))
         ]
         if self._in_flight:
             with self._lock:
                 self.catch_up()
-                self._let_arrive([tensor for tensor, _ in inputs])
+                self._let_arrive(inputs)
         out = func(*args, **kwargs)
         with self._lock:
             self.catch_up()
-            self._note_operator(Call(func, args, kwargs, out), inputs)
+            # What is written may lie elsewhere now.
+            inputs = [access(each.tensor, True) if each.written else each for each in inputs]
+            self._note_operator(Call(func, operator, args, kwargs, out), inputs)
         return out
 
-    def _let_arrive(self, tensors: list[torch.Tensor]) -> None:
+    def _let_arrive(self, inputs: list[Access]) -> None:
         """Finish the copies that touch the same bytes as an operator and are ordered before it."""
         clock: Clock | None = None
-        for span in [_span(tensor) for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]:
+        for span in [each.span for each in inputs if each.device < 0]:
             for copy in [each for each in self._in_flight if _overlap(each.span, span)]:
-                clock = clock or self._clock_of_next(tensors)
+                clock = clock or self._clock_of_next(inputs)
                 if clock.get(copy.actor, 0) >= copy.when:
                     self._finish(copy)
 
-    def _clock_of_next(self, tensors: list[torch.Tensor]) -> Clock:
+    def _clock_of_next(self, inputs: list[Access]) -> Clock:
         clock = self.clock(self.actor()).copy()
-        for index in {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}:
+        for index in {each.device for each in inputs if each.device >= 0}:
             _advance(clock, self.clock(stream_named(index, LIBRARY.pretended_stream(index))))
         return clock
 
     def _note_operator(self, call: Call, inputs: list[Access]) -> None:
-        storages = {_key(tensor) for tensor, _ in inputs}
-        results = [tensor for tensor in tensors_in(call.out) if _key(tensor) not in storages]
-        everything = [tensor for tensor, _ in inputs] + results
-        devices = {tensor.device.index for tensor in everything if tensor.device.type == "cuda"}
-        touched = [] if call.name in _NO_ACCESS else inputs
-        touched = [*touched, *((tensor, True) for tensor in results)]
-        if call.func.namespace == "_c10d_functional":
-            touched = []  # the collective is told by itself
+        storages = {each.storage for each in inputs}
+        outputs = [access(tensor, True) for tensor in tensors_in(call.out)]
+        results = [each for each in outputs if each.storage not in storages]
+        everything = inputs + results
+        operator = call.operator
+        # A collective is told by itself.
+        touched = [] if operator.is_collective else everything if operator.has_access else results
+        devices = {each.device for each in everything}
+        devices.discard(-1)
         if not devices:
             self.touch(self.actor(), touched, call.func)
             return
         index = max(devices)
-        streams = {stream_named(each, LIBRARY.pretended_stream(each)) for each in devices}
         stream = stream_named(index, LIBRARY.pretended_stream(index))
-        if len(streams) > 1:  # a copy between devices: each stream waits for the other's
-            for each in streams:
-                for other in streams:
-                    _advance(self.clock(each), self.clock(other))
-        if threading.current_thread() is not threading.main_thread() and self.actor() == HOST:
+        streams = {stream_named(each, LIBRARY.pretended_stream(each)) for each in devices} if len(devices) > 1 else ()
+        for each in streams:  # a copy between devices: each stream waits for the other's
+            for other in streams:
+                _advance(self.clock(each), self.clock(other))
+        actor = self.actor()
+        if actor == HOST and threading.current_thread() is not threading.main_thread():
             self.num_on_autograd_threads += 1
-        _advance(self.clock(stream), self.clock(self.actor()))
+        _advance(self.clock(stream), self.clock(actor))
         self.touch(stream, touched, call.func)
         for each in streams:
             _advance(self.clock(each), self.clock(stream))
-        hosts = [tensor for tensor in everything if tensor.device.type == "cpu" and tensor.numel()]
         self.note_work(stream, call, touched)
-        if call.name in COPIES and hosts:
+        if operator.name in COPIES and any(each.device < 0 and each.tensor.numel() for each in everything):
             self._note_copy(call, stream, everything)
-        elif _reads_size(call):
+        elif operator.may_wait and _reads_size(call):
             self.host_waits(stream)
 
     def note_work(self, stream: str, call: Call, touched: list[Access]) -> None:
         """Is called for each operator that is queued on a stream."""
 
-    def _note_copy(self, call: Call, stream: str, tensors: list[torch.Tensor]) -> None:
+    def _note_copy(self, call: Call, stream: str, everything: list[Access]) -> None:
         """A copy between host and device."""
         names = [argument.name for argument in call.func._schema.arguments]
         options = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
@@ -382,28 +414,29 @@ class Detector(TorchDispatchMode):
         arrives = any(
             tensor.device.type == "cpu" for tensor in tensors_in(call.args[0] if call.out is None else call.out)
         )
-        hosts = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-        self.copied_bytes["outbound" if arrives else "inbound", stream] += sum(tensor.nbytes for tensor in hosts)
+        hosts = [each for each in everything if each.device < 0]
+        num_bytes = sum(each.tensor.nbytes for each in hosts)
+        self.copied_bytes["outbound" if arrives else "inbound", stream] += num_bytes
         if not options.get("non_blocking"):
             self.host_waits(stream)
             return
-        for tensor in hosts:
-            memory = self._memory_of(tensor)
+        for each in hosts:
+            memory = self._memory_of(each)
             if memory is None:
-                if tensor.is_pinned():
+                if each.tensor.is_pinned():
                     continue  # by torch, before the detector was entered
-                self.unpinned[f"{call.func} {tuple(tensor.shape)} {_where()}"] += 1
+                self.unpinned[f"{call.func} {tuple(each.tensor.shape)} {_where()}"] += 1
                 if arrives:
                     self.host_waits(stream)
-            elif memory.is_ours and tensor.is_contiguous():
-                self._send(tensor, stream, arrives=arrives)
+            elif memory.is_ours and each.tensor.is_contiguous():
+                self._send(each.span, stream, arrives=arrives)
 
-    def _send(self, tensor: torch.Tensor, stream: str, *, arrives: bool) -> None:
-        start, end = _span(tensor)
+    def _send(self, span: Span, stream: str, *, arrives: bool) -> None:
+        start, end = span
         content = ctypes.string_at(start, end - start)
         if arrives:
             ctypes.memset(start, _POISON, end - start)
-        self._in_flight.append(_InFlight(stream, self.clock(stream)[stream], (start, end), content, arrives, _where()))
+        self._in_flight.append(_InFlight(stream, self.clock(stream)[stream], span, content, arrives, _where()))
 
     def _finish(self, copy: _InFlight) -> None:
         if copy not in self._in_flight:
@@ -441,21 +474,22 @@ class Detector(TorchDispatchMode):
             self.catch_up()
             actor = stream_named(stream.device.index, stream.stream_id)
             _advance(self.clock(actor), self.clock(self.actor()))
-            self.touch(actor, [*((each, False) for each in inputs), *((each, True) for each in outputs)], name)
+            touched = [*(access(each, False) for each in inputs), *(access(each, True) for each in outputs)]
+            self.touch(actor, touched, name)
             self.collectives[f"{name} in {_where()}"] += 1
 
-    def touch(self, actor: str, touched: Iterable[tuple[torch.Tensor, bool]], what: Any) -> None:
+    def touch(self, actor: str, touched: Iterable[Access], what: Any) -> None:
         """Note accesses of a stream or a thread.
 
         Args:
             actor: Which.
-            touched: Tensors, and whether each is written.
+            touched: What.
             what: The operator, for a report.
         """
         accesses = [
-            (memory, _span(tensor), written)
-            for tensor, written in touched
-            if tensor.numel() and (memory := self._memory_of(tensor)) is not None
+            (memory, each.span, each.written)
+            for each in touched
+            if each.span[1] and (memory := self._memory_of(each)) is not None
         ]
         if accesses:
             self._access(actor, accesses, what)
@@ -646,6 +680,7 @@ def _patched(detector: Detector) -> Iterator[None]:
             setattr(owner, name, original)
 
 
+@cache
 def stream_named(device: int, stream: int) -> str:
     return f"stream {stream} of cuda:{device}"
 
@@ -658,15 +693,20 @@ def _advance(clock: Clock, record: Clock) -> None:
 
 
 @cache
-def _tensor_arguments(func: Any) -> list[tuple[int, str, bool]] | None:
-    """Of an operator's arguments that hold tensors: place, name, whether they are written. None for a view."""
-    if func.is_view:
-        return None
-    return [
-        (position, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
-        for position, argument in enumerate(func._schema.arguments)
-        if "Tensor" in str(argument.type)
-    ]
+def _operator(func: Any) -> Operator:
+    name = str(func.overloadpacket.__name__)
+    return Operator(
+        name,
+        tuple(
+            (position, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+            for position, argument in enumerate(func._schema.arguments)
+            if "Tensor" in str(argument.type)
+        ),
+        func.is_view,
+        name not in _NO_ACCESS,
+        func.namespace == "_c10d_functional",
+        name in _WAITING or name in _INDEXING or name == "repeat_interleave",
+    )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -674,10 +714,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if type(value) in _PLAIN:
         return [] if value.is_meta else [value]
     return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, list | tuple) else []
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _span(tensor: torch.Tensor) -> Span:

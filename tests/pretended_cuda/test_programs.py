@@ -39,11 +39,17 @@ CASES = [*((name, "cuda") for name in PROGRAMS), *((name, "cuda:1") for name in 
 VARIANTS = (
     ("SFT, packed", "cuda"),
     ("SFT, redistributed", "cuda"),
+    ("SFT by momentum", "cuda"),
     ("TokenTune, GPT-2", "cuda"),
+    ("TokenTune, checkpointed", "cuda"),
     ("TokenTune by chunks", "cuda"),
     ("TokenTune by blocks", "cuda"),
     ("the Trainer, gradients on the host", "cuda"),
-    ("HiFT on a stream of the user", "cuda:1"),
+    ("HiFT on a stream of the user", "cuda"),
+    ("HiFT with activations that wait on the host, re-entered", "cuda"),
+    ("HiFT, steps skipped, some chunks stay", "cuda"),
+    ("HiFT, resumed", "cuda:1"),
+    ("TokenTune", "cuda:1"),
     ("SFT by accumulated gradients", "cuda:1"),
 )
 """Cases that `make test-all` alone runs."""

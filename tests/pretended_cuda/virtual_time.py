@@ -12,8 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.pretended_cuda.detector import COPIES, Access, Call, Detector, stream_named, tensors_in  # isort: skip  # first torch
-import torch
+from tests.pretended_cuda.detector import COPIES, Access, Call, Detector, Span, stream_named, tensors_in  # isort: skip  # first torch
 from torch.utils.flop_counter import flop_registry
 
 from tests.pretended_cuda.library import Entry, Kind
@@ -124,7 +123,7 @@ class VirtualTime(Detector):
         elif entry.kind == Kind.FREE:
             self._cached.pop(entry.first, None)
 
-    def _send(self, tensor: torch.Tensor, stream: str, *, arrives: bool) -> None:
+    def _send(self, span: Span, stream: str, *, arrives: bool) -> None:
         """Let a copy arrive at once: to hold it back takes time, and finds nothing that has to do with time."""
 
     def host_waits(self, stream: str) -> None:
@@ -136,10 +135,10 @@ class VirtualTime(Detector):
         """Let an operator take its time."""
         if call.name in _LAUNCHES_NOTHING:
             return
-        hosts = [(tensor, written) for tensor, written in touched if tensor.device.type == "cpu" and tensor.numel()]
+        hosts = [each for each in touched if each.device < 0 and each.tensor.numel()]
         if call.name in COPIES and hosts:
-            kind = "outbound" if any(written for _, written in hosts) else "inbound"
-            seconds = sum(tensor.nbytes for tensor, _ in hosts) / self._card.bus_bandwidth
+            kind = "outbound" if any(each.written for each in hosts) else "inbound"
+            seconds = sum(each.tensor.nbytes for each in hosts) / self._card.bus_bandwidth
         else:
             kind, seconds = "computation", self._computes(call, touched)
         self.host += self._card.launch_seconds
@@ -151,8 +150,8 @@ class VirtualTime(Detector):
         num_operations = 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.out)
         given = tensors_in([*call.args, *call.kwargs.values()])
         by_bytes = 0.0
-        for place, (tensor, written) in enumerate(touched):
-            if tensor.device.type != "cuda" or not tensor.numel():
+        for place, (tensor, device, _, _, written) in enumerate(touched):
+            if device < 0 or not tensor.numel():
                 continue
             num_bytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
             if call.name in _READS_ROWS and not place:
