@@ -343,9 +343,8 @@ def rule_of(option: Option) -> NumberRule | None:
     Returns:
         The rule; None if the option takes no numbers.
     """
-    if not {int, float}.intersection(option.kinds):
-        return None
-    return RULES.get(option.name, COUNT if int in option.kinds else ANY)
+    default = COUNT if int in option.kinds else ANY if float in option.kinds else None
+    return default and RULES.get(option.name, default)
 
 
 def check_value(option: Option, value: Any) -> None:
