@@ -158,7 +158,8 @@ def make_optimizer(cell: Cell, network: torch.nn.Module, folder: Path) -> torch.
     if cell.method == "hift":
         if settings.get("state") == "disk":
             settings["state_dir"] = folder
-        return st.HiFT(network, torch.optim.AdamW, config=st.HiFTConfig.paper(**settings), lr=1e-2)
+        paper = getattr(st.HiFTConfig, "paper", st.HiFTConfig)  # older commits have its settings by default
+        return st.HiFT(network, torch.optim.AdamW, config=paper(**settings), lr=1e-2)
     if cell.method == "sft":
         settings = {"density": 0.1, "reselection_interval": 5, "estimation_steps": 2, **settings}
         return st.SFT(network, config=st.SFTConfig(**settings), lr=1e-2, total_steps=UPDATES)
