@@ -173,12 +173,16 @@ def test_every_call_that_orders_copies_is_an_edge() -> None:
 
 
 DROPPED = (
+    "core/waiting_activations.py WaitingActivations._end: the computation after record.loading[1]",
+    "hift/optimizer.py HiFT.load_whole_state: the host after all copies of slots.streams",
+    "hift/waiting_layers.py _HostCopy.store: outbound copies after streams.record()",
     "hift/streamed.py StreamedGroup._load_gradients: inbound copies after gradient.stored",
     "hift/device_pieces.py write_back: outbound copies after streams.record()",
     "parallel/zero/state_mover.py StateMover.to_host: outbound copies after self._streams.record()",
     "parallel/ddp/gradient_sync.py _Bucket.settle: the computation after self.work",
 )
-"""What `make test` drops, and the cases that it runs; `make test-all` drops every edge."""
+"""What `make test` drops, and the cases that it runs; `make test-all` drops every edge. The first three are edges whose
+loss no quick row or program of this folder shows."""
 
 
 @pytest.mark.parametrize("case", quick(dict.fromkeys(TABLE.values()), {TABLE[edge] for edge in DROPPED}))
