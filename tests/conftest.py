@@ -125,8 +125,9 @@ def seeds() -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
-        # `torch.manual_seed` also notes a traceback for each kind of device, which takes longer than many a test.
-        sys.modules["torch"].default_generator.manual_seed(0)
+        torch = sys.modules["torch"]
+        # Without a device, `torch.manual_seed` notes a traceback for each kind, which takes longer than many a test.
+        (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)

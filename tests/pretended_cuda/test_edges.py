@@ -181,8 +181,8 @@ DROPPED = (
     "parallel/zero/state_mover.py StateMover.to_host: outbound copies after self._streams.record()",
     "parallel/ddp/gradient_sync.py _Bucket.settle: the computation after self.work",
 )
-"""What `make test` drops, and the cases that it runs; `make test-all` drops every edge. The first three are edges whose
-loss no quick row or program of this folder shows."""
+"""Edges that `make test` drops; it also runs their cases whole. `make test-all` drops every edge. The loss
+of the first three is shown by no quick row or program of this folder."""
 
 
 @pytest.mark.parametrize("case", quick(dict.fromkeys(TABLE.values()), {TABLE[edge] for edge in DROPPED}))

@@ -49,7 +49,6 @@ VARIANTS = (
     ("HiFT with activations that wait on the host, re-entered", "cuda"),
     ("HiFT, steps skipped, some chunks stay", "cuda"),
     ("HiFT, resumed", "cuda:1"),
-    ("TokenTune", "cuda:1"),
     ("SFT by accumulated gradients", "cuda:1"),
 )
 """Cases that `make test-all` alone runs."""

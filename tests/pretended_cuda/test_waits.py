@@ -74,7 +74,7 @@ KERNELS: dict[str, dict[str, bool]] = {
     "AdamW of loops": {"foreach": False},
 }
 PLACES = ("device", "host", "stepped")
-KEPT = (*(("AdamW", "host"), ("AdamW fused", "stepped"), ("AdamW capturable", "device")),)
+KEPT = (("AdamW", "host"), ("AdamW fused", "stepped"), ("AdamW capturable", "device"))
 """What `make test` runs."""
 WAITS_BY_ITSELF = {"torch Adafactor": 2, "transformers Adafactor": 1, "AdamW8bit": 1}
 """How often a base optimizer waits in its step of a tensor, at least."""
