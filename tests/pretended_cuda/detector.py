@@ -12,100 +12,45 @@ have ended. So a file, a mapping or numpy that comes too early shows, too.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tests.pretended_cuda.torch_cuda as torch_cuda  # isort: skip  # before torch
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slivertune
 from tests.helpers.mapped_pages import is_mapped
+from tests.pretended_cuda.accesses import (
+    COPIES,
+    PLAIN,
+    Access,
+    Call,
+    Span,
+    access,
+    operator_of,
+    overlap,
+    reads_size,
+    tensors_in,
+)
+from tests.pretended_cuda.host_calls import patched
 from tests.pretended_cuda.library import Entry, Kind
 from tests.pretended_cuda.torch_cuda import LIBRARY
 
 Clock = dict[str, int]
 """Number of accesses by stream or thread."""
-Span = tuple[int, int]
-"""First address, and the one behind the last."""
-
 HOST = "the host"
 _POISON = 0xFE
-_FORM_ALONE = frozenset({"empty_like", "new_empty", "new_zeros", "new_full", "zeros_like", "ones_like", "full_like"})
-"""Operators that take from their inputs nothing but shape and dtype."""
-_NO_ACCESS = _FORM_ALONE | {"record_stream"}
-COPIES = frozenset({"copy_", "_to_copy", "_foreach_copy_", "_copy_from"})
-_INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
-_WAITING = frozenset(
-    {
-        *("_local_scalar_dense", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
-        *("bincount", "equal", "histc", "is_nonzero"),
-    }
-)
-"""Operators whose result, or its size, the host always reads from the device."""
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_HIDDEN = tuple(str(Path(__file__).parent / name) for name in ("detector", "torch_cuda", "collectives"))
+_HIDDEN = tuple(str(Path(__file__).parent / name) for name in ("detector", "host_calls", "torch_cuda", "collectives"))
 _PACKAGE = f"{Path(slivertune.__file__).parent}/"
-
-
-class Access(NamedTuple):
-    """A tensor that is touched."""
-
-    tensor: torch.Tensor
-    device: int
-    """Number of its CUDA device, -1 for the host's memory."""
-    storage: int
-    """First address of its storage."""
-    span: Span
-    """From its first byte to its last, empty if it has none."""
-    written: bool
-
-
-def access(tensor: torch.Tensor, written: bool) -> Access:
-    """Say what of memory a tensor is."""
-    storage = tensor.untyped_storage().data_ptr()
-    return Access(tensor, tensor.get_device(), storage, _span(tensor) if tensor.numel() else (0, 0), written)
-
-
-class Operator(NamedTuple):
-    """What does not change from one call of an operator to the next."""
-
-    name: str
-    """Without the overload's."""
-    arguments: tuple[tuple[int, str, bool], ...]
-    """Those that hold tensors: place, name, whether they are written."""
-    is_view: bool
-    has_access: bool
-    """Whether it touches what its inputs hold."""
-    is_collective: bool
-    may_wait: bool
-    """Whether the host may read its result, or its size, from the device."""
-
-
-class Call(NamedTuple):
-    """An operator that has run, with its arguments and result."""
-
-    func: Any
-    operator: Operator
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
-
-    @property
-    def name(self) -> str:
-        """Name without the overload's."""
-        return self.operator.name
 
 
 class Memory:
@@ -169,7 +114,6 @@ class Detector(TorchDispatchMode):
         self._pinned_starts: list[int] = []
         self._released: dict[str, list[Memory]] = {}
         self._in_flight: list[_InFlight] = []
-        self._spare_entries: list[Any] = []
         self.is_entered = False
         self._modes = threading.local()
 
@@ -190,7 +134,7 @@ class Detector(TorchDispatchMode):
         torch_cuda.after_wait.append(self._after_wait)
         torch_cuda.before_unregistering.append(self.catch_up)
         torch_cuda.after_collective.append(self._note_collective)
-        self._patches = _patched(self)
+        self._patches = patched(self)
         self._patches.__enter__()
         super().__enter__()
         self.is_entered = True
@@ -231,12 +175,11 @@ class Detector(TorchDispatchMode):
     def catch_up(self) -> None:
         """Take what the device has logged."""
         with self._lock:
-            # What is taken here may collect garbage, whose end takes more: into entries of its own.
-            entries = self._spare_entries.pop() if self._spare_entries else (Entry * 64)()
+            # Of its own for each call: what is taken here may collect garbage, whose end takes more.
+            entries = (Entry * 16)()
             while count := LIBRARY.pretended_take(entries, len(entries)):
                 for place in range(count):
                     self._take(entries[place])
-            self._spare_entries.append(entries)
 
     def _take(self, entry: Entry) -> None:
         kind = entry.kind
@@ -301,7 +244,7 @@ class Detector(TorchDispatchMode):
         if memory is None:
             return
         span = start, start + memory.num_bytes
-        self._in_flight = [copy for copy in self._in_flight if not _overlap(copy.span, span)]
+        self._in_flight = [copy for copy in self._in_flight if not overlap(copy.span, span)]
         if looks_after_itself:
             return
         clock = self.clock(thread)
@@ -333,10 +276,10 @@ class Detector(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _PLAIN.issuperset(types):
+        if not PLAIN.issuperset(types):
             # A subclass unwraps first, and what it does inside is seen then; a fake tensor has no memory.
             return func(*args, **kwargs) if FakeTensor in types else NotImplemented
-        operator = _operator(func)
+        operator = operator_of(func)
         if operator.is_view:
             return func(*args, **kwargs)
         inputs = [
@@ -360,7 +303,7 @@ class Detector(TorchDispatchMode):
         """Finish the copies that touch the same bytes as an operator and are ordered before it."""
         clock: Clock | None = None
         for span in [each.span for each in inputs if each.device < 0]:
-            for copy in [each for each in self._in_flight if _overlap(each.span, span)]:
+            for copy in [each for each in self._in_flight if overlap(each.span, span)]:
                 clock = clock or self._clock_of_next(inputs)
                 if clock.get(copy.actor, 0) >= copy.when:
                     self._finish(copy)
@@ -400,7 +343,7 @@ class Detector(TorchDispatchMode):
         self.note_work(stream, call, touched)
         if operator.name in COPIES and any(each.device < 0 and each.tensor.numel() for each in everything):
             self._note_copy(call, stream, everything)
-        elif operator.may_wait and _reads_size(call):
+        elif reads_size(call):
             self.host_waits(stream)
 
     def note_work(self, stream: str, call: Call, touched: list[Access]) -> None:
@@ -513,7 +456,7 @@ class Detector(TorchDispatchMode):
 
     def _compare(self, memory: Memory, span: Span, written: bool, actor: str, other: str, what: Any) -> None:
         for (its_span, wrote), when in memory.touched[other].items():
-            if (written or wrote) and _overlap(span, its_span) and self.clock(actor).get(other, 0) < when:
+            if (written or wrote) and overlap(span, its_span) and self.clock(actor).get(other, 0) < when:
                 verb, before = ("writes", "reads")[not written], ("wrote", "read")[not wrote]
                 kind = "pinned memory" if memory.owner == HOST else "memory"
                 self.races[f"{what} on {actor} {verb} {kind} that {other} {before}, unordered; {_where()}"] += 1
@@ -575,111 +518,6 @@ class _Thread(TorchDispatchMode):
         return self._detector.__torch_dispatch__(func, types, args, kwargs)
 
 
-@contextmanager
-def _patched(detector: Detector) -> Iterator[None]:
-    """Let the detector see what torch shows to no mode: threads, files, numpy, and numbers that become tensors."""
-    originals = {
-        (owner, name): getattr(owner, name)
-        for owner, names in (
-            (ThreadPoolExecutor, ("submit",)),
-            (Future, ("result", "exception", "done")),
-            (threading.Thread, ("start", "run", "join")),
-            (os, ("preadv", "pwritev")),
-            (torch, ("tensor", "as_tensor", "asarray")),
-            (torch.Tensor, ("numpy", "new_tensor")),
-        )
-        for name in names
-    }
-
-    def submit(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        start, end = detector.record(), {}
-
-        def task() -> Any:
-            with detector.begins(start, threading.current_thread().name):
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    end.update(detector.record())
-
-        future = originals[ThreadPoolExecutor, "submit"](self, task)
-        future.detected_end = end
-        return future
-
-    def known(name: str) -> Callable[..., Any]:
-        def ask(self: Future[Any], *args: Any, **kwargs: Any) -> Any:
-            try:
-                found = originals[Future, name](self, *args, **kwargs)
-            finally:
-                if self._state in ("FINISHED", "CANCELLED_AND_NOTIFIED"):
-                    detector.wait(getattr(self, "detected_end", {}))
-            return found
-
-        return ask
-
-    def start(self: threading.Thread) -> None:
-        self.detected_start = detector.record()  # type: ignore[attr-defined]
-        originals[threading.Thread, "start"](self)
-
-    def run(self: threading.Thread) -> None:
-        with detector.begins(getattr(self, "detected_start", {}), self.name):
-            try:
-                originals[threading.Thread, "run"](self)
-            finally:
-                self.detected_end = detector.record()  # type: ignore[attr-defined]
-
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
-        originals[threading.Thread, "join"](self, timeout)
-        if not self.is_alive():
-            detector.wait(getattr(self, "detected_end", {}))
-
-    def in_file(name: str, *, writes: bool) -> Callable[..., int]:
-        def exchange(file: int, buffers: Any, *args: Any) -> int:
-            for buffer in buffers:
-                view = memoryview(buffer).cast("B")
-                if len(view):
-                    address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-                    detector.touch_bytes(address, len(view), writes=writes, what=f"os.{name}")
-            return int(originals[os, name](file, buffers, *args))
-
-        return exchange
-
-    def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "cpu" and self.numel():
-            start, end = _span(self)
-            detector.touch_bytes(start, end - start, writes=False, what="Tensor.numpy")
-        return originals[torch.Tensor, "numpy"](self, *args, **kwargs)
-
-    def made(owner: Any, name: str) -> Callable[..., torch.Tensor]:
-        def make(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            given = data if owner is torch else args[0]
-            tensor: torch.Tensor = originals[owner, name](data, *args, **kwargs)
-            if tensor.is_cuda and not isinstance(given, torch.Tensor):
-                detector.uploaded(tensor.device.index)
-            return tensor
-
-        return make
-
-    replacements = {
-        (ThreadPoolExecutor, "submit"): submit,
-        **{(Future, name): known(name) for name in ("result", "exception", "done")},
-        (threading.Thread, "start"): start,
-        (threading.Thread, "run"): run,
-        (threading.Thread, "join"): join,
-        (os, "preadv"): in_file("preadv", writes=True),
-        (os, "pwritev"): in_file("pwritev", writes=False),
-        (torch.Tensor, "numpy"): numpy,
-        **{(torch, name): made(torch, name) for name in ("tensor", "as_tensor", "asarray")},
-        (torch.Tensor, "new_tensor"): made(torch.Tensor, "new_tensor"),
-    }
-    for (owner, name), replacement in replacements.items():
-        setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
-
-
 @cache
 def stream_named(device: int, stream: int) -> str:
     return f"stream {stream} of cuda:{device}"
@@ -690,56 +528,6 @@ def _advance(clock: Clock, record: Clock) -> None:
     for actor, number in record.items():
         if clock.get(actor, 0) < number:
             clock[actor] = number
-
-
-@cache
-def _operator(func: Any) -> Operator:
-    name = str(func.overloadpacket.__name__)
-    return Operator(
-        name,
-        tuple(
-            (position, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
-            for position, argument in enumerate(func._schema.arguments)
-            if "Tensor" in str(argument.type)
-        ),
-        func.is_view,
-        name not in _NO_ACCESS,
-        func.namespace == "_c10d_functional",
-        name in _WAITING or name in _INDEXING or name == "repeat_interleave",
-    )
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's argument or result, but those without memory."""
-    if type(value) in _PLAIN:
-        return [] if value.is_meta else [value]
-    return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, list | tuple) else []
-
-
-def _span(tensor: torch.Tensor) -> Span:
-    """From the tensor's first byte to its last."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return (start, start + tensor.nbytes)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (start, start + (last + 1) * tensor.itemsize)
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
-
-
-def _reads_size(call: Call) -> bool:
-    """Whether the host reads an operator's result, or its size, from the device, or uploads its indices."""
-    if call.name == "repeat_interleave":
-        return call.kwargs.get("output_size") is None
-    if call.name not in _INDEXING:
-        return call.name in _WAITING
-    indices = tensors_in(call.args[1])
-    by_booleans = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
-    if call.name != "index" and len(by_booleans) == len(indices) == 1 and call.args[2].numel() == 1:
-        return False  # filled where the mask is true
-    return bool(by_booleans) or any(index.device.type == "cpu" for index in indices)
 
 
 def _where() -> str:

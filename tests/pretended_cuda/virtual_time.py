@@ -12,9 +12,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.pretended_cuda.detector import COPIES, Access, Call, Detector, Span, stream_named, tensors_in  # isort: skip  # first torch
+from tests.pretended_cuda.detector import Detector, stream_named  # isort: skip  # before torch
 from torch.utils.flop_counter import flop_registry
 
+from tests.pretended_cuda.accesses import COPIES, Access, Call, Span, tensors_in
 from tests.pretended_cuda.library import Entry, Kind
 
 _LAUNCHES_NOTHING = frozenset(
@@ -150,17 +151,18 @@ class VirtualTime(Detector):
         num_operations = 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.out)
         given = tensors_in([*call.args, *call.kwargs.values()])
         by_bytes = 0.0
-        for place, (tensor, device, _, _, written) in enumerate(touched):
-            if device < 0 or not tensor.numel():
+        for place, each in enumerate(touched):
+            tensor = each.tensor
+            if each.device < 0 or not tensor.numel():
                 continue
-            num_bytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+            storage_bytes = tensor.untyped_storage().nbytes()
+            num_bytes = min(tensor.nbytes, storage_bytes)
             if call.name in _READS_ROWS and not place:
-                num_bytes = sum(each.nbytes for each in tensors_in(call.out))
-            if written and call.name not in COPIES and any(tensor is each for each in given):
+                num_bytes = sum(result.nbytes for result in tensors_in(call.out))
+            if each.written and call.name not in COPIES and any(tensor is other for other in given):
                 num_bytes *= 2  # read and written
-            storage = tensor.untyped_storage()
             bandwidth = self._card.memory_bandwidth
-            if self._hold(storage.data_ptr(), storage.nbytes()):
+            if self._hold(each.storage, storage_bytes):
                 bandwidth = self._card.cache_bandwidth
             by_bytes += num_bytes / bandwidth
         return max(num_operations / self._card.flops, by_bytes)
