@@ -42,7 +42,7 @@ train: $(STAMP)  ## Fine-tune: the built-in example, or what ARGS asks for
 test: $(if $(strip $(ARGS)),$(DEV_STAMP),style)  ## Lint, type-check and run the tests, but for the slow ones; ARGS=path: pytest alone
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
 
-test-all: lint $(OLDEST_STAMP)  ## Run every test of a clean tree, in parts, and record it; ARGS="ranks planning" runs these parts
+test-all: style $(OLDEST_STAMP)  ## Run every test of a clean tree, in parts, and record it; ARGS="ranks planning" runs these parts
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m tests.full_run --workers $(WORKERS) $(ARGS)
 
 test-oldest: $(OLDEST_STAMP)  ## Run the tests that are not slow with the oldest versions, in .venv-oldest

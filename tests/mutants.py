@@ -142,7 +142,7 @@ def killer_of(checkout: Path, path: Path, mutant: Mutant, num_workers: int) -> s
     before = (checkout / path).read_bytes()
     (checkout / path).write_bytes(mutant.applied(before))
     files = sorted((checkout / "tests").glob("test_*.py"))
-    whole = [f"tests/{each.name}" for each in files if each.name != "test_types.py"]  # which was no test before
+    whole = [f"tests/{each.name}" for each in files if each.name != "test_types.py"]  # no behaviour
     folder = f"tests/{_folder(path)}"
     try:
         killer = _run(checkout, [folder], num_workers) if (checkout / folder).is_dir() else None

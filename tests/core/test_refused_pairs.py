@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,21 +106,27 @@ AT_A_FORWARD = ("torch.compile(block)", "torch.compile(block.forward)")
 """Doors that put something into the model, as those that put a module around it: only a forward tells of them."""
 MAKES_ITS_MODEL = "load_quantized"
 """Door that returns another model, on which nothing else can have been attached before."""
+
+
+def cases_of(pair: RefusedPair, suffix: str) -> Iterator[Any]:
+    """Each door of the first with each of the second; in `make test` each door with one or a few."""
+    firsts, seconds = DOORS[pair.first], [door for door in DOORS[pair.second] if door != MAKES_ITS_MODEL]
+    few = min(len(firsts), len(seconds))
+    for (one, first), (other, second) in itertools.product(enumerate(firsts), enumerate(seconds)):
+        name = f"{pair.first}, {first} then {pair.second}, {second}{suffix}"
+        marks = () if one % few == other % few else pytest.mark.slow
+        yield pytest.param(pair, first, second, id=name, marks=marks)
+
+
 CASES = [
-    pytest.param(
-        pair,
-        first,
-        second,
-        id=f"{pair.first}, {first} then {pair.second}, {second}" + mirrored * "; mirrored",
-        # `make test` has each door of a pair, `make test-all` each with each.
-        marks=[pytest.mark.slow] * bool((one - other) % min(len(DOORS[pair.first]), len(seconds))),
-    )
+    case
     for listed in REFUSED_PAIRS
     if {listed.first, listed.second} <= DOORS.keys()
-    for mirrored, pair in enumerate((listed, RefusedPair(first=listed.second, second=listed.first, reason="")))
-    for seconds in ([door for door in DOORS[pair.second] if door != MAKES_ITS_MODEL],)
-    for one, first in enumerate(DOORS[pair.first])
-    for other, second in enumerate(seconds)
+    for pair, suffix in (
+        (listed, ""),
+        (RefusedPair(first=listed.second, second=listed.first, reason=""), "; mirrored"),
+    )
+    for case in cases_of(pair, suffix)
 ]
 
 

@@ -57,7 +57,7 @@ def run_python(
     Args:
         *arguments: Of the interpreter.
         cwd: The working folder.
-        expect: The exit code; where it is another, what was printed as errors is shown.
+        expect: The exit code; where it is another, what was printed is shown.
         timeout_s: Seconds until it counts as hung.
         **variables: Of the environment, on top of this process's.
     """
@@ -70,7 +70,7 @@ def run_python(
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == expect, done.stderr
+    assert done.returncode == expect, done.stdout + done.stderr
     return done
 
 
