@@ -1,10 +1,11 @@
 """Tiny random models and batches; everything follows from a seed, nothing is downloaded."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,7 +20,10 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutput
 
 VOCAB = 97
 HIDDEN = 32
@@ -45,16 +49,8 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
         return model
 
 
-def tiny_llama(
-    dtype: torch.dtype = torch.float32,
-    *,
-    tied: bool = False,
-    vocab: int = VOCAB,
-    blocks: int = BLOCKS,
-    seed: int = 0,
-) -> nn.Module:
-    """A Llama of three blocks; `vocab=259` gives the embedding two pieces of at least 4,096 elements (8-bit state)."""
-    config = LlamaConfig(
+def _llama_config(vocab: int, blocks: int, tied: bool, kind: type[LlamaConfig] = LlamaConfig) -> LlamaConfig:
+    return kind(
         vocab_size=vocab,
         hidden_size=HIDDEN,
         intermediate_size=48,
@@ -66,7 +62,119 @@ def tiny_llama(
         initializer_range=0.1,
         use_cache=False,
     )
-    return seeded(lambda: LlamaForCausalLM(config), seed).to(dtype)
+
+
+def tiny_llama(
+    dtype: torch.dtype = torch.float32,
+    *,
+    tied: bool = False,
+    vocab: int = VOCAB,
+    blocks: int = BLOCKS,
+    seed: int = 0,
+) -> nn.Module:
+    """A Llama of three blocks; `vocab=259` gives the embedding two pieces of at least 4,096 elements (8-bit state)."""
+    return seeded(lambda: LlamaForCausalLM(_llama_config(vocab, blocks, tied)), seed).to(dtype)
+
+
+class SmallAttention(nn.Module):
+    """Causal attention of one head, whose queries are its keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query = self.q_proj(hidden).unsqueeze(1)
+        mixed = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        return self.o_proj(mixed.squeeze(1))
+
+
+class SmallBlock(GradientCheckpointingLayer):
+    """Attention and an MLP, each after a norm, its result added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = SmallAttention()
+        self.mlp = nn.Sequential(
+            OrderedDict(
+                up_proj=nn.Linear(HIDDEN, 48, bias=False), act=nn.SiLU(), down_proj=nn.Linear(48, HIDDEN, bias=False)
+            )
+        )
+        self.input_layernorm = nn.LayerNorm(HIDDEN, bias=False)
+        self.post_attention_layernorm = nn.LayerNorm(HIDDEN, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class SmallModel(nn.Module):
+    """An embedding, blocks one after another, a norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, HIDDEN)
+        self.layers = nn.ModuleList([SmallBlock() for _ in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(HIDDEN, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(input_ids)
+        for block in self.layers:
+            hidden = block(hidden)
+        return self.norm(hidden)
+
+
+class SmallConfig(LlamaConfig):
+    """Sizes under a name of their own, so that nothing loads the weights into a Llama."""
+
+    model_type = "slivertune_small"
+
+
+class SmallForCausalLM(PreTrainedModel):
+    """A decoder whose layers are torch's. Transformers checkpoints, ties and saves it, and can't load it as a Llama.
+
+    Its attention is not in transformers' registry, so TokenTune does not intercept it.
+    """
+
+    config_class = SmallConfig
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["SmallBlock"]
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = SmallModel(config)
+        self.lm_head = nn.Linear(HIDDEN, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> CausalLMOutput:
+        logits = self.lm_head(self.model(input_ids))
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def small_decoder(
+    dtype: torch.dtype = torch.float32,
+    *,
+    tied: bool = False,
+    vocab: int = VOCAB,
+    blocks: int = BLOCKS,
+    seed: int = 0,
+) -> nn.Module:
+    """A decoder of as many layers as `tiny_llama`, with fewer matrices, in a third of its time.
+
+    It is for tests that are about no architecture. Its blocks take no keyword arguments, and it has no buffers.
+    """
+    return seeded(lambda: SmallForCausalLM(_llama_config(vocab, blocks, tied, SmallConfig)), seed).to(dtype)
 
 
 EXPERTS = 4

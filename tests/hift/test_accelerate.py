@@ -13,7 +13,7 @@ from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
     assert_same_tree,
-    tiny_llama,
+    small_decoder,
     token_batches,
     twin,
     weights,
@@ -74,7 +74,7 @@ def test_prepared_training_equals_the_reference(
 ) -> None:
     config = {"layers_per_group": 2, "steps_per_group": 2}
     updates = 8
-    other = tiny_llama(dtype)
+    other = small_decoder(dtype)
     before = weights(other)
     model, hift = hift_over(twin(other), "AdamW", **config)
     schedule = LambdaLR(hift, lambda step: warm_cosine(step, updates))
@@ -101,7 +101,7 @@ def test_prepared_training_equals_the_reference(
 
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_prepare_changes_nothing_in_the_optimizer(steps_before: int) -> None:
-    model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
     train(model, hift, token_batches(steps_before), steps_before)
     before, active = hift.state_dict(), hift.active_group
     with one_device() as accelerator:
@@ -111,7 +111,7 @@ def test_prepare_changes_nothing_in_the_optimizer(steps_before: int) -> None:
 
 
 def test_a_prepared_optimizer_passes_closures_on() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     with one_device() as accelerator:
         prepared, optimizer = accelerator.prepare(model, hift)
 
@@ -126,7 +126,7 @@ def test_a_prepared_optimizer_passes_closures_on() -> None:
 
 
 def test_the_reported_gradient_norm_is_of_the_active_group() -> None:
-    other = tiny_llama()
+    other = small_decoder()
     model, hift = hift_over(twin(other), torch.optim.AdamW, lr=0.0)
     with one_device() as accelerator:
         prepared, optimizer = accelerator.prepare(model, hift)

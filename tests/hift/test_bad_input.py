@@ -22,6 +22,7 @@ from tests.helpers.models import (
     assert_same_tree,
     bits,
     differing,
+    small_decoder,
     tiny_gpt2,
     tiny_llama,
     token_batches,
@@ -82,7 +83,7 @@ def _adapter_for_inference(folder: Path) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 @pytest.mark.parametrize("built", ["HiFT", "HiFT.wrap", "attach", "attach TokenTune"])
-@pytest.mark.parametrize("make", [_adapter_for_inference, lambda _: tiny_llama().requires_grad_(False)])
+@pytest.mark.parametrize("make", [_adapter_for_inference, lambda _: small_decoder().requires_grad_(False)])
 def test_a_model_of_which_nothing_trains_is_told_so(make: Callable[[Path], Any], built: str, tmp_path: Path) -> None:
     model = make(tmp_path)
     build: Callable[[], Any] = {
@@ -117,7 +118,7 @@ def test_a_model_of_which_nothing_trains_is_told_so(make: Callable[[Path], Any],
 def test_what_it_can_not_be_built_over_is_named_and_the_model_does_not_stay_frozen(
     dtype: torch.dtype, config: dict[str, Any], message: str
 ) -> None:
-    model = tiny_llama(dtype)
+    model = small_decoder(dtype)
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         hift_over(model, torch.optim.AdamW, lr=0.1, **config)
     assert trainable(model) == {name for name, _ in model.named_parameters()}
@@ -125,13 +126,13 @@ def test_what_it_can_not_be_built_over_is_named_and_the_model_does_not_stay_froz
 
 def test_explicit_layers_are_the_layers() -> None:
     layers = [["model.embed_tokens", "model.layers.0"], ["model.layers.1", "model.layers.2"], HEAD]
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, layers=layers, lr=0.1)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, layers=layers, lr=0.1)
     assert [set(group.parameter_names) for group in hift.groups] == [set(group) for group in naive_groups(model, 2)]
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"requires_grad|trainable|frozen"):
-        HiFT(tiny_llama().requires_grad_(False), torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-3)
+        HiFT(small_decoder().requires_grad_(False), torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-3)
 
 
 FROZEN: dict[str, Callable[[str], bool]] = {
@@ -160,7 +161,7 @@ LAYERS_OF_FROZEN = [
 def test_parameters_frozen_by_the_user_stay_frozen_and_it_is_said_once(
     which: str, layers_per_group: int, built: str
 ) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     kept = {name for name, _ in model.named_parameters() if FROZEN[which](name)}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in kept)
@@ -182,7 +183,7 @@ def test_parameters_frozen_by_the_user_stay_frozen_and_it_is_said_once(
 
 
 def test_an_optimizer_over_other_parameters_is_refused() -> None:
-    model, other = tiny_llama(), tiny_llama()
+    model, other = small_decoder(), small_decoder()
     for parameters in (other.parameters(), [*model.parameters(), nn.Parameter(torch.zeros(7))]):
         with pytest.raises(ValueError, match="parameter"):
             HiFT.wrap(torch.optim.AdamW(parameters, lr=1e-3), model, config=HiFTConfig.paper())
@@ -191,7 +192,7 @@ def test_an_optimizer_over_other_parameters_is_refused() -> None:
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_an_optimizer_that_has_taken_steps_is_refused(optimizer_class: Any) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     base = optimizer_class(model.parameters(), lr=1e-3)
     train(model, base, token_batches(1), 1)
     before = copy.deepcopy(base.state_dict())
@@ -216,14 +217,14 @@ def started(
     optimizer_class: Any = torch.optim.AdamW, model: nn.Module | None = None, steps: int = 4, **config: Any
 ) -> tuple[nn.Module, HiFT]:
     model, hift = hift_over(
-        model if model is not None else tiny_llama(torch.bfloat16), optimizer_class, lr=1e-2, **config
+        model if model is not None else small_decoder(torch.bfloat16), optimizer_class, lr=1e-2, **config
     )
     train(model, hift, token_batches(steps), steps)
     return model, hift
 
 
 def with_decay_groups() -> tuple[nn.Module, HiFT]:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     hift = HiFT.wrap(
         grouped_optimizer(model, torch.optim.AdamW, decay_split(model), lr=1e-2), model, config=HiFTConfig.paper()
     )
@@ -232,14 +233,14 @@ def with_decay_groups() -> tuple[nn.Module, HiFT]:
 
 
 def bare() -> tuple[nn.Module, Any]:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "another architecture": (lambda: started(model=tiny_gpt2(torch.bfloat16)), r"transformer\.wte|embed_tokens"),
-    "more blocks": (lambda: started(model=tiny_llama(torch.bfloat16, blocks=4)), r"layers\.3"),
-    "another width": (lambda: started(model=tiny_llama(torch.bfloat16, vocab=101)), r"embed_tokens.*(101|97)"),
+    "more blocks": (lambda: started(model=small_decoder(torch.bfloat16, blocks=4)), r"layers\.3"),
+    "another width": (lambda: started(model=small_decoder(torch.bfloat16, vocab=101)), r"embed_tokens.*(101|97)"),
     "another grouping": (lambda: started(layers_per_group=2), r"layers_per_group|group"),
     "another number of steps": (lambda: started(steps_per_group=2), "steps_per_group"),
     "another order": (lambda: started(order="top2down"), "order of turns"),
@@ -277,7 +278,7 @@ def test_a_state_of_the_older_defaults_is_told_their_preset_and_goes_on_with_it(
     saved = reloaded(hift.state_dict())
     header = {key: value for key, value in saved["hift"].items() if not key.startswith("skipped")}
     older = {**saved, "hift": {**header, "version": 1}}
-    default = HiFT(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
+    default = HiFT(small_decoder(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
     contexts: dict[str, Any] = {"HiFTConfig.paper()": nullcontext(), "--preset paper": naming_options()}
     for preset, context in contexts.items():
         with context, pytest.raises(ValueError, match="the saved state has another") as caught:
@@ -298,7 +299,7 @@ def test_a_state_of_the_older_defaults_is_told_their_preset_and_goes_on_with_it(
 @pytest.mark.parametrize("config", [{"order": "top2down"}, {"order": "random"}, {"steps_per_group": 2}])
 def test_a_state_of_another_schedule_than_the_papers_is_not_told_to_be_the_papers(config: dict[str, Any]) -> None:
     _, hift = started(steps=1, **config)
-    default = HiFT(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
+    default = HiFT(small_decoder(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
     with pytest.raises(ValueError, match=r"with the settings of the saved run$"):
         default.load_state_dict(reloaded(hift.state_dict()))
 
@@ -383,9 +384,9 @@ def test_a_full_disk_is_said_before_the_first_update_and_the_step_can_be_repeate
     name: str, stream_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = token_batches(8)
-    undisturbed, expected = hift_over(tiny_llama(torch.bfloat16), name)
+    undisturbed, expected = hift_over(small_decoder(torch.bfloat16), name)
     disk = {"state": "disk", "state_dir": str(tmp_path), "stream_bytes": stream_bytes}
-    model, hift = hift_over(tiny_llama(torch.bfloat16), name, **disk)
+    model, hift = hift_over(small_decoder(torch.bfloat16), name, **disk)
     model(**batches[0]).loss.backward()
     before, gradients = weights(model), gradients_of(model)
     with full_disk(monkeypatch), pytest.raises(OSError, match=re.escape(str(tmp_path))) as error:
@@ -412,14 +413,14 @@ def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_files_of_one_run_are_not_shared_with_another_in_the_same_folder(tmp_path: Path) -> None:
     disk = {"state": "disk", "state_dir": str(tmp_path)}
     runs = [
-        hift_over(tiny_llama(torch.bfloat16, seed=seed), torch.optim.AdamW, lr=1e-2, **disk)  # type: ignore[arg-type]
+        hift_over(small_decoder(torch.bfloat16, seed=seed), torch.optim.AdamW, lr=1e-2, **disk)  # type: ignore[arg-type]
         for seed in (0, 1)
     ]
     for update in range(10):
         for model, hift in runs:
             train(model, hift, token_batches(10), 1, start=update)
     for seed, (model, _) in enumerate(runs):
-        other, alone = hift_over(tiny_llama(torch.bfloat16, seed=seed), torch.optim.AdamW, lr=1e-2)
+        other, alone = hift_over(small_decoder(torch.bfloat16, seed=seed), torch.optim.AdamW, lr=1e-2)
         train(other, alone, token_batches(10), 10)
         assert_same_bits(model, other)
 
@@ -428,11 +429,11 @@ def test_files_of_one_run_are_not_shared_with_another_in_the_same_folder(tmp_pat
 def test_a_setting_of_hift_among_the_optimizers_arguments_is_named_with_its_place(name: str) -> None:
     message = rf"^{name}= is a setting of HiFT, and no argument of AdamW\. Pass config=HiFTConfig\({name}=\.\.\.\)$"
     with pytest.raises(TypeError, match=message):
-        HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-3, **{name: 1})
+        HiFT(small_decoder(), torch.optim.AdamW, lr=1e-3, **{name: 1})
 
 
 def test_a_failed_construction_leaves_the_model_as_it_was() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     before = weights(model)
     with pytest.raises(TypeError, match="no_such_option"):
         HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-3, no_such_option=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import slivertune as st
-from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.models import small_decoder, token_batches
 
 PACKAGE = str(Path(st.__file__).parent)
 MOST_CLASSES = 15
@@ -43,7 +43,7 @@ def _function_of(name: str) -> str:
 
 
 def test_a_step_runs_methods_of_few_classes() -> None:
-    model = tiny_llama(dtype=torch.bfloat16)
+    model = small_decoder(dtype=torch.bfloat16)
     optimizer = st.HiFT(model, torch.optim.AdamW, config=st.HiFTConfig.paper(), lr=1e-3)
     batch = token_batches(1)[0]
 

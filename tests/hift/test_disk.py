@@ -24,14 +24,22 @@ from slivertune.hift import group_file, host_room
 from slivertune.hift.disk import Disk, groups_on_disk
 from slivertune.hift.group_file import GroupFile
 from tests.helpers.delayed_streams import delayed
-from tests.helpers.models import assert_same_bits, assert_same_tree, differing, tiny_llama, token_batches, twin, weights
+from tests.helpers.models import (
+    assert_same_bits,
+    assert_same_tree,
+    differing,
+    small_decoder,
+    token_batches,
+    twin,
+    weights,
+)
 from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
 from tests.helpers.reference import train
 from tests.hift.cases import BIG_VOCAB, hift_over, reloaded, run
 
 BF16 = torch.bfloat16
-PIECE = 40_000
+PIECE = 30_000
 """Three pieces of each group."""
 
 
@@ -107,7 +115,7 @@ def wait_for_the_thread(hift: HiFT) -> None:
 
 def on_disk(folder: Path, dtype: torch.dtype = BF16, name: Any = "AdamW", **config: Any) -> tuple[Any, HiFT]:
     blocks = config.pop("blocks", 3)
-    model = tiny_llama(dtype, vocab=BIG_VOCAB, blocks=blocks)
+    model = small_decoder(dtype, vocab=BIG_VOCAB, blocks=blocks)
     return hift_over(model, name, **{"state": "disk", "state_dir": folder, "stream_bytes": PIECE, **config})
 
 
@@ -117,7 +125,7 @@ def assert_equals_host(folder: Path, dtype: torch.dtype, name: str, steps: int |
     model, hift = on_disk(folder, dtype, name, **config)
     config.pop("state_ram_bytes", None)
     blocks = config.pop("blocks", 3)
-    other = tiny_llama(dtype, vocab=BIG_VOCAB, blocks=blocks)
+    other = small_decoder(dtype, vocab=BIG_VOCAB, blocks=blocks)
     other, reference = hift_over(other, name, **{"stream_bytes": PIECE, **config})
     steps = 2 * hift.cycle_length + 2 if steps is None else steps
     losses = run(model, hift, steps, hift=hift, **how)
@@ -169,7 +177,7 @@ LATE: list[dict[str, Any]] = [{}, {"prefetch_bytes": 60_000}, {"gradients": "hos
     quick(itertools.product(LATE, [None, 0, 1, 2]), [(LATE[0], 1), (LATE[1], None), (LATE[2], None)]),
 )
 def test_copies_as_late_as_events_allow_change_no_bit(config: dict[str, Any], seed: int | None, tmp_path: Path) -> None:
-    model, expected = (tiny_llama(BF16, vocab=BIG_VOCAB) for _ in range(2))
+    model, expected = (small_decoder(BF16, vocab=BIG_VOCAB) for _ in range(2))
     with delayed(seed) as made:
         hift = hift_over(model, "AdamW", state="disk", state_dir=tmp_path, stream_bytes=PIECE, **config)[1]
         run(model, hift, 12)
@@ -484,7 +492,7 @@ def test_masters_follow_what_others_have_written(tmp_path: Path) -> None:
 
 def test_detaching_and_attaching_again_loses_nothing(tmp_path: Path) -> None:
     batches = token_batches(60, vocab=BIG_VOCAB)
-    runs = [on_disk(tmp_path), hift_over(tiny_llama(BF16, vocab=BIG_VOCAB), "AdamW", stream_bytes=PIECE)]
+    runs = [on_disk(tmp_path), hift_over(small_decoder(BF16, vocab=BIG_VOCAB), "AdamW", stream_bytes=PIECE)]
     for model, hift in runs:
         train(model, hift, batches, 7)
         hift.detach()

@@ -15,6 +15,7 @@ from tests.helpers.models import (
     assert_same_bits,
     label_batches,
     odd_model,
+    small_decoder,
     tiny_bert,
     tiny_gpt2,
     tiny_llama,
@@ -66,7 +67,7 @@ BIG_BATCHES = token_batches(5, vocab=BIG_VOCAB)
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_group_equals_the_bare_optimizer(name: str) -> None:
-    model = tiny_llama(vocab=BIG_VOCAB)
+    model = small_decoder(vocab=BIG_VOCAB)
     before = weights(model)
     equals_the_bare_optimizer(model, name, BIG_BATCHES)
     assert_all_moved(model, before)
@@ -74,14 +75,14 @@ def test_one_group_equals_the_bare_optimizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_group_of_bf16_weights_without_masters_equals_the_bare_optimizer(name: str) -> None:
-    equals_the_bare_optimizer(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), name, BIG_BATCHES, master="none")
+    equals_the_bare_optimizer(small_decoder(torch.bfloat16, vocab=BIG_VOCAB), name, BIG_BATCHES, master="none")
 
 
 @pytest.mark.parametrize("scheduled", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", WITH_LR)
 def test_one_group_wrapped_with_decay_groups_equals_the_bare_optimizer(name: str, scheduled: bool) -> None:
     options = {key: value for key, value in OPTIMIZERS[name][1].items() if key != "weight_decay"}
-    model = tiny_llama(vocab=BIG_VOCAB)
+    model = small_decoder(vocab=BIG_VOCAB)
     split = decay_split(model)
     split[1][1]["lr"] = options["lr"] / 3
     equals_the_bare_optimizer(model, name, BIG_BATCHES, options, split=split, scheduled=scheduled, max_norm=0.01)
@@ -90,12 +91,12 @@ def test_one_group_wrapped_with_decay_groups_equals_the_bare_optimizer(name: str
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_LR)
 def test_one_group_with_cosine_and_warmup_equals_the_bare_optimizer(name: str) -> None:
-    equals_the_bare_optimizer(tiny_llama(vocab=BIG_VOCAB), name, BIG_BATCHES, scheduled=True)
+    equals_the_bare_optimizer(small_decoder(vocab=BIG_VOCAB), name, BIG_BATCHES, scheduled=True)
 
 
 @pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": True}])
 def test_one_group_passes_the_choice_of_kernel_on(kernel: dict[str, bool]) -> None:
-    equals_the_bare_optimizer(tiny_llama(), "AdamW", token_batches(6), {"lr": 1e-2, **kernel})
+    equals_the_bare_optimizer(small_decoder(), "AdamW", token_batches(6), {"lr": 1e-2, **kernel})
 
 
 def test_one_group_draws_no_random_numbers() -> None:
@@ -182,23 +183,23 @@ GRID: list[dict[str, Any]] = [
 @DTYPES
 @pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case.values())))
 def test_several_groups_equal_the_reference(case: dict[str, Any], dtype: torch.dtype) -> None:
-    hift_and_reference(tiny_llama(dtype), **case)
+    hift_and_reference(small_decoder(dtype), **case)
 
 
 @rotated(name=OPTIMIZERS, dtype=[torch.float32, torch.bfloat16])
 def test_every_optimizer_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     config = {"cycles": 3, "layers_per_group": 2, "steps_per_group": 2, "scheduled": name in WITH_LR, "big": True}
-    hift_and_reference(tiny_llama(dtype, vocab=BIG_VOCAB), name, **config)
+    hift_and_reference(small_decoder(dtype, vocab=BIG_VOCAB), name, **config)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "torch Adafactor"])
 def test_bf16_weights_without_masters_equal_the_reference(name: str) -> None:
-    hift_and_reference(tiny_llama(torch.bfloat16), name, layers_per_group=2, master="none")
+    hift_and_reference(small_decoder(torch.bfloat16), name, layers_per_group=2, master="none")
 
 
 @rotated(order=ORDERS, dtype=[torch.float32, torch.bfloat16])
 def test_decay_groups_inside_a_group_equal_the_reference(order: str, dtype: torch.dtype) -> None:
-    hift_and_reference(tiny_llama(dtype), split=True, order=order, layers_per_group=2, max_norm=1e-3)
+    hift_and_reference(small_decoder(dtype), split=True, order=order, layers_per_group=2, max_norm=1e-3)
 
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
@@ -234,12 +235,12 @@ def test_odd_parameters_equal_the_reference(name: str, dtypes: str, stream_bytes
 
 @rotated(steps_per_group=[3, 1], dtype=[torch.bfloat16, torch.float32])
 def test_discarded_state_and_masters_are_new_at_each_turn(dtype: torch.dtype, steps_per_group: int) -> None:
-    hift_and_reference(tiny_llama(dtype), state="discard", layers_per_group=2, steps_per_group=steps_per_group)
+    hift_and_reference(small_decoder(dtype), state="discard", layers_per_group=2, steps_per_group=steps_per_group)
 
 
 @pytest.mark.parametrize("layers_per_group", [1, 2, 3, 4, 5])
 def test_groups_are_cut_from_the_bottom_and_the_last_may_be_smaller(layers_per_group: int) -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, layers_per_group=layers_per_group, lr=0.1)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, layers_per_group=layers_per_group, lr=0.1)
     expected = naive_groups(model, layers_per_group)
     assert [list(group.parameter_names) for group in hift.groups] == expected
     assert hift.num_groups == len(expected) == -(-LAYERS // layers_per_group)
@@ -248,7 +249,7 @@ def test_groups_are_cut_from_the_bottom_and_the_last_may_be_smaller(layers_per_g
 
 def orders_of(seed: int, order: str = "random", layers_per_group: int = 1, *, cycles: int = 3) -> list[list[int]]:
     """List the trainable group of each turn, cycle by cycle, by the weights that require a gradient."""
-    model = tiny_llama(blocks=6)
+    model = small_decoder(blocks=6)
     groups = [sorted(group) for group in naive_groups(model, layers_per_group)]
     _, hift = hift_over(model, torch.optim.SGD, order=order, seed=seed, layers_per_group=layers_per_group, lr=0.1)
     assert hift.cycle_length == len(groups)

@@ -24,6 +24,7 @@ from tests.helpers.models import (
     LAYERS,
     assert_same_bits,
     differing,
+    small_decoder,
     tiny_gpt2,
     tiny_llama,
     token_batches,
@@ -50,7 +51,7 @@ def trained(model: nn.Module, name: str, *, accumulation: int = 1, clip: float |
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_on_the_device_steps_what_earlier_backwards_left_on_the_host(dtype: torch.dtype) -> None:
-    model = tiny_llama(dtype)
+    model = small_decoder(dtype)
     expected = trained(model, "AdamW", accumulation=3, layers_per_group=2)
     assert_same_bits(
         trained(model, "AdamW", accumulation=3, layers_per_group=2, gradients="stepped", state="device"), expected
@@ -60,7 +61,7 @@ def test_state_on_the_device_steps_what_earlier_backwards_left_on_the_host(dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_accumulation_that_was_stepped_leaves_no_gradient_on_the_device(dtype: torch.dtype) -> None:
     model, hift = hift_over(
-        tiny_llama(dtype, vocab=4001),
+        small_decoder(dtype, vocab=4001),
         "AdamW",
         gradients="stepped",
         layers_per_group=LAYERS,
@@ -88,7 +89,7 @@ def test_an_accumulation_that_was_stepped_leaves_no_gradient_on_the_device(dtype
 def test_clipped_gradients_on_the_host_are_those_of_the_device(
     name: str, accumulation: int, clip: float, prefetch_bytes: int
 ) -> None:
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    model = small_decoder(torch.bfloat16, vocab=BIG_VOCAB)
     expected = trained(model, name, accumulation=accumulation, clip=clip)
     found = trained(model, name, accumulation=accumulation, clip=clip, gradients="host", prefetch_bytes=prefetch_bytes)
     assert_same_bits(found, expected)
@@ -98,14 +99,14 @@ def test_clipped_gradients_on_the_host_are_those_of_the_device(
 
 @rotated(name=[name for name in OPTIMIZERS if "transformers" not in name and "own" not in name], gradients=PLACES)
 def test_every_optimizer_gets_the_same_gradients(name: str, gradients: str) -> None:
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    model = small_decoder(torch.bfloat16, vocab=BIG_VOCAB)
     common = {"layers_per_group": 2, "accumulation": 2}
     assert_same_bits(trained(model, name, gradients=gradients, **common), trained(model, name, **common))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_all_layers_with_gradients_on_the_host_are_the_bare_optimizer(accumulation: int) -> None:
-    model = tiny_llama(torch.float32, vocab=BIG_VOCAB)
+    model = small_decoder(torch.float32, vocab=BIG_VOCAB)
     bare, other = twin(model), twin(model)
     optimizer_class, options = OPTIMIZERS["AdamW"]
     run(bare, optimizer_class(bare.parameters(), **options), 5, accumulation=accumulation, clip=0.5)
@@ -119,7 +120,7 @@ def test_all_layers_with_gradients_on_the_host_are_the_bare_optimizer(accumulati
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
 def test_clipping_inside_the_step_is_clipping_before_it_and_reports_the_norm(gradients: Any) -> None:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     expected, found = twin(model), twin(model)
     _, usual = hift_over(expected, torch.optim.AdamW, lr=1e-2)
     _, clipping = hift_over(found, torch.optim.AdamW, lr=1e-2, gradients=gradients, max_grad_norm=0.1)
@@ -166,7 +167,7 @@ def test_with_token_selection(gradients: str) -> None:
 @rotated(gradients=PLACES, accumulation=[1, 4])
 def test_a_run_resumes_after_every_step(gradients: str, accumulation: int) -> None:
     config = {"gradients": gradients, "stream_bytes": STREAM_BYTES, "prefetch_bytes": 40_000}
-    made = tiny_llama(torch.bfloat16)
+    made = small_decoder(torch.bfloat16)
     whole, usual = hift_over(twin(made), "AdamW")
     run(whole, usual, UPDATES, accumulation=accumulation)
     model, hift = hift_over(made, "AdamW", **config)
@@ -174,7 +175,7 @@ def test_a_run_resumes_after_every_step(gradients: str, accumulation: int) -> No
         run(model, hift, 1, accumulation=accumulation, start=update, hift=hift)
         saved = copy.deepcopy(hift.state_dict())
         values = copy.deepcopy(model.state_dict())
-        model = tiny_llama(torch.bfloat16, seed=5)
+        model = small_decoder(torch.bfloat16, seed=5)
         model.load_state_dict(values)
         _, hift = hift_over(model, "AdamW", **config)
         hift.load_state_dict(saved)
@@ -243,7 +244,9 @@ def in_update(**config: Any) -> tuple[Any, HiFT, Any]:
     """A model between backward and step, with gradients on the host, and its twin with gradients that stay."""
     made = []
     for place in ("host", "device"):
-        model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=place, layers_per_group=LAYERS, **config)
+        model, hift = hift_over(
+            small_decoder(torch.bfloat16), "AdamW", gradients=place, layers_per_group=LAYERS, **config
+        )
         run(model, hift, 2)
         model(**token_batches(3)[2]).loss.backward()
         made.append((model, hift))
@@ -292,7 +295,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 def test_what_a_script_writes_into_a_gradient_is_stepped(write: str) -> None:
     made = []
     for place in ("host", "device"):
-        model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=place, layers_per_group=LAYERS)
+        model, hift = hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=place, layers_per_group=LAYERS)
         run(model, hift, 1)
         for index in (1, 2):
             model(**token_batches(3)[index]).loss.backward()
@@ -307,7 +310,7 @@ def test_what_a_script_writes_into_a_gradient_is_stepped(write: str) -> None:
 def test_zeroed_and_dropped_gradients_are_those_of_the_next_backward() -> None:
     made = []
     for place in ("host", "device"):
-        model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=place)
+        model, hift = hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=place)
         batches = token_batches(12)
         for index in range(0, 12, 3):
             model(**batches[index]).loss.backward()
@@ -333,7 +336,7 @@ def test_a_backward_that_fails_leaves_what_it_leaves_on_the_device() -> None:
 
     made = []
     for place in ("host", "device"):
-        model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=place, layers_per_group=LAYERS)
+        model, hift = hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=place, layers_per_group=LAYERS)
         batches = token_batches(3)
         hook = model.model.layers[1].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
         with pytest.raises(KeyboardInterrupt):
@@ -349,7 +352,7 @@ def test_a_backward_that_fails_leaves_what_it_leaves_on_the_device() -> None:
 def test_a_state_loaded_between_backward_and_step_keeps_the_gradients() -> None:
     made = []
     for place in ("host", "device"):
-        model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=place, layers_per_group=2)
+        model, hift = hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=place, layers_per_group=2)
         run(model, hift, 4)
         saved = copy.deepcopy(hift.state_dict())
         model(**token_batches(5)[4]).loss.backward()
@@ -408,7 +411,7 @@ def test_a_grad_scaler_a_sparse_gradient_and_wrong_settings_are_refused() -> Non
 
 
 def test_stepped_gradients_that_nobody_said_to_accumulate_are_an_error_that_says_how() -> None:
-    model, hift = hift_over(tiny_llama(), "AdamW", gradients="stepped")
+    model, hift = hift_over(small_decoder(), "AdamW", gradients="stepped")
     assert not hift.updates
     model(**token_batches(1)[0]).loss.backward()
     with pytest.raises(RuntimeError, match=r"with optimizer\.accumulating\(\)"):
@@ -418,7 +421,7 @@ def test_stepped_gradients_that_nobody_said_to_accumulate_are_an_error_that_says
 def test_stepped_weights_that_only_earlier_backwards_reached_are_stepped_too() -> None:
     made = []
     for place in ("stepped", "device"):
-        model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=place, layers_per_group=LAYERS)
+        model, hift = hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=place, layers_per_group=LAYERS)
         for batch in token_batches(4):
             with hift.accumulating():
                 model(**batch).loss.backward()
@@ -437,7 +440,7 @@ def test_accelerate_accumulates_and_clips(gradients: str) -> None:
     made, norms = [], []
     for place in (gradients, "device"):
         with one_device(gradient_accumulation_steps=2) as accelerator:
-            model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=place)
+            model, hift = hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=place)
             prepared, optimizer = accelerator.prepare(model, hift)
             for batch in token_batches(2 * UPDATES):
                 with accelerator.accumulate(prepared):
@@ -456,7 +459,7 @@ def test_accelerate_accumulates_and_clips(gradients: str) -> None:
 def test_too_little_host_memory_is_said_before_anything_is_allocated(
     gradients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=gradients, layers_per_group=LAYERS)
+    model, hift = hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=gradients, layers_per_group=LAYERS)
     num_parameters, before = sum(p.numel() for p in model.parameters()), weights(model)
     needed = num_parameters * (12 if gradients == "device" else 14)
     monkeypatch.setattr(host_room, "available_host_bytes", lambda: needed - 1)
@@ -480,7 +483,7 @@ def test_too_little_host_memory_is_said_before_anything_is_allocated(
 def test_state_that_was_loaded_lies_on_the_host_already_and_needs_no_more_of_it(
     gradients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, saving = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=gradients)
+    model, saving = hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=gradients)
     run(model, saving, LAYERS)
     other, loading = hift_over(twin(model), "AdamW", gradients=gradients)
     loading.load_state_dict(copy.deepcopy(saving.state_dict()))

@@ -28,9 +28,9 @@ from tests.helpers.models import (
     differing,
     label_batches,
     odd_model,
+    small_decoder,
     tiny_bert,
     tiny_gpt2,
-    tiny_llama,
     token_batches,
     trainable,
     twin,
@@ -84,16 +84,16 @@ def pair(
 )
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "own hyperparameter"])
 def test_no_bit_differs_from_a_step_after_the_backward(name: str, config: dict[str, Any], dtype: torch.dtype) -> None:
-    assert_same_bits(*pair(tiny_llama(dtype, vocab=BIG_VOCAB), name, **config))
+    assert_same_bits(*pair(small_decoder(dtype, vocab=BIG_VOCAB), name, **config))
 
 
 def test_groups_with_their_own_decay_change_no_bit() -> None:
-    assert_same_bits(*pair(tiny_llama(torch.bfloat16), split=True, stream_bytes=4096))
+    assert_same_bits(*pair(small_decoder(torch.bfloat16), split=True, stream_bytes=4096))
 
 
 @rotated(layers_per_group=[1, 2], dtype=[torch.bfloat16, torch.float32])
 def test_a_tied_embedding_is_stepped_once_when_both_uses_have_given(layers_per_group: int, dtype: torch.dtype) -> None:
-    assert_same_bits(*pair(tiny_llama(dtype, tied=True), layers_per_group=layers_per_group))
+    assert_same_bits(*pair(small_decoder(dtype, tied=True), layers_per_group=layers_per_group))
     assert_same_bits(*pair(tiny_gpt2(dtype), layers_per_group=layers_per_group))
 
 
@@ -105,7 +105,7 @@ def test_a_classifier_and_odd_parameters_too() -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
 def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> None:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     made = []
     for place in ({"gradients": "stepped"}, {}, {"state": "device"}):
         # Weights are cut, so that slices get their first state in a turn in which others are on their way already.
@@ -123,7 +123,7 @@ def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> N
 
 
 def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.5)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, gradients="stepped", lr=0.5)
     for update, batch in enumerate(token_batches(2 * LAYERS)):
         hift.param_groups[0]["lr"] = 0.5 - 0.01 * update
         before = weights(model)
@@ -143,7 +143,7 @@ def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
 
 @functools.cache
 def never_interrupted() -> Any:
-    whole, usual = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
+    whole, usual = hift_over(small_decoder(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
     train(whole, usual, token_batches(STEPS), STEPS)
     return whole
 
@@ -153,10 +153,10 @@ MODES = [("device", "stepped"), ("stepped", "host"), ("host", "stepped"), ("host
 
 @pytest.mark.parametrize(("mode", "later"), quick(MODES, MODES[:3]))
 def test_a_run_resumes_in_mid_cycle_in_either_mode(mode: Any, later: Any) -> None:
-    made, batches = tiny_llama(torch.bfloat16), token_batches(STEPS)
+    made, batches = small_decoder(torch.bfloat16), token_batches(STEPS)
     first, saving = hift_over(made, torch.optim.AdamW, gradients=mode, stream_bytes=4096, lr=1e-2)
     train(first, saving, batches, 7)
-    saved, other = copy.deepcopy(saving.state_dict()), tiny_llama(torch.bfloat16, seed=5)
+    saved, other = copy.deepcopy(saving.state_dict()), small_decoder(torch.bfloat16, seed=5)
     other.load_state_dict(first.state_dict())
     second, loading = hift_over(other, torch.optim.AdamW, gradients=later, lr=1e-2)
     loading.load_state_dict(saved)
@@ -166,7 +166,7 @@ def test_a_run_resumes_in_mid_cycle_in_either_mode(mode: Any, later: Any) -> Non
 
 
 def test_own_hyperparameters_of_a_class_declared_elementwise_are_kept() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     batches, made = token_batches(STEPS), []
     for in_backward in (False, True):
         config = {"gradients": "stepped" if in_backward else "device", "elementwise": True, "stream_bytes": 4096}
@@ -187,7 +187,7 @@ def test_about_one_gradient_is_alive_and_two_pieces_of_state(place: dict[str, An
     found, batches = {}, token_batches(3, vocab=BIG_VOCAB)
     for in_backward in (False, True):
         config = {"gradients": "stepped" if in_backward else "device", "layers_per_group": LAYERS, **place}
-        model, hift = hift_over(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), torch.optim.AdamW, lr=1e-3, **config)
+        model, hift = hift_over(small_decoder(torch.bfloat16, vocab=BIG_VOCAB), torch.optim.AdamW, lr=1e-3, **config)
         train(model, hift, batches, 2)
         with Ledger(model) as ledger:
             model(**batches[2]).loss.backward()
@@ -213,7 +213,7 @@ def checkpointed(model: Any, reentrant: bool | None, **config: Any) -> tuple[Any
 def test_a_second_backward_before_step_is_an_error_that_comes_back_until_a_state_is_loaded(
     reentrant: bool | None,
 ) -> None:
-    model, hift = checkpointed(tiny_llama(torch.bfloat16), reentrant, layers_per_group=2)
+    model, hift = checkpointed(small_decoder(torch.bfloat16), reentrant, layers_per_group=2)
     batches = token_batches(4)
     train(model, hift, batches, 1)
     saved, kept = copy.deepcopy(hift.state_dict()), weights(model)
@@ -230,7 +230,7 @@ def test_a_second_backward_before_step_is_an_error_that_comes_back_until_a_state
         model(**batches[2]).loss.backward()
     model.load_state_dict(kept)
     hift.load_state_dict(saved)
-    expected, usual = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, layers_per_group=2, lr=1e-2)
+    expected, usual = hift_over(small_decoder(torch.bfloat16), torch.optim.AdamW, layers_per_group=2, lr=1e-2)
     train(expected, usual, batches, 4)
     train(model, hift, batches, 3, start=1)
     assert_same_bits(model, expected)
@@ -257,7 +257,7 @@ def test_a_backward_that_fails_in_its_middle_is_an_error_at_the_step(
     layers_per_group: int, reentrant: bool | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Fails, "error", error)
-    model, hift = checkpointed(tiny_llama(), reentrant, layers_per_group=layers_per_group)
+    model, hift = checkpointed(small_decoder(), reentrant, layers_per_group=layers_per_group)
     batches = token_batches(3)
     # With two layers a group, the second and third block have their turn now; it fails between the two.
     train(model, hift, batches, 1)
@@ -279,7 +279,7 @@ def test_a_backward_that_fails_in_its_middle_is_an_error_at_the_step(
 
 
 def test_a_backward_that_fails_before_the_active_group_may_be_run_again() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, gradients="stepped", lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, gradients="stepped", lr=1e-2)
     before, batch = weights(model), token_batches(1)[0]
     hook = model.model.norm.register_forward_hook(lambda module, inputs, output: _Fails.apply(output))
     with pytest.raises(RuntimeError, match="stopped here"):
@@ -294,7 +294,7 @@ def test_a_backward_that_fails_before_the_active_group_may_be_run_again() -> Non
 
 def test_a_step_that_fails_in_the_backward_is_an_error_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, hift = hift_over(
-        tiny_llama(), torch.optim.SGD, gradients="stepped", layers_per_group=LAYERS, state="device", lr=0.1
+        small_decoder(), torch.optim.SGD, gradients="stepped", layers_per_group=LAYERS, state="device", lr=0.1
     )
     calls = []
     original = torch.optim.SGD.step
@@ -314,8 +314,8 @@ def test_a_step_that_fails_in_the_backward_is_an_error_at_the_step(monkeypatch: 
 
 def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"state": "disk", "state_dir": str(tmp_path), "gradients": "stepped"}
-    model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2, **config)
-    expected, usual = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(torch.bfloat16), torch.optim.AdamW, lr=1e-2, **config)
+    expected, usual = hift_over(small_decoder(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
     batches, before = token_batches(3), weights(model)
     with full_disk(monkeypatch), pytest.raises(OSError, match=re.escape(str(tmp_path))):
         model(**batches[0]).loss.backward()
@@ -326,7 +326,7 @@ def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypa
 
 
 def test_a_closure_is_refused_and_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, gradients="stepped", lr=0.1)
     with pytest.raises(RuntimeError, match=r"step\(closure\).*Run the backward, then call step"):
         hift.step(lambda: 0.0)
     assert hift.step() is None and hift.updates == 0
@@ -337,7 +337,7 @@ def test_a_closure_is_refused_and_a_step_without_a_backward_is_none_and_a_gradie
 
 
 def test_a_state_is_not_saved_between_a_backward_and_its_step() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, gradients="stepped", lr=0.1)
     model(**token_batches(1)[0]).loss.backward()
     with pytest.raises(RuntimeError, match=r"Call step\(\) before state_dict"):
         hift.state_dict()
@@ -350,7 +350,7 @@ class _SecondMoment(torch.optim.AdamW):
 
 
 def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     with pytest.raises(ValueError, match=r"_SecondMoment may look at the whole group\. Declare elementwise=True"):
         hift_over(model, _SecondMoment, gradients="stepped", lr=0.1)
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -373,7 +373,7 @@ def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
     ids=["clip_grad_norm_", "clip_grad_value_", "another norm", "clip_", "abs", "mul_", "clone"],
 )
 def test_whoever_clips_or_reads_a_gradient_that_was_stepped_is_told(use: Any) -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, gradients="stepped", lr=0.1)
     model(**token_batches(1)[0]).loss.backward()
     with pytest.raises(RuntimeError, match=r"has stepped on this gradient in the backward .* set gradients='host'"):
         use(model, hift)
@@ -391,7 +391,7 @@ def test_the_norm_of_stepped_gradients_is_told_and_a_clipping_that_changes_nothi
     norms: list[list[torch.Tensor]] = []
     for gradients in ("stepped", "device"):
         config = {"gradients": gradients, "layers_per_group": LAYERS, "stream_bytes": 8192}
-        model, hift = hift_over(tiny_llama(dtype), torch.optim.AdamW, lr=1e-2, **config)
+        model, hift = hift_over(small_decoder(dtype), torch.optim.AdamW, lr=1e-2, **config)
         norms.append([])
         for update in range(3):
             for index, batch in enumerate(token_batches(accumulation, seed=update)):
@@ -406,7 +406,7 @@ def test_the_norm_of_stepped_gradients_is_told_and_a_clipping_that_changes_nothi
 
 
 def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, gradients="stepped", lr=0.1)
     before = weights(model)
     with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="fp16 autocast needs a GradScaler"):
         model(**token_batches(1)[0])
@@ -422,7 +422,7 @@ def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:
 
 def test_fp16_autocast_by_accelerate_is_refused_too() -> None:
     with one_device() as accelerator:
-        model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
+        model, hift = hift_over(small_decoder(), torch.optim.SGD, gradients="stepped", lr=0.1)
         prepared, _ = accelerator.prepare(model, hift)
         # As accelerate wraps it for mixed_precision="fp16", which it does not take on a CPU.
         prepared.forward = torch.autocast("cpu", torch.float16)(prepared.forward)
@@ -431,19 +431,19 @@ def test_fp16_autocast_by_accelerate_is_refused_too() -> None:
 
 
 def test_a_grad_scaler_is_refused() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, gradients="stepped", lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(model(**token_batches(1)[0]).loss).backward()
     with pytest.raises(RuntimeError, match="a GradScaler unscales gradients after the backward"):
         scaler.step(hift)
-    plain, usual = hift_over(tiny_llama(), torch.optim.SGD, lr=0.1)
+    plain, usual = hift_over(small_decoder(), torch.optim.SGD, lr=0.1)
     scaler.scale(plain(**token_batches(1)[0]).loss).backward()
     scaler.step(usual)
     assert usual.updates == 1
 
 
 def test_detach_and_copies_step_nothing() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", layers_per_group=LAYERS, lr=0.1)
+    model, hift = hift_over(small_decoder(), torch.optim.SGD, gradients="stepped", layers_per_group=LAYERS, lr=0.1)
     before, batch = weights(model), token_batches(1)[0]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(**batch).loss.backward()
@@ -459,11 +459,11 @@ def test_detach_and_copies_step_nothing() -> None:
 
 
 def test_accelerate_runs_it_as_any_optimizer() -> None:
-    expected, usual = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    expected, usual = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     batches = token_batches(LAYERS + 1)
     train(expected, usual, batches, len(batches))
     with one_device() as accelerator:
-        model, hift = hift_over(tiny_llama(), torch.optim.AdamW, gradients="stepped", lr=1e-2)
+        model, hift = hift_over(small_decoder(), torch.optim.AdamW, gradients="stepped", lr=1e-2)
         prepared, optimizer = accelerator.prepare(model, hift)
         for batch in batches:
             accelerator.backward(prepared(**batch).loss)

@@ -16,7 +16,7 @@ from tests.helpers.models import (
     assert_same_bits,
     assert_same_tree,
     differing,
-    tiny_llama,
+    small_decoder,
     token_batches,
     weights,
 )
@@ -65,7 +65,7 @@ def write(model: nn.Module, values: dict[str, torch.Tensor], writer: str = "load
 
 @rotated(place=PLACES, writer=["load_state_dict", *WRITERS])
 def test_a_cycle_at_rate_zero_does_not_bring_the_old_weights_back(place: str, writer: str, tmp_path: Path) -> None:
-    model, new = tiny_llama(torch.bfloat16), weights(tiny_llama(torch.bfloat16, seed=7))
+    model, new = small_decoder(torch.bfloat16), weights(small_decoder(torch.bfloat16, seed=7))
     new["model.norm.weight"] = torch.zeros_like(new["model.norm.weight"])
     hift = build(place, tmp_path, model, weight_decay=0.0)
     cycle(model, hift)
@@ -101,7 +101,7 @@ def test_training_goes_on_from_weights_that_were_changed_in_part(
     place: str, change: Callable[[torch.Tensor], None], tmp_path: Path
 ) -> None:
     model, hift, other, reference = with_reference(
-        tiny_llama(torch.bfloat16), torch.optim.AdamW, kind=StaleMasters, **settings(place, tmp_path)
+        small_decoder(torch.bfloat16), torch.optim.AdamW, kind=StaleMasters, **settings(place, tmp_path)
     )
     before = weights(model)
     for start in range(0, 3 * LAYERS, LAYERS):
@@ -116,19 +116,19 @@ def test_training_goes_on_from_weights_that_were_changed_in_part(
 @rotated(place=PLACES, order=["optimizer first", "model first"])
 def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_path: Path) -> None:
     """An average that is swapped in for an evaluation and out again, and both orders of loading a checkpoint."""
-    model, undisturbed = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16)
+    model, undisturbed = small_decoder(torch.bfloat16), small_decoder(torch.bfloat16)
     hift, plain = build(place, tmp_path, model), build(place, tmp_path, undisturbed)
     for trained, optimizer in ((model, hift), (undisturbed, plain)):
         cycle(trained, optimizer)
     own = weights(model)
-    write(model, weights(tiny_llama(torch.bfloat16, seed=3)))
+    write(model, weights(small_decoder(torch.bfloat16, seed=3)))
     write(model, own)
     cycle(model, hift, LAYERS)
     cycle(undisturbed, plain, LAYERS)
     assert_same_bits(model, undisturbed)
 
     saved_model, saved_state = weights(model), copy.deepcopy(hift.state_dict())
-    again = tiny_llama(torch.bfloat16, seed=9)
+    again = small_decoder(torch.bfloat16, seed=9)
     resumed = build(place, tmp_path, again)
     if order == "model first":
         again.load_state_dict(saved_model)
@@ -145,29 +145,29 @@ def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_pa
 def test_a_state_that_is_saved_after_weights_were_loaded_brings_the_new_ones(
     place: str, writer: str, tmp_path: Path
 ) -> None:
-    model, new = tiny_llama(torch.bfloat16), weights(tiny_llama(torch.bfloat16, seed=7))
+    model, new = small_decoder(torch.bfloat16), weights(small_decoder(torch.bfloat16, seed=7))
     hift = build(place, tmp_path, model)
     cycle(model, hift)
     write(model, new, writer)
     saved = copy.deepcopy(hift.state_dict())
-    again = tiny_llama(torch.bfloat16, seed=9)
+    again = small_decoder(torch.bfloat16, seed=9)
     resumed = build(place, tmp_path, again)
     resumed.load_state_dict(saved)
     assert differing(weights(again), new) == []
-    new_again = weights(tiny_llama(torch.bfloat16, seed=8))
+    new_again = weights(small_decoder(torch.bfloat16, seed=8))
     write(again, new_again, writer)
-    final = tiny_llama(torch.bfloat16, seed=9)
+    final = small_decoder(torch.bfloat16, seed=9)
     build(place, tmp_path, final).load_state_dict(copy.deepcopy(resumed.state_dict()))
     assert differing(weights(final), new_again) == []
 
 
 def test_the_optimizers_state_stays_as_a_plain_optimizer_keeps_it() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
-    bare = tiny_llama()
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
+    bare = small_decoder()
     plain = torch.optim.AdamW(bare.parameters(), lr=1e-2)
     for trained, optimizer in ((model, hift), (bare, plain)):
         train(trained, optimizer, token_batches(3), 3)
-        write(trained, weights(tiny_llama(seed=5)))
+        write(trained, weights(small_decoder(seed=5)))
         train(trained, optimizer, token_batches(3), 3)
     assert_same_bits(model, bare)
 

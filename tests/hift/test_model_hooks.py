@@ -26,8 +26,8 @@ from tests.helpers.models import (
     LAYERS,
     assert_same_bits,
     differing,
+    small_decoder,
     tiny_bert,
-    tiny_llama,
     token_batches,
     trainable,
     twin,
@@ -47,7 +47,7 @@ def hooks_of(model: nn.Module) -> int:
 @pytest.mark.filterwarnings("ignore:1 of")
 @pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
 def test_detach_gives_back_what_was_free_and_takes_every_hook_away(gradients: Any) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_(False)
     free = trainable(model)
     _, hift = hift_over(model, torch.optim.AdamW, gradients=gradients, lr=1e-2)
@@ -65,7 +65,7 @@ def test_detach_gives_back_what_was_free_and_takes_every_hook_away(gradients: An
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_after_detach_a_checkpointed_model_whose_embedding_is_frozen_trains_as_before(use_reentrant: bool) -> None:
-    model, batch = tiny_llama(), token_batches(1)[0]
+    model, batch = small_decoder(), token_batches(1)[0]
     enable_checkpointing(model, {"use_reentrant": use_reentrant})
     functions = [getattr(module, "_gradient_checkpointing_func", None) for module in model.modules()]
     model.get_input_embeddings().requires_grad_(False)
@@ -85,7 +85,7 @@ def test_after_detach_a_checkpointed_model_whose_embedding_is_frozen_trains_as_b
 
 @pytest.mark.parametrize("what", ["the model", "a part of it", "a wrapper of it"])
 def test_a_second_hift_over_a_held_model_is_refused(what: str) -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     free = trainable(model)
     target = {"the model": model, "a part of it": model.model, "a wrapper of it": nn.Sequential(model)}[what]
     with pytest.raises(ValueError, match=r"trained by another HiFT.*detach\(\)"):
@@ -99,7 +99,7 @@ def test_a_second_hift_over_a_held_model_is_refused(what: str) -> None:
 
 
 def test_hift_and_sft_do_not_share_a_model() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     with pytest.raises(ValueError, match=r"trained by another HiFT.*SFT can't train it.*detach\(\)"):
         SFT(model, config=SFTConfig(density=0.1), lr=1e-2, total_steps=10)
     hift.detach()
@@ -113,7 +113,7 @@ def test_hift_and_sft_do_not_share_a_model() -> None:
 @pytest.mark.parametrize("with_schedule", [False, True])
 @pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
 def test_an_optimizer_that_was_dropped_holds_nothing(gradients: Any, with_schedule: bool) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     everything = trainable(model)
     _, hift = hift_over(model, torch.optim.AdamW, gradients=gradients, lr=1e-2)
     schedule = LambdaLR(hift, lambda step: 1.0) if with_schedule else None
@@ -129,7 +129,7 @@ def test_an_optimizer_that_was_dropped_holds_nothing(gradients: Any, with_schedu
 
 
 def test_a_refused_hift_holds_nothing() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     with pytest.raises(ValueError, match="layers_per_group"):
         hift_over(model, torch.optim.AdamW, layers_per_group=9, lr=1e-2)
     HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2).detach()
@@ -138,7 +138,7 @@ def test_a_refused_hift_holds_nothing() -> None:
 @rotated(config=[{}, {"gradients": "stepped"}, {"state": "device"}], dtype=[torch.bfloat16, torch.float32])
 def test_reattach_goes_on_to_the_bit(dtype: torch.dtype, config: dict[str, Any]) -> None:
     (model, hift), (other, whole) = (
-        hift_over(tiny_llama(dtype), torch.optim.AdamW, lr=1e-2, **config) for _ in range(2)
+        hift_over(small_decoder(dtype), torch.optim.AdamW, lr=1e-2, **config) for _ in range(2)
     )
     batches = token_batches(12)
     train(model, hift, batches, 7)
@@ -158,7 +158,7 @@ def test_reattach_goes_on_to_the_bit(dtype: torch.dtype, config: dict[str, Any])
 
 
 def test_reattach_refuses_a_model_whose_parameters_were_replaced() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     hift.detach()
     model.lm_head = nn.Linear(32, 97, bias=False)
     with pytest.raises(RuntimeError, match=r"^lm_head\.weight, .*no longer in the model"):
@@ -167,7 +167,7 @@ def test_reattach_refuses_a_model_whose_parameters_were_replaced() -> None:
 
 
 def test_a_dense_run_after_detach_trains_everything() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     train(model, hift, token_batches(3), 3)
     hift.detach()
     other = twin(model)
@@ -180,8 +180,11 @@ def test_a_dense_run_after_detach_trains_everything() -> None:
 @pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
 def test_the_step_of_another_optimizer_is_refused_until_detach(gradients: Any, in_backward: bool) -> None:
     """As of the optimizer that HiFT has wrapped, or of one that steps each weight by a hook of its own."""
-    model = tiny_llama()
-    other, elsewhere = torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(tiny_llama().parameters(), lr=1.0)
+    model = small_decoder()
+    other, elsewhere = (
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        torch.optim.SGD(small_decoder().parameters(), lr=1.0),
+    )
     stepped = model.parameters() if in_backward else ()
     handles = [each.register_post_accumulate_grad_hook(lambda _: other.step()) for each in stepped]
     hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(gradients=gradients), lr=1e-2)
@@ -203,7 +206,7 @@ def test_the_step_of_another_optimizer_is_refused_until_detach(gradients: Any, i
 
 
 def test_steps_that_never_find_a_gradient_are_said_once() -> None:
-    model, batch = tiny_llama(), token_batches(1)[0]
+    model, batch = small_decoder(), token_batches(1)[0]
     hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -219,11 +222,11 @@ def test_steps_that_never_find_a_gradient_are_said_once() -> None:
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_an_optimizer_can_not_be_copied_and_says_what_can(how: Any) -> None:
     with pytest.raises(TypeError, match=r"state_dict\(\)"):
-        how(HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2))
+        how(HiFT(small_decoder(), torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2))
 
 
 def test_a_copy_of_the_model_is_free_of_hift_and_trains_alone() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
     copied = pickle.loads(pickle.dumps(twin(model)))
     before = weights(model)
     train(copied, torch.optim.AdamW(copied.parameters(), lr=1e-2), token_batches(2), 2)
@@ -274,7 +277,7 @@ REPLACED: dict[str, tuple[Callable[[Any], object], str]] = {
 @rotated(what=REPLACED, gradients=["device", "host", "stepped"])
 def test_a_parameter_that_was_replaced_or_resized_is_named(what: str, gradients: Any) -> None:
     change, message = REPLACED[what]
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, gradients=gradients, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, gradients=gradients, lr=1e-2)
     train(model, hift, token_batches(1), 1)
     change(model)
     with pytest.raises(RuntimeError, match=rf"^{message}.*detach\(\)"):
@@ -296,7 +299,7 @@ CASTS = {
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_a_parameter_that_was_cast_is_named(cast: str) -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     train(model, hift, token_batches(1), 1)
     CASTS[cast](model)
     name = "lm_head" if cast == "a part" else "model.embed_tokens"
@@ -305,7 +308,7 @@ def test_a_parameter_that_was_cast_is_named(cast: str) -> None:
 
 
 def test_a_cast_to_the_same_dtype_and_a_move_are_nothing() -> None:
-    (model, hift), (other, plain) = (hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2) for _ in range(2))
+    (model, hift), (other, plain) = (hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2) for _ in range(2))
     for update in range(6):
         model.float().to("cpu").train()
         model.tie_weights()
@@ -317,7 +320,7 @@ def test_a_cast_to_the_same_dtype_and_a_move_are_nothing() -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_peft_after_building_is_refused(inside: bool) -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     with said():  # peft asks transformers for what is deprecated
         wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(RuntimeError, match=r"lora_A.* came into the model after HiFT was built.*PEFT"):
@@ -326,7 +329,7 @@ def test_peft_after_building_is_refused(inside: bool) -> None:
 
 
 def test_a_new_parameter_that_is_frozen_or_elsewhere_is_none_of_hifts_business() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     model.probe = nn.Linear(2, 2).requires_grad_(False)
     train(model, hift, token_batches(2), 2)
     model.probe.requires_grad_(True)
@@ -335,7 +338,7 @@ def test_a_new_parameter_that_is_frozen_or_elsewhere_is_none_of_hifts_business()
 
 
 def test_evaluation_of_a_changed_model_is_free() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     new_head(model)
     with torch.no_grad():
         model(**token_batches(1)[0])
@@ -344,7 +347,7 @@ def test_evaluation_of_a_changed_model_is_free() -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "disk", "meta"])
 def test_weights_that_lie_elsewhere_are_refused_when_hift_is_built(kind: str, tmp_path: Path) -> None:
-    model = tiny_llama().to("meta" if kind == "meta" else "cpu")
+    model = small_decoder().to("meta" if kind == "meta" else "cpu")
     if kind == "cpu":
         cpu_offload(model, torch.device("cpu"))
     elif kind == "disk":

@@ -16,7 +16,15 @@ from slivertune.core.ledger import Ledger
 from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.compilation import IGNORED
-from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
+from tests.helpers.models import (
+    assert_all_moved,
+    assert_same_bits,
+    small_decoder,
+    token_batches,
+    trainable,
+    twin,
+    weights,
+)
 from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
 from tests.helpers.reference import train
@@ -119,7 +127,7 @@ def placed(place: str, folder: Path) -> dict[str, Any]:
 @rotated(name=CASES, place=PLACES)
 def test_with_one_group_it_is_the_bare_optimizer(name: str, place: str, tmp_path: Path) -> None:
     optimizer_class, options = CASES[name]()
-    dense = tiny_llama(vocab=VOCAB)
+    dense = small_decoder(vocab=VOCAB)
     before = weights(dense)
     bare = optimizer_class(dense.parameters(), **options)
     model, hift = hift_over(twin(dense), optimizer_class, layers_per_group=5, **placed(place, tmp_path), **options)
@@ -136,7 +144,7 @@ def test_with_one_group_it_is_the_bare_optimizer(name: str, place: str, tmp_path
 def test_rotated_groups_are_optimizers_rotated_by_hand(name: str, dtype: torch.dtype) -> None:
     optimizer_class, options = CASES[name]()
     model, hift, dense, naive = with_reference(
-        tiny_llama(dtype, vocab=VOCAB), optimizer_class, layers_per_group=2, **options
+        small_decoder(dtype, vocab=VOCAB), optimizer_class, layers_per_group=2, **options
     )
     train(dense, naive, BATCHES, 8)
     train(model, hift, BATCHES, 8)
@@ -150,7 +158,7 @@ def test_it_resumes_with_the_same_bits(name: str, place: str, tmp_path: Path) ->
     def build(folder: str, seed: int = 0) -> tuple[nn.Module, HiFT]:
         where = placed(place, tmp_path / folder)
         return hift_over(
-            tiny_llama(BF16, vocab=VOCAB, seed=seed), optimizer_class, layers_per_group=2, **where, **options
+            small_decoder(BF16, vocab=VOCAB, seed=seed), optimizer_class, layers_per_group=2, **where, **options
         )
 
     whole_model, whole = build("whole")
@@ -170,7 +178,7 @@ def test_it_resumes_with_the_same_bits(name: str, place: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", quick(["AdamW8bit", "AdamW4bit", "AdamWFp8"], ["AdamW4bit"]))
 def test_it_travels_in_the_folder_beside_a_checkpoint(name: str, tmp_path: Path) -> None:
     optimizer_class, options = CASES[name]()
-    runs = [hift_over(tiny_llama(BF16, vocab=VOCAB, seed=seed), optimizer_class, **options) for seed in (0, 9)]
+    runs = [hift_over(small_decoder(BF16, vocab=VOCAB, seed=seed), optimizer_class, **options) for seed in (0, 9)]
     (model, first), (other, second) = runs
     train(model, first, BATCHES, 7)
     save_state(first, tmp_path / "hift")
@@ -182,7 +190,7 @@ def test_it_travels_in_the_folder_beside_a_checkpoint(name: str, tmp_path: Path)
 
 
 def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: Path) -> None:
-    model, hift = hift_over(tiny_llama(vocab=VOCAB), NestedSGD, lr=0.02)
+    model, hift = hift_over(small_decoder(vocab=VOCAB), NestedSGD, lr=0.02)
     train(model, hift, BATCHES[:1], 1)
     with pytest.raises(ValueError, match=r"objects of .*Projector.*add_safe_globals"):
         save_state(hift, tmp_path / "hift")
@@ -192,7 +200,7 @@ def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: P
 @pytest.mark.parametrize("name", quick(CASES, ["AdamW4bit", "nested"]))
 def test_it_waits_off_the_device(name: str) -> None:
     optimizer_class, options = CASES[name]()
-    model, hift = hift_over(tiny_llama(vocab=VOCAB), optimizer_class, **options)
+    model, hift = hift_over(small_decoder(vocab=VOCAB), optimizer_class, **options)
     with Ledger(model) as ledger:
         for index in range(7):
             train(model, hift, BATCHES, 1, start=index)
@@ -204,7 +212,7 @@ def test_it_waits_off_the_device(name: str) -> None:
 
 
 def test_a_number_for_a_learning_rate_that_the_class_keeps_as_a_tensor_is_followed() -> None:
-    dense = tiny_llama(vocab=VOCAB)
+    dense = small_decoder(vocab=VOCAB)
     bare = torchao("AdamW8bit")(dense.parameters(), lr=1e-2)
     model, hift = hift_over(twin(dense), torchao("AdamW8bit"), layers_per_group=5, lr=1e-2)
     for index, rate in enumerate((1e-2, 5e-3, 0.0, 1e-3)):
@@ -217,7 +225,7 @@ def test_a_number_for_a_learning_rate_that_the_class_keeps_as_a_tensor_is_follow
 
 def test_random_numbers_drawn_in_the_step_are_those_of_the_bare_optimizer() -> None:
     options = {"lr": 1e-2, "bf16_stochastic_round": True}
-    models = [tiny_llama(BF16, vocab=VOCAB) for _ in range(2)]
+    models = [small_decoder(BF16, vocab=VOCAB) for _ in range(2)]
     bare, to_wrap = (torchao("AdamW8bit")(model.parameters(), **options) for model in models)
     wrapped = HiFT.wrap(to_wrap, models[1], config=HiFTConfig.paper(layers_per_group=5, master="none"))
     for model, optimizer in zip(models, (bare, wrapped), strict=True):
@@ -311,7 +319,7 @@ def test_state_that_cannot_be_moved_is_refused_when_built(
     optimizer_class: Any, config: dict[str, Any], message: str, wrap: bool
 ) -> None:
     kind = torchao(optimizer_class) if isinstance(optimizer_class, str) else optimizer_class
-    model, random = tiny_llama(vocab=VOCAB), torch.get_rng_state()
+    model, random = small_decoder(vocab=VOCAB), torch.get_rng_state()
     to_wrap = kind(model.parameters(), lr=1e-2)
     wrapped = partial(HiFT.wrap, to_wrap, model, config=HiFTConfig.paper(**config))
     build = wrapped if wrap else partial(hift_over, model, kind, lr=1e-2, **config)

@@ -7,7 +7,7 @@ import torch
 
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.hift import streamed
-from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
+from tests.helpers.models import assert_same_bits, small_decoder, token_batches, twin
 from tests.helpers.reference import train
 from tests.hift.cases import DTYPES, hift_over
 
@@ -15,7 +15,7 @@ from tests.hift.cases import DTYPES, hift_over
 def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = token_batches(5)
     model, hift = hift_over(
-        tiny_llama(torch.bfloat16), torch.optim.AdamW, gradients="stepped", stream_bytes=8192, lr=1e-2
+        small_decoder(torch.bfloat16), torch.optim.AdamW, gradients="stepped", stream_bytes=8192, lr=1e-2
     )
     train(model, hift, batches, 5)
     loads: list[int] = []
@@ -48,7 +48,7 @@ class _Counting(CopyStreams):
 def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     batches = token_batches(5)
     with streams_made_by(_Counting):
-        model, hift = hift_over(tiny_llama(dtype), torch.optim.AdamW, stream_bytes=20_000, lr=1e-2)
+        model, hift = hift_over(small_decoder(dtype), torch.optim.AdamW, stream_bytes=20_000, lr=1e-2)
         train(model, hift, batches, 5)
         for group in hift._residencies:
             monkeypatch.setattr(_Counting, "num_waits", 0)
@@ -61,7 +61,7 @@ def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.Monke
 
 def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
     config, batches = {"stream_bytes": 8192, "prefetch_bytes": 0}, token_batches(5)
-    model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2, **config)
+    model, hift = hift_over(small_decoder(torch.bfloat16), torch.optim.AdamW, lr=1e-2, **config)
     train(model, hift, batches, 7)
     other, moved = hift_over(twin(model), torch.optim.AdamW, lr=1e-2, **config)
     moved.load_state_dict(copy.deepcopy(hift.state_dict()))

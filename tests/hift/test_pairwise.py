@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from slivertune import HiFT, HiFTConfig, keep_activations
 from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.delayed_streams import delayed
-from tests.helpers.models import LAYERS, assert_same_bits, bits, differing, tiny_llama, token_batches, weights
+from tests.helpers.models import LAYERS, assert_same_bits, bits, differing, small_decoder, token_batches, weights
 from tests.helpers.pairwise import Row, assert_has_every_legal_pair, drawn_rows, pairwise_rows, row_params
 from tests.helpers.reference import NaiveHiFT, naive_groups
 from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over, reloaded, run, warm_cosine
@@ -34,12 +34,12 @@ CONFIG: dict[str, tuple[Any, ...]] = {
     "order": ("bottom2up", "top2down", "random"),
     "state": ("host", "disk", "device", "discard"),
     "master": ("fp32", "none"),
-    "stream_bytes": (20_000, 0),
+    "stream_bytes": (15_000, 0),
     "prefetch_bytes": (0, 60_000, 10**9),
     "gradients": ("device", "host", "stepped"),
     "waiting": (None, "int8", "nf4"),
     "weights": ("device", "host"),
-    "resident_bytes": (0, 20_000),
+    "resident_bytes": (0, 15_000),
     "max_grad_norm": (None, 0.1),
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -54,8 +54,8 @@ ILLEGAL: tuple[Row, ...] = (
     {"gradients": "stepped", "max_grad_norm": 0.1},
     {"gradients": "host", "state": "device"},
     {"weights": "host", "state": "device"},
-    {"weights": "device", "resident_bytes": 20_000},
-    {"state": "device", "resident_bytes": 20_000},
+    {"weights": "device", "resident_bytes": 15_000},
+    {"state": "device", "resident_bytes": 15_000},
     {"state": "device", "prefetch_bytes": 60_000},
     {"state": "device", "prefetch_bytes": 10**9},
     *({"waiting": form, "state": state} for form in ("int8", "nf4") for state in ("device", "discard")),
@@ -115,7 +115,7 @@ class Run:
 
 
 def made(row: Row, seed: int = 0) -> nn.Module:
-    model: Any = tiny_llama(torch.bfloat16 if row["dtype"] == "bf16" else torch.float32, vocab=BIG_VOCAB, seed=seed)
+    model: Any = small_decoder(torch.bfloat16 if row["dtype"] == "bf16" else torch.float32, vocab=BIG_VOCAB, seed=seed)
     model.config.use_cache = False  # as under checkpointing
     return model
 
@@ -224,7 +224,7 @@ def adapters() -> Any:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated
-        return peft.get_peft_model(tiny_llama(vocab=BIG_VOCAB), config).train()
+        return peft.get_peft_model(small_decoder(vocab=BIG_VOCAB), config).train()
 
 
 @functools.cache

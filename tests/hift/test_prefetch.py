@@ -15,7 +15,7 @@ from torch import nn
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.hift import prefetch
 from tests.helpers.delayed_streams import DelayedStreams, delayed
-from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.models import assert_all_moved, assert_same_bits, small_decoder, token_batches, twin, weights
 from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
 from tests.helpers.reference import train
@@ -46,7 +46,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 @rotated(config=CONFIGS, name=["AdamW", "SGD momentum", "AdamW8bit"], room=ROOMS)
 def test_no_room_changes_a_bit(name: str, config: dict[str, Any], room: int) -> None:
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    model = small_decoder(torch.bfloat16, vocab=BIG_VOCAB)
     expected = trained(model, name, prefetch_bytes=0, **config)
     assert_all_moved(expected, weights(model))
     assert_same_bits(trained(model, name, prefetch_bytes=room, **config), expected)
@@ -54,7 +54,7 @@ def test_no_room_changes_a_bit(name: str, config: dict[str, Any], room: int) -> 
 
 @functools.cache
 def trained_in_order() -> nn.Module:
-    return trained(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", STEPS, prefetch_bytes=60_000)
+    return trained(small_decoder(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", STEPS, prefetch_bytes=60_000)
 
 
 @pytest.mark.parametrize("missing", ["compute_after", "slot", "compute"])
@@ -73,7 +73,7 @@ def test_a_missing_wait_changes_bits(missing: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(DelayedStreams, "synchronize", lambda self: None)
     with delayed(None):
         other, hift = hift_over(
-            tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", stream_bytes=STREAM_BYTES, prefetch_bytes=60_000
+            small_decoder(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", stream_bytes=STREAM_BYTES, prefetch_bytes=60_000
         )
         batches = token_batches(STEPS, vocab=BIG_VOCAB)
         train(other, hift, batches, 11)
@@ -94,7 +94,7 @@ def ledger() -> Iterator[Ledger]:
 def build(num_updates: int = 10, **config: Any) -> tuple[Any, HiFT, list[dict[str, torch.Tensor]]]:
     """A model after two cycles, whose embedding and head are many pieces."""
     model, hift = hift_over(
-        tiny_llama(torch.bfloat16, vocab=4001), torch.optim.AdamW, lr=1e-3, **{"stream_bytes": 2**18, **config}
+        small_decoder(torch.bfloat16, vocab=4001), torch.optim.AdamW, lr=1e-3, **{"stream_bytes": 2**18, **config}
     )
     batches = token_batches(40, vocab=4001)
     train(model, hift, batches, num_updates)
@@ -217,7 +217,7 @@ def test_auto_takes_what_the_first_cycle_has_left_and_nothing_elsewhere(
     del model, hift
     monkeypatch.setattr(prefetch.PeakMemory, "unused_bytes", lambda _, device: 2**20 - ledger.current().state)
     monkeypatch.setattr(prefetch, "has_own_memory", lambda device: True)
-    model, hift = hift_over(tiny_llama(torch.bfloat16, vocab=4001), torch.optim.AdamW, lr=1e-3, stream_bytes=2**18)
+    model, hift = hift_over(small_decoder(torch.bfloat16, vocab=4001), torch.optim.AdamW, lr=1e-3, stream_bytes=2**18)
     held = [state_in_forward(ledger, model, hift, batches[index]) for index in range(15)]
     assert held[:5] == [0] * 5 and 2**19 < max(held[5:]) <= 2**20
     monkeypatch.setattr(prefetch.PeakMemory, "unused_bytes", lambda _, device: 0)
@@ -283,7 +283,7 @@ def test_auto_holds_what_every_gpu_has_left_whatever_the_host_has(monkeypatch: p
 
 def test_a_group_has_the_slots_of_its_models_device_before_it_has_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, slots on the host would end the run or count as a device without memory."""
-    hift = HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig.paper(prefetch_bytes=100), lr=1e-3)
+    hift = HiFT(small_decoder(), torch.optim.AdamW, config=HiFTConfig.paper(prefetch_bytes=100), lr=1e-3)
     hift._prefetcher.slots.clear()
     residency = hift._residencies[0]
     monkeypatch.setattr(residency, "_device", lambda: torch.device("meta"))  # where the model has been moved

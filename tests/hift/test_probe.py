@@ -16,7 +16,7 @@ import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.ledger import Ledger
 from tests.helpers.compilation import IGNORED
-from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.models import assert_same_bits, small_decoder, token_batches, twin, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.hift.cases import hift_over, reloaded, said, with_reference
 from tests.hift.test_nested_state import torchao
@@ -97,7 +97,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 )
 def test_ten_groups_are_ten_compiled_optimizers_rotated_by_hand(kind: Any, config: str, tmp_path: Path) -> None:
     settings = {**CONFIGS[config], **({"state_dir": str(tmp_path)} if config == "disk" else {})}
-    model = tiny_llama(blocks=BLOCKS)
+    model = small_decoder(blocks=BLOCKS)
     dense = twin(model)
     if kind is CompiledStep:  # whose compilation takes the longer the more weights it steps: a few of each block
         for name in weights(model):
@@ -118,7 +118,7 @@ def test_ten_groups_are_ten_compiled_optimizers_rotated_by_hand(kind: Any, confi
 
 @pytest.mark.slow
 def test_a_compiled_step_resumes_with_the_same_bits() -> None:
-    runs = [hift_over(tiny_llama(seed=seed), CompiledStep, lr=1e-2) for seed in (0, 5)]
+    runs = [hift_over(small_decoder(seed=seed), CompiledStep, lr=1e-2) for seed in (0, 5)]
     (model, first), (other, second) = runs
     train(model, first, BATCHES, 4)
     states = reloaded([model.state_dict(), first.state_dict()], weights_only=True)
@@ -130,7 +130,7 @@ def test_a_compiled_step_resumes_with_the_same_bits() -> None:
 
 
 def test_a_compiled_step_runs_in_a_ledger() -> None:
-    dense = tiny_llama()
+    dense = small_decoder()
     model, hift = hift_over(twin(dense), CompiledUpdate, layers_per_group=5, lr=1e-2)
     train(dense, CompiledUpdate(dense.parameters(), lr=1e-2), BATCHES, 2)
     with Ledger(model) as ledger:
@@ -143,7 +143,7 @@ def test_a_compiled_step_runs_in_a_ledger() -> None:
 def test_a_trainer_trains_with_an_optimizer_whose_step_is_compiled(tmp_path: Path) -> None:
     models = []
     for config in (None, HiFTConfig.paper(layers_per_group=5)):
-        model = tiny_llama()
+        model = small_decoder()
         trainer = make_trainer(tmp_path, model=model, max_steps=3, max_grad_norm=0.0)
         trainer.optimizer_cls_and_kwargs = (CompiledStep, {"lr": 1e-2})
         if config is not None:
@@ -154,12 +154,12 @@ def test_a_trainer_trains_with_an_optimizer_whose_step_is_compiled(tmp_path: Pat
 
 
 def test_a_step_that_was_compiled_on_an_instance_is_told() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step = torch.compile(optimizer.step)
     with pytest.warns(UserWarning, match=r"step of this SGD was compiled.*class that compiles its own step"):
         hift = HiFT.wrap(optimizer, model, config=HiFTConfig.paper(layers_per_group=5))
-    dense = twin(tiny_llama())
+    dense = twin(small_decoder())
     train(dense, torch.optim.SGD(dense.parameters(), lr=0.1), BATCHES, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -186,12 +186,12 @@ def test_with_inductor_it_is_the_bare_optimizer_rotated_by_hand_also_after_a_res
 ) -> None:
     kind, batches = torchao(name), token_batches(3, vocab=384)
     settings = {"layers_per_group": layers_per_group, "lr": 1e-2}
-    model, hift, dense, naive = with_reference(tiny_llama(vocab=384, blocks=1), kind, **settings)
+    model, hift, dense, naive = with_reference(small_decoder(vocab=384, blocks=1), kind, **settings)
     with disable_cache_limit():
         train(dense, naive, batches, 4)
     train(model, hift, batches, 3)
     weights, state = reloaded([model.state_dict(), hift.state_dict()])
-    other, second = hift_over(tiny_llama(vocab=384, blocks=1, seed=5), kind, **settings)
+    other, second = hift_over(small_decoder(vocab=384, blocks=1, seed=5), kind, **settings)
     other.load_state_dict(weights)
     second.load_state_dict(state)
     train(other, second, batches, 1, start=3)
@@ -202,7 +202,7 @@ def test_with_inductor_it_is_the_bare_optimizer_rotated_by_hand_also_after_a_res
 def test_with_inductor_a_trainer_trains_what_the_bare_optimizer_trains(name: str, tmp_path: Path) -> None:
     models = []
     for config in (None, HiFTConfig.paper(layers_per_group=5)):
-        model = tiny_llama()
+        model = small_decoder()
         trainer = make_trainer(tmp_path, model=model, max_steps=2, max_grad_norm=0.0)
         trainer.optimizer_cls_and_kwargs = (torchao(name), {"lr": 1e-2})
         if config is not None:

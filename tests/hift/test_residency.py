@@ -12,7 +12,7 @@ from torch import nn
 from slivertune import HiFT
 from slivertune.core.ledger import Census, Ledger, StateCount
 from slivertune.hift.device_slots import DeviceSlots, Slot
-from tests.helpers.models import assert_same_bits, tiny_llama, token_batches
+from tests.helpers.models import assert_same_bits, small_decoder, token_batches
 from tests.hift.cases import hift_over
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -26,7 +26,7 @@ STEP_BYTES = 4
 
 def build(dtype: torch.dtype, **config: Any) -> tuple[nn.Module, HiFT]:
     return hift_over(
-        tiny_llama(dtype, vocab=VOCAB), torch.optim.AdamW, lr=1e-2, **{"stream_bytes": STREAM_BYTES, **config}
+        small_decoder(dtype, vocab=VOCAB), torch.optim.AdamW, lr=1e-2, **{"stream_bytes": STREAM_BYTES, **config}
     )
 
 

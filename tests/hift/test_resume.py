@@ -18,7 +18,7 @@ from tests.helpers.models import (
     assert_same_bits,
     assert_same_tree,
     differing,
-    tiny_llama,
+    small_decoder,
     token_batches,
     trainable,
     weights,
@@ -36,7 +36,7 @@ class Run:
         self, name: str, dtype: torch.dtype, total: int, *, weights_seed: int = 0, wrap: bool = False, **config: Any
     ):
         vocab = BIG_VOCAB if name == "AdamW8bit" else 97
-        self.model = tiny_llama(dtype, vocab=vocab, seed=weights_seed)
+        self.model = small_decoder(dtype, vocab=vocab, seed=weights_seed)
         self.batches: list[Batch] = token_batches(total, vocab=vocab)
         if wrap:
             base = grouped_optimizer(self.model, OPTIMIZERS[name][0], decay_split(self.model), lr=1e-2)
@@ -220,7 +220,7 @@ def test_a_run_with_parameters_that_never_have_a_gradient_resumes(dtype: torch.d
 
 def test_a_tensor_lr_resumes() -> None:
     def made(seed: int) -> tuple[torch.nn.Module, HiFT, LambdaLR]:
-        model, hift = hift_over(tiny_llama(seed=seed), torch.optim.AdamW, layers_per_group=2, lr=torch.tensor(1e-2))
+        model, hift = hift_over(small_decoder(seed=seed), torch.optim.AdamW, layers_per_group=2, lr=torch.tensor(1e-2))
         return model, hift, LambdaLR(hift, lambda step: warm_cosine(step, 9))
 
     batches = token_batches(9)
@@ -320,7 +320,7 @@ def test_accelerator_save_state_resumes_to_the_same_bits(tmp_path: Path, done: i
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_trainer_resumes_from_each_of_its_checkpoints_to_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     def trainer(seed: int, folder: str) -> tuple[Trainer, HiFT]:
-        model, hift = hift_over(tiny_llama(dtype, seed=seed), torch.optim.AdamW, layers_per_group=2, lr=1e-2)
+        model, hift = hift_over(small_decoder(dtype, seed=seed), torch.optim.AdamW, layers_per_group=2, lr=1e-2)
         arguments = TrainingArguments(
             output_dir=str(tmp_path / folder),
             max_steps=8,

@@ -8,14 +8,22 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from slivertune import HiFT, HiFTConfig
-from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
+from tests.helpers.models import (
+    assert_all_moved,
+    assert_same_bits,
+    small_decoder,
+    token_batches,
+    trainable,
+    twin,
+    weights,
+)
 from tests.helpers.reference import NaiveHiFT, decay_split, grouped_optimizer, naive_groups, train
 from tests.hift.cases import hift_over, warm_cosine
 
 
 def sgd(lr: float | torch.Tensor = 0.5, **config: Any) -> tuple[torch.nn.Module, HiFT]:
     """A tiny model under plain SGD, whose applied learning rate shows in the weights."""
-    return hift_over(tiny_llama(), torch.optim.SGD, lr=lr, **config)
+    return hift_over(small_decoder(), torch.optim.SGD, lr=lr, **config)
 
 
 def held_rates(model: torch.nn.Module, hift: HiFT, updates: int, scheduler: Any) -> list[float | None]:
@@ -112,7 +120,7 @@ def test_a_warm_up_from_0_loses_its_steps_of_rate_0_and_not_a_cycle(kind: str) -
 
 
 def test_a_rate_of_0_is_held_where_another_param_groups_is_not() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     split = decay_split(model)
     split[1][1]["lr"] = 0.0
     hift = HiFT.wrap(grouped_optimizer(model, torch.optim.SGD, split, lr=0.5), model, config=HiFTConfig.paper())
@@ -131,7 +139,7 @@ def compare(
     **options: Any,
 ) -> HiFT:
     """Train by HiFT and by the reference under the same kind of scheduler, compare, and return HiFT."""
-    model = tiny_llama()
+    model = small_decoder()
     other, before, batches = twin(model), weights(model), token_batches(updates)
     if split:
         base = grouped_optimizer(model, optimizer_class, decay_split(model), **options)
@@ -212,14 +220,14 @@ def test_plateau_schedule_lowers_the_lr_of_the_next_cycle() -> None:
 
 
 def test_lr_of_none_passes_through() -> None:
-    model, hift = hift_over(tiny_llama(), "transformers Adafactor")
+    model, hift = hift_over(small_decoder(), "transformers Adafactor")
     train(model, hift, token_batches(1), 6)
     assert hift.held_lr == [None]
     assert hift.param_groups[0]["lr"] is None
 
 
 def test_every_parameter_group_holds_its_own_lr() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     split = decay_split(model)
     split[1][1]["lr"] = 0.25
     hift = HiFT.wrap(grouped_optimizer(model, torch.optim.SGD, split, lr=0.5), model, config=HiFTConfig.paper())
@@ -244,7 +252,7 @@ def test_param_groups_keep_every_parameter_while_one_group_is_active() -> None:
 
 
 def test_a_wrapped_optimizer_keeps_its_groups_options() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     base = grouped_optimizer(model, torch.optim.AdamW, decay_split(model, 0.3), lr=1e-2, betas=(0.8, 0.9))
     expected = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
     members = [[id(p) for p in group["params"]] for group in base.param_groups]

@@ -30,6 +30,7 @@ from tests.helpers.models import (
     differing,
     label_batches,
     seeded,
+    small_decoder,
     tiny_bert,
     tiny_llama,
     token_batches,
@@ -191,7 +192,7 @@ CASES = {
         random_layers,
         layers=[["embed"], *([f"experts.{index}"] for index in range(4)), ["head"]],
     ),
-    "a model whose batch reaches everything": Case(tiny_llama, random_layers, skips=False),
+    "a model whose batch reaches everything": Case(small_decoder, random_layers, skips=False),
 }
 
 STEPS = 20
@@ -362,7 +363,7 @@ def test_a_backward_that_misses_the_group_takes_nothing_from_one_that_reaches_it
 
 
 def test_a_state_of_before_turns_were_counted_is_read() -> None:
-    _, hift = hift_over(tiny_llama(), torch.optim.AdamW, **OPTIONS)
+    _, hift = hift_over(small_decoder(), torch.optim.AdamW, **OPTIONS)
     saved = hift.state_dict()
     header = {key: value for key, value in saved["hift"].items() if not key.startswith("skipped")}
     hift.load_state_dict({**saved, "hift": {**header, "version": 1}})
@@ -372,7 +373,7 @@ def test_a_state_of_before_turns_were_counted_is_read() -> None:
 @pytest.mark.parametrize("counts", [{7: 1}, {0: -1}, {"0": 1}, [1]])
 @pytest.mark.parametrize("key", ["skipped_turns", "skipped_in_cycle"])
 def test_counts_that_can_not_be_are_refused(key: str, counts: Any) -> None:
-    _, hift = hift_over(tiny_llama(), torch.optim.AdamW, **OPTIONS)
+    _, hift = hift_over(small_decoder(), torch.optim.AdamW, **OPTIONS)
     saved = hift.state_dict()
     with pytest.raises(ValueError, match=f"damaged: {key}="):
         hift.load_state_dict({**saved, "hift": {**saved["hift"], key: counts}})
@@ -507,7 +508,7 @@ def test_calls_of_a_part_and_forwards_that_fail_are_watched_too() -> None:
 
 
 def test_a_copy_of_the_model_is_not_watched() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, order="top2down", **OPTIONS)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, order="top2down", **OPTIONS)
     twin(model)(**token_batches(1)[0]).loss.backward()
     hift.step()
     assert hift.updates == 0 and hift.skipped_turns == {}

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
     assert_same_tree,
+    small_decoder,
     tiny_llama,
     token_batches,
     twin,
@@ -62,7 +64,7 @@ def test_weights_and_losses_are_those_of_masters_that_never_leave(
     name: str, layers_per_group: int, dtype: torch.dtype, room: int
 ) -> None:
     optimizer_class, options = OPTIMIZERS[name]
-    model = tiny_llama(dtype, vocab=BIG_VOCAB)
+    model = small_decoder(dtype, vocab=BIG_VOCAB)
     dense = twin(model)
     naive = NaiveHiFT(
         dense, optimizer_class, groups=naive_groups(dense, layers_per_group), steps_per_group=TURN, **options
@@ -98,7 +100,7 @@ CONFIGS: list[dict[str, Any]] = [
 def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
     config: dict[str, Any], room: int, seed: int | None
 ) -> None:
-    start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    start = small_decoder(torch.bfloat16, vocab=BIG_VOCAB)
     model, hift = staying(twin(start), "AdamW", **config)
     losses = train(model, hift, BATCHES, updates_of(hift))
     with delayed(seed) as streams:
@@ -110,7 +112,9 @@ def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
 
 
 def test_no_more_stays_than_there_is_room_for() -> None:
-    model, hift = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=SOME, layers_per_group=2)
+    model, hift = staying(
+        small_decoder(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=SOME, layers_per_group=2
+    )
     seen = set()
 
     def check(update: int) -> None:
@@ -126,7 +130,7 @@ def test_no_more_stays_than_there_is_room_for() -> None:
 
 def test_what_passes_is_spread_evenly_among_what_stays() -> None:
     model, hift = staying(
-        tiny_llama(torch.bfloat16, vocab=BIG_VOCAB),
+        small_decoder(torch.bfloat16, vocab=BIG_VOCAB),
         "AdamW",
         stream_bytes=PIECE // 4,
         prefetch_bytes=SOME,
@@ -143,10 +147,10 @@ def test_what_passes_is_spread_evenly_among_what_stays() -> None:
 # ---- what happens between two updates of a turn
 
 
-def in_mid_turn(**config: Any) -> tuple[Any, HiFT, Any, HiFT]:
+def in_mid_turn(build: Callable[..., Any] = small_decoder, **config: Any) -> tuple[Any, HiFT, Any, HiFT]:
     """Two models after a cycle and two updates of a turn, of the second of which nothing stays."""
     config = {"layers_per_group": 2, **config}
-    start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    start = build(torch.bfloat16, vocab=BIG_VOCAB)
     model, hift = staying(twin(start), "AdamW", prefetch_bytes=ALL, **config)
     other, plain = staying(twin(start), "AdamW", **config)
     for each, optimizer in ((model, hift), (other, plain)):
@@ -182,7 +186,7 @@ def test_a_state_dict_between_a_forward_and_its_step_has_the_last_update() -> No
 def test_a_run_that_is_resumed_in_mid_turn_goes_on_with_the_same_bits() -> None:
     model, hift, other, plain = in_mid_turn()
     resumed, third = staying(
-        tiny_llama(torch.bfloat16, vocab=BIG_VOCAB, seed=5), "AdamW", prefetch_bytes=ALL, layers_per_group=2
+        small_decoder(torch.bfloat16, vocab=BIG_VOCAB, seed=5), "AdamW", prefetch_bytes=ALL, layers_per_group=2
     )
     train(resumed, third, BATCHES, third.cycle_length + 1)
     resumed.load_state_dict(model.state_dict())
@@ -221,7 +225,7 @@ def test_an_evaluation_finds_nothing_held_and_changes_nothing() -> None:
 
 
 def test_a_turn_whose_last_step_is_skipped_leaves_nothing_behind() -> None:
-    model, hift, other, plain = in_mid_turn(layers_per_group=1)
+    model, hift, other, plain = in_mid_turn(tiny_llama, layers_per_group=1)
     before = hift.active_group
     assert before == 0, "the embedding, which a batch of embeddings does not reach"
     for each, optimizer in ((model, hift), (other, plain)):
@@ -249,7 +253,7 @@ def test_detach_writes_back_and_reattach_goes_on() -> None:
 def test_after_an_error_in_a_step_the_state_is_that_of_pieces_that_all_leave(
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    start = small_decoder(torch.bfloat16, vocab=BIG_VOCAB)
     states = []
     for prefetch_bytes in (0, room):
         model, hift = staying(twin(start), Stumbling, prefetch_bytes=prefetch_bytes, elementwise=True, lr=1e-2)

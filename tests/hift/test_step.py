@@ -13,7 +13,7 @@ from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
     differing,
-    tiny_llama,
+    small_decoder,
     token_batches,
     trainable,
     twin,
@@ -24,7 +24,7 @@ from tests.hift.cases import DTYPES, hift_over, with_reference
 
 
 def test_step_frees_the_gradients_and_rotates() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     groups = naive_groups(model, 1)
     for update in range(7):
         assert trainable(model) == set(groups[update % LAYERS])
@@ -38,7 +38,7 @@ def test_step_frees_the_gradients_and_rotates() -> None:
 @pytest.mark.parametrize("config", [{"layers_per_group": LAYERS}, {"steps_per_group": 3}, {"state": "device"}])
 @DTYPES
 def test_step_frees_the_gradients_where_the_group_stays_too(dtype: torch.dtype, config: dict[str, Any]) -> None:
-    model, hift = hift_over(tiny_llama(dtype), torch.optim.AdamW, lr=1e-2, **config)
+    model, hift = hift_over(small_decoder(dtype), torch.optim.AdamW, lr=1e-2, **config)
     for batch in token_batches(4):
         model(**batch).loss.backward()
         assert any(parameter.grad is not None for parameter in model.parameters())
@@ -47,7 +47,7 @@ def test_step_frees_the_gradients_where_the_group_stays_too(dtype: torch.dtype, 
 
 
 def test_the_group_stays_during_accumulation_and_when_zero_grad_clears_the_gradients() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     first = trainable(model)
     for batch in token_batches(4):
         model(**batch).loss.backward()
@@ -58,7 +58,7 @@ def test_the_group_stays_during_accumulation_and_when_zero_grad_clears_the_gradi
 
 
 def test_a_step_without_any_gradient_is_no_update() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, steps_per_group=2, lr=1e-2, weight_decay=0.5)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, steps_per_group=2, lr=1e-2, weight_decay=0.5)
     before, first = weights(model), trainable(model)
     for _ in range(3):
         hift.step()
@@ -69,7 +69,7 @@ def test_a_step_without_any_gradient_is_no_update() -> None:
 @DTYPES
 def test_parameters_without_a_gradient_are_left_alone(dtype: torch.dtype) -> None:
     model, hift, other, reference = with_reference(
-        tiny_llama(dtype), torch.optim.AdamW, layers_per_group=2, lr=1e-2, weight_decay=0.1
+        small_decoder(dtype), torch.optim.AdamW, layers_per_group=2, lr=1e-2, weight_decay=0.1
     )
     for update, batch in enumerate(token_batches(9)):
         for trained, optimizer in ((model, hift), (other, reference)):
@@ -87,7 +87,7 @@ def test_parameters_without_a_gradient_are_left_alone(dtype: torch.dtype) -> Non
 @DTYPES
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_gradients_reach_the_weights_as_with_the_base_optimizer(value: float, dtype: torch.dtype) -> None:
-    model, hift, other, reference = with_reference(tiny_llama(dtype), torch.optim.AdamW, layers_per_group=2, lr=1e-2)
+    model, hift, other, reference = with_reference(small_decoder(dtype), torch.optim.AdamW, layers_per_group=2, lr=1e-2)
     for trained, optimizer in ((model, hift), (other, reference)):
         for update in range(6):
             trained(**token_batches(1)[0]).loss.backward()
@@ -118,7 +118,7 @@ def closure_of(model: torch.nn.Module, optimizer: Any, batch: Batch) -> Any:
 
 def over_the_bare_optimizer() -> tuple[Any, HiFT, Any, torch.optim.Optimizer]:
     """A model under HiFT with one group, and its twin under the base optimizer."""
-    bare = tiny_llama()
+    bare = small_decoder()
     model, hift = hift_over(twin(bare), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
     return model, hift, bare, torch.optim.AdamW(bare.parameters(), lr=1e-2)
 
@@ -134,7 +134,7 @@ def test_closures_behave_as_with_the_base_optimizer() -> None:
 
 
 def test_closures_run_once_with_gradients_enabled_and_before_the_rotation() -> None:
-    model, hift, other, reference = with_reference(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift, other, reference = with_reference(small_decoder(), torch.optim.AdamW, lr=1e-2)
     calls: list[set[str]] = []
     for batch in token_batches(7):
         inner = closure_of(model, hift, batch)
@@ -152,7 +152,7 @@ def test_closures_run_once_with_gradients_enabled_and_before_the_rotation() -> N
 
 
 def test_a_closure_that_makes_no_gradient_is_no_update_and_returns_its_value() -> None:
-    _, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    _, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     assert hift.step(lambda: 1.5) == 1.5
     assert hift.updates == 0
 
@@ -160,7 +160,7 @@ def test_a_closure_that_makes_no_gradient_is_no_update_and_returns_its_value() -
 @pytest.mark.parametrize("layers_per_group", [1, LAYERS])
 def test_grad_scaler_overflow_skips_the_update_and_keeps_the_rotation(layers_per_group: int) -> None:
     model, hift, other, reference = with_reference(
-        tiny_llama(), torch.optim.AdamW, layers_per_group=layers_per_group, lr=1e-2
+        small_decoder(), torch.optim.AdamW, layers_per_group=layers_per_group, lr=1e-2
     )
     before = weights(model)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=10_000)
@@ -214,7 +214,7 @@ def test_grad_scaler_without_unscale_equals_the_base_optimizer() -> None:
 
 
 def test_hooks_on_the_optimizer_run_once_per_step() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     calls = []
     hift.register_step_pre_hook(lambda *_: calls.append("before"))
     hift.register_step_post_hook(lambda *_: calls.append("after"))
@@ -223,7 +223,7 @@ def test_hooks_on_the_optimizer_run_once_per_step() -> None:
 
 
 def test_evaluation_between_updates_changes_nothing() -> None:
-    runs, batches = [hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2) for _ in range(2)], token_batches(6)
+    runs, batches = [hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2) for _ in range(2)], token_batches(6)
     (model, _), (other, _) = runs
 
     def evaluate(_: int) -> None:
@@ -238,7 +238,7 @@ def test_evaluation_between_updates_changes_nothing() -> None:
 
 
 def test_add_param_group_is_refused() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)
     with pytest.raises((RuntimeError, NotImplementedError), match=r"add_param_group|parameter"):
         hift.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     assert len(hift.param_groups) == 1

@@ -15,7 +15,7 @@ from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
     differing,
-    tiny_llama,
+    small_decoder,
     token_batches,
     twin,
     weights,
@@ -73,7 +73,7 @@ def stepped_shapes(optimizer_class: type, model: torch.nn.Module, optimizer: Any
     dtype=[torch.float32, torch.bfloat16],
 )
 def test_piece_size_does_not_change_one_bit(name: str, dtype: torch.dtype) -> None:
-    model = tiny_llama(dtype, vocab=BIG_VOCAB)
+    model = small_decoder(dtype, vocab=BIG_VOCAB)
     expected = trained(model, name)
     assert_all_moved(expected, weights(model))
     for stream_bytes in PIECES:
@@ -82,7 +82,7 @@ def test_piece_size_does_not_change_one_bit(name: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("layers_per_group", [2, 5])
 def test_pieces_of_groups_of_several_layers_do_not_change_one_bit(layers_per_group: int) -> None:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     config = {"layers_per_group": layers_per_group, "steps": 2 * -(-LAYERS // layers_per_group) + 1}
     whole = trained(model, "AdamW", stream_bytes=0, **config)
     for stream_bytes in PIECES[:-1]:
@@ -91,7 +91,7 @@ def test_pieces_of_groups_of_several_layers_do_not_change_one_bit(layers_per_gro
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "AdamW8bit"])
 def test_known_elementwise_optimizers_get_pieces(name: str) -> None:
-    optimizer_class, model = OPTIMIZERS[name][0], tiny_llama(vocab=BIG_VOCAB)
+    optimizer_class, model = OPTIMIZERS[name][0], small_decoder(vocab=BIG_VOCAB)
     sizes = [parameter.numel() for parameter in model.parameters()]
     shapes = stepped_shapes(optimizer_class, model, name, steps=5, stream_bytes=4096)
     pieces = [shape.numel() for shape in shapes]
@@ -101,7 +101,7 @@ def test_known_elementwise_optimizers_get_pieces(name: str) -> None:
 
 
 def test_8bit_pieces_keep_whole_quantisation_blocks_and_the_kind_of_state() -> None:
-    model, adamw8bit = tiny_llama(vocab=BIG_VOCAB), bitsandbytes.optim.AdamW8bit
+    model, adamw8bit = small_decoder(vocab=BIG_VOCAB), bitsandbytes.optim.AdamW8bit
     shapes = stepped_shapes(adamw8bit, model, "AdamW8bit", steps=1, stream_bytes=4096)
     sizes = [shape.numel() for shape in shapes]
     assert len(sizes) > 1 and sum(sizes) == BIG_VOCAB * 32
@@ -115,7 +115,7 @@ def test_8bit_pieces_keep_whole_quantisation_blocks_and_the_kind_of_state() -> N
 )
 def test_other_optimizers_get_whole_tensors_in_their_own_shape(optimizer_class: Any, dtype: torch.dtype) -> None:
     options = {"lr": 1e-2} if optimizer_class is not TransformersAdafactor else {}
-    model = tiny_llama(dtype)
+    model = small_decoder(dtype)
     with shapes_stepped(optimizer_class) as shapes:
         piecewise = trained(model, optimizer_class, steps=10, stream_bytes=4096, **options)
     assert sorted(map(tuple, shapes)) == sorted(2 * [tuple(parameter.shape) for parameter in model.parameters()])
@@ -123,7 +123,7 @@ def test_other_optimizers_get_whole_tensors_in_their_own_shape(optimizer_class: 
 
 
 def test_elementwise_declares_an_unknown_class() -> None:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     shapes_of: dict[Any, list[tuple[int, ...]]] = {}
     runs = []
     for elementwise in (None, True, False):
@@ -137,7 +137,7 @@ def test_elementwise_declares_an_unknown_class() -> None:
 
 
 def test_elementwise_false_gives_a_known_class_whole_tensors() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     shapes = stepped_shapes(torch.optim.AdamW, model, "AdamW", steps=5, stream_bytes=4096, elementwise=False)
     assert sorted(map(tuple, shapes)) == sorted(tuple(parameter.shape) for parameter in model.parameters())
 
@@ -149,7 +149,7 @@ def test_elementwise_false_gives_a_known_class_whole_tensors() -> None:
 def test_place_of_the_state_does_not_change_one_bit(
     name: str, stream_bytes: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = tiny_llama(dtype, vocab=BIG_VOCAB)
+    model = small_decoder(dtype, vocab=BIG_VOCAB)
     common = {"stream_bytes": stream_bytes, "layers_per_group": 2, "steps_per_group": 2, "steps": 18}
     expected = trained(model, name, state="device", **common)
     assert_all_moved(expected, weights(model))
@@ -173,7 +173,7 @@ def awkward_masters(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("stream_bytes", [4096, 134_217_728])
 def test_masters_halfway_between_two_bf16_values_survive(stream_bytes: int) -> None:
-    model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.SGD, stream_bytes=stream_bytes, lr=0.0)
+    model, hift = hift_over(small_decoder(torch.bfloat16), torch.optim.SGD, stream_bytes=stream_bytes, lr=0.0)
     train(model, hift, token_batches(5), 5)
     saved = hift.state_dict()
     planted = {}
@@ -201,7 +201,7 @@ def test_masters_halfway_between_two_bf16_values_survive(stream_bytes: int) -> N
 
 
 def test_8bit_state_is_8bit_in_pieces() -> None:
-    model, hift = hift_over(tiny_llama(vocab=BIG_VOCAB), bitsandbytes.optim.AdamW8bit, stream_bytes=4096, lr=1e-3)
+    model, hift = hift_over(small_decoder(vocab=BIG_VOCAB), bitsandbytes.optim.AdamW8bit, stream_bytes=4096, lr=1e-3)
     train(model, hift, token_batches(5, vocab=BIG_VOCAB), 5)
     state = hift.state_dict()["state"]
     large, small = (

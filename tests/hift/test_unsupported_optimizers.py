@@ -12,7 +12,7 @@ from torch import nn
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from slivertune import HiFT, HiFTConfig
-from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, trainable
+from tests.helpers.models import assert_same_bits, small_decoder, token_batches, trainable
 from tests.helpers.reference import train
 from tests.hift.cases import BIG_VOCAB, hift_over
 
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_cannot_be_rotated_is_refused_with_the_way_out(name: str, wrap: bool) -> None:
     find, message = REFUSED[name]
-    model, kind = tiny_llama(), find()
+    model, kind = small_decoder(), find()
     make = (
         (lambda: HiFT.wrap(kind(model.parameters(), lr=0.1), model, config=HiFTConfig.paper()))
         if wrap
@@ -128,14 +128,14 @@ def test_a_class_that_cannot_be_rotated_is_refused_with_the_way_out(name: str, w
     ],
 )
 def test_an_instance_that_would_be_rebuilt_otherwise_is_refused(make: Callable[[nn.Module], Any], message: str) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         HiFT.wrap(make(model), model, config=HiFTConfig.paper())
     assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 
 def test_names_that_torch_keeps_of_parameters_are_no_reason_to_refuse() -> None:
-    model, bare = tiny_llama(), tiny_llama()
+    model, bare = small_decoder(), small_decoder()
     hift = HiFT.wrap(torch.optim.AdamW(model.named_parameters()), model, config=HiFTConfig.paper(layers_per_group=5))
     for trained, optimizer in ((model, hift), (bare, torch.optim.AdamW(bare.named_parameters()))):
         train(trained, optimizer, token_batches(2), 2)
@@ -145,13 +145,13 @@ def test_names_that_torch_keeps_of_parameters_are_no_reason_to_refuse() -> None:
 def test_what_is_no_optimizer_is_named() -> None:
     wrong: Any = object()
     with pytest.raises(TypeError, match=r"must be an instance of torch\.optim\.Optimizer"):
-        HiFT.wrap(wrong, tiny_llama(), config=HiFTConfig.paper())
+        HiFT.wrap(wrong, small_decoder(), config=HiFTConfig.paper())
 
 
 def test_arguments_that_are_only_attributes_are_kept_when_wrapped() -> None:
     from torchao.optim import AdamW8bit
 
-    model = tiny_llama(vocab=384)
+    model = small_decoder(vocab=384)
     hift = HiFT.wrap(AdamW8bit(model.parameters(), lr=1e-2, block_size=128), model, config=HiFTConfig.paper())
     with torch.compiler.set_stance("default", force_backend="eager"):
         train(model, hift, token_batches(1, vocab=384), 1)
@@ -173,7 +173,7 @@ def test_overrides_of_bitsandbytes_are_those_of_the_bare_optimizer(
     results = []
     for kind in ("bare", "hift"):
         manager = new_manager(monkeypatch)
-        model = tiny_llama(vocab=BIG_VOCAB)
+        model = small_decoder(vocab=BIG_VOCAB)
         embedding: Any = model.get_submodule("model.embed_tokens")
         if by == "module":
             manager.register_module_override(embedding, "weight", {"optim_bits": 32})
@@ -195,7 +195,7 @@ def test_overrides_of_bitsandbytes_are_those_of_the_bare_optimizer(
 
 
 def test_an_override_of_one_group_does_not_reach_the_first_tensor_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, manager = tiny_llama(vocab=BIG_VOCAB), new_manager(monkeypatch)
+    model, manager = small_decoder(vocab=BIG_VOCAB), new_manager(monkeypatch)
     manager.register_module_override(model.get_submodule("model.embed_tokens"), "weight", {"optim_bits": 32})
     layers = [["model.embed_tokens"], ["lm_head"], ["model.layers", "model.norm"]]
     _, hift = hift_over(model, "AdamW8bit", layers=layers, stream_bytes=0)

@@ -19,7 +19,7 @@ from slivertune.core.waiting_activations import WaitingActivations
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.zero.state_mover import StateMover
-from tests.helpers.models import tiny_llama
+from tests.helpers.models import small_decoder
 from tests.hift.cases import Stumbling
 from tests.parallel.zero.test_state_mover import zero_optimizer
 from tests.pretended_cuda.collectives import group_of_devices
@@ -35,7 +35,7 @@ def hift_on(model: Any, optimizer: Any = torch.optim.AdamW, **settings: Any) -> 
 
 def model_on(*, weights: str = "device", **options: Any) -> Any:
     """A small model in bfloat16, its blocks checkpointed."""
-    return checkpointed(tiny_llama(torch.bfloat16, **options).to("cpu" if weights == "host" else "cuda"), False)
+    return checkpointed(small_decoder(torch.bfloat16, **options).to("cpu" if weights == "host" else "cuda"), False)
 
 
 def reused() -> list[torch.Tensor]:

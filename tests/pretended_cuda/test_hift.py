@@ -141,7 +141,7 @@ def counts_after_an_error(steps_per_group: int) -> tuple[list[float], bool]:
     import torch
 
     from slivertune.hift.offload_buffer import OffloadedState
-    from tests.helpers.models import tiny_llama
+    from tests.helpers.models import small_decoder
     from tests.hift.cases import hift_over
     from tests.pretended_cuda.programs import batches, trained
 
@@ -154,7 +154,7 @@ def counts_after_an_error(steps_per_group: int) -> tuple[list[float], bool]:
         return receive(self, one, state)
 
     model, hift = hift_over(
-        tiny_llama(torch.bfloat16).to("cuda"),
+        small_decoder(torch.bfloat16).to("cuda"),
         "AdamW",
         fused=True,
         prefetch_bytes=10**9,

@@ -31,11 +31,11 @@ def bytes_by_update(num_more: int, *, skipped: int = 0, blocks: int = 1, **confi
     """
     import torch
 
-    from tests.helpers.models import tiny_llama, token_batches
+    from tests.helpers.models import small_decoder, token_batches
     from tests.hift.cases import BIG_VOCAB, hift_over
     from tests.pretended_cuda.detector import Detector
 
-    model: Any = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB, blocks=blocks)
+    model: Any = small_decoder(torch.bfloat16, vocab=BIG_VOCAB, blocks=blocks)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model, hift = hift_over(model if config.get("weights") == "host" else model.to("cuda"), "AdamW", **config)
     batch = {name: value.to("cuda") for name, value in token_batches(1, vocab=BIG_VOCAB)[0].items()}
@@ -139,11 +139,11 @@ def room_ahead(resets: bool) -> int:
     """Bytes of prefetching that `auto` chooses while a script frees memory and resets the statistics, or does not."""
     import torch
 
-    from tests.helpers.models import tiny_llama
+    from tests.helpers.models import small_decoder
     from tests.hift.cases import hift_over
     from tests.pretended_cuda.programs import batches
 
-    model, hift = hift_over(tiny_llama(torch.bfloat16).to("cuda"), "AdamW", prefetch_bytes="auto")
+    model, hift = hift_over(small_decoder(torch.bfloat16).to("cuda"), "AdamW", prefetch_bytes="auto")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     for batch in batches("cuda", 2 * LAYERS):

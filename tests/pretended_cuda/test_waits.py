@@ -82,13 +82,13 @@ WAITS_BY_ITSELF = {"torch Adafactor": 2, "transformers Adafactor": 1, "AdamW8bit
 
 def waits_of_steps(name: str, gradients: str) -> tuple[int, dict[str, int]]:
     """Tensors of the last turns of a third cycle, and the waits in them that transformers' forward does not cause."""
-    from tests.helpers.models import LAYERS, tiny_llama, token_batches
+    from tests.helpers.models import LAYERS, small_decoder, token_batches
     from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over
     from tests.pretended_cuda.detector import Detector
 
     more = KERNELS.get(name, {})
     optimizer_class, options = OPTIMIZERS["AdamW" if more else name]
-    model: Any = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB).to("cuda")
+    model: Any = small_decoder(torch.bfloat16, vocab=BIG_VOCAB).to("cuda")
     with torch.compiler.set_stance("force_eager"), Detector() as found:
         settings = {**options, **more, "stream_bytes": 20_000, "gradients": gradients}
         model, hift = hift_over(model, optimizer_class, **settings)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, weights
+from tests.helpers.models import assert_same_tree, bits, small_decoder, token_batches, weights
 from tests.sft.runs import sft_over, train
 
 STATE = "model.layers.0.mlp.up_proj.weight"
@@ -33,14 +33,14 @@ STATE = "model.layers.0.mlp.up_proj.weight"
     ],
 )
 def test_a_bad_argument_is_named_with_its_rule(options: dict[str, Any], text: str) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     with pytest.raises(ValueError, match=text):
         sft_over(model, **options)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_model_takes_one_sft_at_a_time() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     first = sft_over(model)
     with pytest.raises(ValueError, match=r"has SFT attached already\. Call detach\(\)"):
         sft_over(model)
@@ -50,7 +50,7 @@ def test_a_model_takes_one_sft_at_a_time() -> None:
 
 def test_targets_are_fixed_once_built() -> None:
     with pytest.raises(RuntimeError, match="SFT's targets are fixed for the whole run"):
-        sft_over(tiny_llama()).add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        sft_over(small_decoder()).add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
 
 
 def lacks(key: str) -> Callable[[dict[str, Any]], None]:
@@ -120,7 +120,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.fixture(scope="module")
 def trained() -> tuple[Any, Any]:
     """A model and its SFT inside an estimation phase, for tests that change neither."""
-    model = tiny_llama()
+    model = small_decoder()
     optimizer = sft_over(model)
     train(model, optimizer, token_batches(5))
     assert optimizer.is_estimating
@@ -141,6 +141,6 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(damage: str, t
 
 
 def test_a_state_of_another_pretrained_model_is_refused() -> None:
-    optimizer = sft_over(tiny_llama())
+    optimizer = sft_over(small_decoder())
     with pytest.raises(ValueError, match="belong to other pretrained values than the model has"):
-        sft_over(tiny_llama(seed=5)).load_state_dict(optimizer.state_dict())
+        sft_over(small_decoder(seed=5)).load_state_dict(optimizer.state_dict())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from slivertune import SFT, SFTConfig
-from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.models import assert_same_tree, bits, small_decoder, token_batches, twin, weights
 from tests.helpers.pairwise import rotated
 from tests.helpers.tolerance import assert_sums_close, sum_limit
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
@@ -21,7 +21,7 @@ build = partial(sft_over, eps=1e-3, total_steps=20)
 
 def masked_gradients(model: nn.Module, optimizer: SFT, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Dense gradients of a twin, zero where nothing is trained."""
-    other = tiny_llama(next(model.parameters()).dtype)
+    other = small_decoder(next(model.parameters()).dtype)
     other.load_state_dict(model.state_dict())
     for name, delta in optimizer.deltas().items():
         # The layer form's weights hold no delta.
@@ -40,7 +40,7 @@ def masked_gradients(model: nn.Module, optimizer: SFT, batch: dict[str, torch.Te
 
 @rotated(form=["optimizer", "layer"], dtype=[torch.float32, torch.bfloat16])
 def test_the_norm_of_the_models_gradients_is_that_of_the_masked_dense_ones(form: str, dtype: torch.dtype) -> None:
-    model = tiny_llama(dtype)
+    model = small_decoder(dtype)
     optimizer = build(model, form=form)
     for batch in token_batches(8):
         dense = masked_gradients(model, optimizer, batch)
@@ -60,7 +60,7 @@ def test_the_norm_of_the_models_gradients_is_that_of_the_masked_dense_ones(form:
 
 @rotated(form=["optimizer", "layer"], selection=["accumulated_gradient", "momentum"])
 def test_clipping_outside_and_inside_is_the_same_to_the_bit(form: str, selection: str) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     other = twin(model)
     outside = build(model, form=form, selection=selection)
     inside = build(other, form=form, selection=selection, max_grad_norm=LIMIT)
@@ -104,7 +104,7 @@ def test_the_candidates_gradients_are_clipped_as_well() -> None:
 
 def test_a_loss_scaler_is_undone_before_anything_is_estimated() -> None:
     """fp16 autocast scales the loss by a power of two; unscaled, nothing may differ by a bit."""
-    model = tiny_llama()
+    model = small_decoder()
     other = twin(model)
     plain, scaled = build(model), build(other)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -156,7 +156,7 @@ def test_a_loss_scaler_passes_over_backwards_that_reach_no_target(lr: float) -> 
 
 
 def test_an_overflow_skips_the_update_and_leaves_no_trace() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     other, before = twin(model), weights(model)
     undisturbed, disturbed = build(model), build(other)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from slivertune import SFT, SFTConfig
-from tests.helpers.models import differing, tiny_llama, token_batches
+from tests.helpers.models import differing, small_decoder, token_batches
 from tests.sft.runs import sft_over, train
 
 attached = partial(sft_over, estimation_steps=2)
 
 
 def test_the_models_state_dict_is_that_of_the_model_alone() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     names = list(model.state_dict())
     optimizer = attached(model)
     assert list(model.state_dict()) == names
@@ -24,7 +24,7 @@ def test_the_models_state_dict_is_that_of_the_model_alone() -> None:
 
 
 def test_the_deltas_stay_fp32_when_the_model_is_cast() -> None:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     optimizer = attached(model)
     model.to(torch.bfloat16)
     assert {phi.dtype for phi in optimizer.param_groups[0]["params"]} == {torch.float32}

@@ -32,6 +32,7 @@ from tests.helpers.models import (
     assert_same_tree,
     bits,
     differing,
+    small_decoder,
     tiny_llama,
     token_batches,
     trainable,
@@ -82,8 +83,8 @@ def copy_in_place(parameter: nn.Parameter, value: torch.Tensor) -> None:
 @pytest.mark.parametrize("put", [load, copy_data, copy_in_place, replace_data])
 def test_training_goes_on_from_weights_that_are_put_in_between_steps(put: Callable[..., None]) -> None:
     """As a plain optimizer does: AdamW with a masked gradient, given the same weights, and the moments it had."""
-    model = tiny_llama()
-    before, new = twin(model), weights(tiny_llama(seed=5))
+    model = small_decoder()
+    before, new = twin(model), weights(small_decoder(seed=5))
     optimizer = make(model, reselection_interval=0)
     batches = token_batches(12)
 
@@ -109,8 +110,8 @@ def test_training_goes_on_from_weights_that_are_put_in_between_steps(put: Callab
 
 
 def test_loading_the_pretrained_weights_starts_from_them() -> None:
-    before = weights(tiny_llama())
-    model, optimizer = made(tiny_llama())
+    before = weights(small_decoder())
+    model, optimizer = made(small_decoder())
     train(model, optimizer, token_batches(4))
     load(model, before)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -124,7 +125,7 @@ def test_loading_the_pretrained_weights_starts_from_them() -> None:
 def test_putting_in_what_the_model_holds_or_swapping_weights_and_back_changes_nothing(
     dtype: torch.dtype, form: str
 ) -> None:
-    (model, optimizer), (other, untouched) = (made(tiny_llama(dtype), form=form) for _ in range(2))
+    (model, optimizer), (other, untouched) = (made(small_decoder(dtype), form=form) for _ in range(2))
     batches = token_batches(12)
     train(other, untouched, batches)
     train(model, optimizer, batches[:5])
@@ -142,8 +143,8 @@ def test_putting_in_what_the_model_holds_or_swapping_weights_and_back_changes_no
 
 
 def test_the_layer_form_adds_its_deltas_to_weights_that_are_loaded() -> None:
-    new = weights(tiny_llama(seed=5))
-    model, optimizer = made(tiny_llama(), form="layer")
+    new = weights(small_decoder(seed=5))
+    model, optimizer = made(small_decoder(), form="layer")
     train(model, optimizer, token_batches(4))
     load(model, new)
     deltas = optimizer.deltas()
@@ -154,10 +155,10 @@ def test_the_layer_form_adds_its_deltas_to_weights_that_are_loaded() -> None:
 
 
 def test_deltas_are_not_saved_while_others_weights_are_in_the_model(tmp_path: Path) -> None:
-    model, optimizer = made(tiny_llama())
+    model, optimizer = made(small_decoder())
     train(model, optimizer, token_batches(4))
     held = copy.deepcopy(model.state_dict())
-    load(model, weights(tiny_llama(seed=5)))
+    load(model, weights(small_decoder(seed=5)))
     for act in (optimizer.deltas, lambda: optimizer.save_pretrained(tmp_path / "deltas")):
         with pytest.raises(RuntimeError, match=r"of .* trained entries of .*q_proj\.weight were changed outside of"):
             act()
@@ -167,7 +168,7 @@ def test_deltas_are_not_saved_while_others_weights_are_in_the_model(tmp_path: Pa
 
 
 def test_deltas_after_a_step_belong_to_the_weights_that_were_loaded(tmp_path: Path) -> None:
-    model, base = tiny_llama(), tiny_llama(seed=5)
+    model, base = small_decoder(), small_decoder(seed=5)
     optimizer = make(model)
     train(model, optimizer, token_batches(4))
     load(model, weights(base))
@@ -179,10 +180,10 @@ def test_deltas_after_a_step_belong_to_the_weights_that_were_loaded(tmp_path: Pa
 
 
 def test_a_state_is_refused_once_the_weights_belong_to_another_base() -> None:
-    model, optimizer = made(tiny_llama(), reselection_interval=0)
+    model, optimizer = made(small_decoder(), reselection_interval=0)
     train(model, optimizer, token_batches(4))
     state = copy.deepcopy(optimizer.state_dict())
-    load(model, weights(tiny_llama(seed=5)))
+    load(model, weights(small_decoder(seed=5)))
     with pytest.raises(ValueError, match="belong to other pretrained values than the model has"):
         optimizer.load_state_dict(state)
 
@@ -237,7 +238,7 @@ def new_head(model: Any) -> None:
 def test_a_trained_tensor_that_is_replaced_cast_or_added_is_named_in_the_next_forward_and_step(
     form: str, act: Callable[[Any], None], text: str
 ) -> None:
-    model, optimizer = made(tiny_llama(), form=form, targets=[nn.Linear], embeddings=form == "optimizer")
+    model, optimizer = made(small_decoder(), form=form, targets=[nn.Linear], embeddings=form == "optimizer")
     batch = token_batches(1)[0]
     train(model, optimizer, [batch])
     model(**batch).loss.backward()
@@ -250,14 +251,14 @@ def test_a_trained_tensor_that_is_replaced_cast_or_added_is_named_in_the_next_fo
 
 
 def test_an_embedding_that_was_resized_in_place_is_named() -> None:
-    model, optimizer = made(tiny_llama(tied=True), embeddings=True)
+    model, optimizer = made(small_decoder(tied=True), embeddings=True)
     resize(model)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight had shape \(97, 32\) .*and has \(100, 32\) now"):
         train(model, optimizer, token_batches(1))
 
 
 def test_a_cast_is_allowed_for_what_is_not_trained_and_for_evaluation() -> None:
-    model, optimizer = made(tiny_llama(torch.bfloat16))
+    model, optimizer = made(small_decoder(torch.bfloat16))
     model.lm_head.float()
     model.lm_head.bfloat16()
     train(model, optimizer, token_batches(2))
@@ -279,7 +280,7 @@ def test_a_cast_is_allowed_for_what_is_not_trained_and_for_evaluation() -> None:
 def test_requires_grad_of_others_changes_neither_the_update_nor_the_norm(
     checkpointing: bool | None, form: str, requires_grad: bool, when: str
 ) -> None:
-    models = [tiny_llama() for _ in range(2)]
+    models = [small_decoder() for _ in range(2)]
     norms: list[list[float]] = [[], []]
     for model, found, meddles in zip(models, norms, (False, True), strict=True):
         optimizer = make(model, form=form)
@@ -314,11 +315,11 @@ def test_what_a_call_past_the_model_gathers_is_dropped_before_it_is_clipped() ->
 
 
 def test_another_optimizer_that_holds_what_is_trained_is_refused_before_it_steps() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     early = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = make(model)
     late = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1.0)
-    other = torch.optim.AdamW(tiny_llama().parameters(), lr=1.0)
+    other = torch.optim.AdamW(small_decoder().parameters(), lr=1.0)
     model(**token_batches(1)[0]).loss.backward()
     before = weights(model)
     for each in (early, late):
@@ -334,7 +335,7 @@ def test_another_optimizer_that_holds_what_is_trained_is_refused_before_it_steps
 @pytest.mark.parametrize("form", FORMS)
 def test_deltas_that_a_script_writes_are_named(form: str) -> None:
     """As in a loop that does its own gradient descent over `model.parameters()`."""
-    model, optimizer = made(tiny_llama(), form=form)
+    model, optimizer = made(small_decoder(), form=form)
     batch = token_batches(1)[0]
     model(**batch).loss.backward()
     with torch.no_grad():
@@ -349,7 +350,7 @@ def test_deltas_that_a_script_writes_are_named(form: str) -> None:
 
 
 def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detached(tmp_path: Path) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     data = [{key: value[0] for key, value in batch.items()} for batch in token_batches(8)]
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
@@ -374,7 +375,7 @@ def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detach
 def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str) -> None:
     gc.collect()
     num_guarded = len(living(foreign_steps._guards))
-    model, optimizer = made(tiny_llama(), form=form)
+    model, optimizer = made(small_decoder(), form=form)
     train(model, optimizer, token_batches(1))
     num_hooks = len(_global_optimizer_pre_hooks)
     assert len(living(foreign_steps._guards)) == num_guarded + 1
@@ -388,7 +389,7 @@ def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_sft_may_be_collected_while_another_optimizer_steps(form: str) -> None:
     # As when the cell of a notebook runs twice: the garbage collector takes the first when it likes.
-    forgotten = [made(tiny_llama(), form=form)]
+    forgotten = [made(small_decoder(), form=form)]
     reference = weakref.ref(forgotten[0][0])
 
     def forget(*ignored: Any) -> None:
@@ -412,7 +413,7 @@ class OtherOwner:
 
 
 def test_a_model_that_another_optimizer_holds_is_refused_and_sft_registers_what_it_holds() -> None:
-    model, other = tiny_llama(), OtherOwner()
+    model, other = small_decoder(), OtherOwner()
     parameters.take(model.parameters(), other)
     before = trainable(model)
     with pytest.raises(ValueError, match=r"is trained by another OtherOwner.* so SFT can't train it\. Call detach\(\)"):
@@ -426,7 +427,7 @@ def test_a_model_that_another_optimizer_holds_is_refused_and_sft_registers_what_
 
 
 def test_after_detach_a_step_is_an_error_and_the_model_as_before() -> None:
-    model = tiny_llama()
+    model = small_decoder()
     model.model.norm.requires_grad_(False)
     before = trainable(model)
     optimizer = make(model)
@@ -493,12 +494,12 @@ def test_a_tensor_that_no_batch_reaches_keeps_its_positions_and_bits(selection: 
 @pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_copy_of_sft_is_refused_naming_what_to_save(act: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=r"SFT can't be copied or pickled.*Save state_dict\(\)"):
-        act(make(tiny_llama()))
+        act(make(small_decoder()))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_copy_of_the_model_computes_the_same_and_is_not_guarded(form: str) -> None:
-    model, optimizer = made(tiny_llama(), form=form)
+    model, optimizer = made(small_decoder(), form=form)
     train(model, optimizer, token_batches(3))
     other = copy.deepcopy(model)
     batch = token_batches(1)[0]
@@ -519,7 +520,7 @@ def test_a_copy_of_the_model_computes_the_same_and_is_not_guarded(form: str) -> 
     ids=["meta", "cpu_offload", "disk_offload"],
 )
 def test_weights_without_data_are_refused(move: Callable[[nn.Module, str], object], tmp_path: Path) -> None:
-    model = tiny_llama()
+    model = small_decoder()
     move(model, str(tmp_path / "weights"))
     with pytest.raises(ValueError, match=r"q_proj\.weight is on the meta device.*cpu_offload, disk_offload"):
         make(model)

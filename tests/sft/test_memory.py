@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slivertune import SFT, Ledger, SFTConfig
-from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.models import small_decoder, token_batches
 from tests.sft.runs import sft_over, train
 
 GAMMA, INTERVAL = 3, 7
@@ -16,7 +16,7 @@ GAMMA, INTERVAL = 3, 7
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
 def test_state_bytes_of_an_active_weight(selection: str, packed: bool, dtype: torch.dtype, form: str) -> None:
-    model = tiny_llama(dtype)
+    model = small_decoder(dtype)
     config = SFTConfig(
         density=0.05,
         selection=selection,
@@ -58,7 +58,7 @@ def test_state_bytes_of_an_active_weight(selection: str, packed: bool, dtype: to
 
 
 def test_an_estimation_phase_costs_what_it_says_and_ends() -> None:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     config = SFTConfig(density=0.05, reselection_interval=INTERVAL, estimation_steps=GAMMA, replacement_rate=0.5)
     with Ledger(model) as ledger:
         optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)

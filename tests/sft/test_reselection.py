@@ -11,7 +11,7 @@ from slivertune.sft import reselection
 from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.reselection import Schedule, share_out
 from slivertune.sft.weight import SparseWeight
-from tests.helpers.models import SEQUENCE, tiny_gpt2, tiny_llama, token_batches
+from tests.helpers.models import SEQUENCE, small_decoder, tiny_gpt2, token_batches
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients, reselection_times
 from tests.sft.runs import sft_over, train
 
@@ -76,7 +76,7 @@ def test_nothing_grows_in_a_row_of_an_embedding_that_no_batch_has(
 ) -> None:
     name = {"tokens": "model.embed_tokens.weight", "positions": "transformer.wpe.weight"}[table]
     seen, density = {"tokens": (40, 0.2), "positions": (SEQUENCE, 0.1)}[table]
-    model = tiny_llama() if table == "tokens" else tiny_gpt2()
+    model = small_decoder() if table == "tokens" else tiny_gpt2()
     num_rows, width = model.get_parameter(name).shape
     options = {"targets": [name.removesuffix(".weight")], "embeddings": True, "redistribute": redistribute}
     optimizer = sft_over(model, selection=selection, density=density, **options)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from slivertune import SFT
-from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama, token_batches, weights
+from tests.helpers.models import assert_same_bits, assert_same_tree, small_decoder, token_batches, weights
 from tests.helpers.ranks import quick
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
 from tests.sft.runs import over, sft_over, train
@@ -58,7 +58,7 @@ FEW = (3, 10, 12)
 )
 @pytest.mark.parametrize("selection", quick(SELECTIONS, ["AG, redistributed", "AG, packed", "MA, packed"]))
 def test_resume_is_exact_at_every_update(selection: str, dtype: torch.dtype, updates: Sequence[int]) -> None:
-    model = tiny_llama(dtype)
+    model = small_decoder(dtype)
     optimizer, schedule = build(model, selection)
     saved = {}
     for update in range(TOTAL):
@@ -69,7 +69,7 @@ def test_resume_is_exact_at_every_update(selection: str, dtype: torch.dtype, upd
     open_phases = [bool(state) and any("estimates" in w for w in state.values()) for state in states]
     assert any(open_phases) == selection.startswith("AG")
     for update in updates:
-        other = tiny_llama(dtype)
+        other = small_decoder(dtype)
         resumed, its_schedule = build(other, selection)
         # Into the pretrained model, or into the checkpoint's: both must do.
         if update % 2:
@@ -117,11 +117,11 @@ def test_a_phase_whose_first_gradient_comes_after_another_reselection_resumes_ex
 
 def test_a_new_optimizer_over_the_checkpoints_weights_resumes_too() -> None:
     """The order of the HF Trainer: the model's weights are loaded before the optimizer is built."""
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     optimizer, schedule = build(model, "AG")
     run(model, optimizer, schedule, 0, 8)
     state, model_state = through_a_file([optimizer.state_dict(), model.state_dict()])
-    other = tiny_llama(torch.bfloat16)
+    other = small_decoder(torch.bfloat16)
     other.load_state_dict(model_state)
     resumed, its_schedule = build(other, "AG")
     resumed.load_state_dict(state)
@@ -132,17 +132,17 @@ def test_a_new_optimizer_over_the_checkpoints_weights_resumes_too() -> None:
     optimizer.detach(merge=False)
     resumed.detach(merge=False)
     assert_same_bits(model, other)
-    assert_same_bits(model, tiny_llama(torch.bfloat16))
+    assert_same_bits(model, small_decoder(torch.bfloat16))
 
 
 def test_loading_over_a_run_in_progress_leaves_nothing_of_it() -> None:
-    model = tiny_llama(torch.bfloat16)
+    model = small_decoder(torch.bfloat16)
     optimizer, schedule = build(model, "AG")
     start = through_a_file(optimizer.state_dict())
     run(model, optimizer, schedule, 0, 11)
     optimizer.load_state_dict(start)
     assert_same_tree(optimizer.state_dict(), start)
-    fresh = tiny_llama(torch.bfloat16)
+    fresh = small_decoder(torch.bfloat16)
     build(fresh, "AG")
     assert_same_bits(model, fresh)
 
@@ -161,12 +161,12 @@ def test_the_state_does_not_share_memory_with_what_was_loaded() -> None:
 
 def test_tied_weights_are_trained_and_resumed_as_one(tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, SFT]:
-        model = tiny_llama(torch.bfloat16, tied=True)
+        model = small_decoder(torch.bfloat16, tied=True)
         options = {"targets": ["embed_tokens"], "embeddings": True, "estimation_steps": 2, "total_steps": TOTAL}
         return over(model, density=0.2, **options)
 
     model, optimizer = make()
-    reference = tiny_llama(torch.bfloat16, tied=True)
+    reference = small_decoder(torch.bfloat16, tied=True)
     assert list(optimizer.deltas()) == ["model.embed_tokens.weight"]
     batches = token_batches(TOTAL)
     for update, batch in enumerate(batches):
