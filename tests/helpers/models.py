@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 VOCAB = 97
 HIDDEN = 32
+INNER = 48
 BLOCKS = 3
 SEQUENCE = 12
 LAYERS = BLOCKS + 2
@@ -49,11 +50,18 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
         return model
 
 
-def _llama_config(vocab: int, blocks: int, tied: bool, kind: type[LlamaConfig] = LlamaConfig) -> LlamaConfig:
-    return kind(
+def _built(
+    kind: type[PreTrainedModel],
+    dtype: torch.dtype,
+    seed: int,
+    tied: bool = False,
+    vocab: int = VOCAB,
+    blocks: int = BLOCKS,
+) -> nn.Module:
+    config = kind.config_class(
         vocab_size=vocab,
         hidden_size=HIDDEN,
-        intermediate_size=48,
+        intermediate_size=INNER,
         num_hidden_layers=blocks,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -62,18 +70,18 @@ def _llama_config(vocab: int, blocks: int, tied: bool, kind: type[LlamaConfig] =
         initializer_range=0.1,
         use_cache=False,
     )
+    return seeded(lambda: kind(config), seed).to(dtype)
 
 
-def tiny_llama(
-    dtype: torch.dtype = torch.float32,
-    *,
-    tied: bool = False,
-    vocab: int = VOCAB,
-    blocks: int = BLOCKS,
-    seed: int = 0,
-) -> nn.Module:
-    """A Llama of three blocks; `vocab=259` gives the embedding two pieces of at least 4,096 elements (8-bit state)."""
-    return seeded(lambda: LlamaForCausalLM(_llama_config(vocab, blocks, tied)), seed).to(dtype)
+def tiny_llama(dtype: torch.dtype = torch.float32, *, seed: int = 0, **sizes: Any) -> nn.Module:
+    """A Llama of three blocks; `vocab=259` gives the embedding two pieces of at least 4,096 elements (8-bit state).
+
+    Args:
+        dtype: Of the weights.
+        seed: Of the weights.
+        **sizes: `tied`, `vocab` and `blocks`, where they are others.
+    """
+    return _built(LlamaForCausalLM, dtype, seed, **sizes)
 
 
 class SmallAttention(nn.Module):
@@ -98,7 +106,9 @@ class SmallBlock(GradientCheckpointingLayer):
         self.self_attn = SmallAttention()
         self.mlp = nn.Sequential(
             OrderedDict(
-                up_proj=nn.Linear(HIDDEN, 48, bias=False), act=nn.SiLU(), down_proj=nn.Linear(48, HIDDEN, bias=False)
+                up_proj=nn.Linear(HIDDEN, INNER, bias=False),
+                act=nn.SiLU(),
+                down_proj=nn.Linear(INNER, HIDDEN, bias=False),
             )
         )
         self.input_layernorm = nn.LayerNorm(HIDDEN, bias=False)
@@ -139,7 +149,6 @@ class SmallForCausalLM(PreTrainedModel):
 
     config_class = SmallConfig
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar = ["SmallBlock"]
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -162,19 +171,12 @@ class SmallForCausalLM(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-def small_decoder(
-    dtype: torch.dtype = torch.float32,
-    *,
-    tied: bool = False,
-    vocab: int = VOCAB,
-    blocks: int = BLOCKS,
-    seed: int = 0,
-) -> nn.Module:
+def small_decoder(dtype: torch.dtype = torch.float32, *, seed: int = 0, **sizes: Any) -> nn.Module:
     """A decoder of as many layers as `tiny_llama`, with fewer matrices, in a third of its time.
 
     It is for tests that are about no architecture. Its blocks take no keyword arguments, and it has no buffers.
     """
-    return seeded(lambda: SmallForCausalLM(_llama_config(vocab, blocks, tied, SmallConfig)), seed).to(dtype)
+    return _built(SmallForCausalLM, dtype, seed, **sizes)
 
 
 EXPERTS = 4

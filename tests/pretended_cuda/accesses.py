@@ -1,4 +1,4 @@
-"""What an operator touches: its tensors, their bytes, and whether the host waits for its result."""
+"""Find what an operator touches: its tensors, their bytes, and whether the host waits for its result."""
 
 from __future__ import annotations
 
