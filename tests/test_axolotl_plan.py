@@ -14,6 +14,7 @@ from slivertune import axolotl_plan
 from slivertune.axolotl_plan import plan_words
 from slivertune.training.command_line.plan_words import parse_plan_arguments
 from tests.helpers.models import tiny_llama
+from tests.helpers.process_state import forget_accelerate
 
 HIFT: dict[str, Any] = {"base_model": "llama-2-7b", "slivertune": {"hift": {}}}
 NO_CHUNKS = {"chunked_cross_entropy": False}
@@ -234,3 +235,11 @@ def test_axolotls_own_group_finds_the_command_by_its_entry_point(
     assert name in entry_points(group=plugins.ENTRY_POINT_GROUP).names
     group = plugins.PluginCommandGroup("axolotl")
     assert group.get_command(None, "slivertune-plan").resolve() is axolotl_plan.plan
+
+
+@pytest.mark.filterwarnings("ignore")  # what axolotl, and what it imports, ask others for that is deprecated
+def test_axolotl_finds_accelerates_state_after_another_test_has_had_its_own() -> None:
+    distributed = pytest.importorskip("axolotl.utils.distributed", reason="axolotl is in that environment alone")
+    assert not distributed.is_distributed()
+    forget_accelerate()
+    assert not distributed.is_distributed()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.launching import environment, run_python
+from tests.helpers.making import without_outer_make
 from tests.helpers.ranks import run_ranks
 
 THREADS = "3"
@@ -68,9 +69,8 @@ def threads_of_a_rank(rank: int, num_ranks: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("given", "expected"), [((), "1"), (("THREADS=2",), "2")])
 def test_make_test_passes_its_threads_to_pytest(checkout: Path, given: tuple[str, ...], expected: str) -> None:
-    done = subprocess.run(
-        ["make", "--dry-run", "test", *given], cwd=checkout, capture_output=True, text=True, timeout=60, check=True
-    )
+    call, own = ["make", "--dry-run", "test", *given], without_outer_make()
+    done = subprocess.run(call, cwd=checkout, env=own, capture_output=True, text=True, timeout=60, check=True)
     (line,) = [line for line in done.stdout.splitlines() if " -m pytest " in line]
     assert line.startswith(f"OMP_NUM_THREADS={expected} ")
 

@@ -16,6 +16,7 @@ from packaging.version import Version
 
 import slivertune
 from tests.helpers.launching import run_python
+from tests.helpers.making import without_outer_make
 
 CONSTRAINTS = ("constraints.txt", "constraints-oldest.txt")
 HEAVY = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "numpy", "peft", "torch", "transformers")
@@ -214,7 +215,8 @@ def test_make_train_installs_no_development_tools_and_make_test_does(checkout: P
         shutil.copy(checkout / name, tmp_path / name)
 
     def commands(target: str) -> str:
-        return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        call, own = ["make", "-n", target], without_outer_make()
+        return subprocess.run(call, cwd=tmp_path, env=own, capture_output=True, text=True, check=True).stdout
 
     assert "'.[all]'" in commands("train") and "dev]" not in commands("train")
     assert all("'.[all,dev]'" in commands(target) for target in ("test", "lint", "format"))

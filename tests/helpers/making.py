@@ -11,6 +11,18 @@ import pytest
 MAX_SECONDS = 900
 
 
+_VARIABLES = frozenset({"ARGS", "PYTHON", "THREADS", "TORCH_PIP_ARGS", "VENV", "WORKERS"})
+
+
+def without_outer_make() -> dict[str, str]:
+    """The environment without the variables of a `make` that runs the tests, which another one would take up."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _VARIABLES and not name.startswith(("MAKE", "MFLAGS"))
+    }
+
+
 def skip_without_make() -> None:
     """Skip a test if there is no make, or no environment that make made: it would install into this one."""
     if shutil.which("make") is None:
@@ -32,7 +44,7 @@ def make(root: Path, *words: str) -> str:
     for name in ("pyproject.toml", "constraints.txt"):
         # The environment is renewed only for files newer than it.
         os.utime(root / name, (0, 0))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "HF_", "MAKE"))}
+    kept = {name: value for name, value in without_outer_make().items() if not name.startswith(("PYTEST_", "HF_"))}
     done = subprocess.run(
         ["make", *words, f"VENV={sys.prefix}"],
         cwd=root,

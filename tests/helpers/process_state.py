@@ -24,6 +24,9 @@ def forget_accelerate() -> None:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+    axolotl: Any = sys.modules.get("axolotl.utils.distributed")
+    if axolotl is not None:
+        axolotl.distributed_state = None  # a PartialState, whose attributes are gone now
 
 
 def release_attention() -> None:
