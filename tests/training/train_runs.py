@@ -12,11 +12,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from slivertune.cli import main
 from slivertune.training import run as training_run
+from tests.helpers.process_state import forget_accelerate
 from tests.helpers.rank_processes import free_port
 from tests.helpers.ranks import ran_once
 from tests.interop.trainer_runs import whole
@@ -82,8 +82,7 @@ def deepspeed_options(case: Case, folder: Path) -> tuple[str, ...]:
 
 def forget_the_last_run() -> None:
     """What libraries keep for the whole life of a process, which has one run elsewhere."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
     unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
