@@ -138,6 +138,7 @@ def streamed_groups(hift: HiFT) -> list[StreamedGroup]:
 STREAMED: list[tuple[str, torch.dtype, dict[str, Any]]] = [
     *((name, dtype, {}) for name in CASES for dtype in (torch.float32, torch.bfloat16)),
     *((name, torch.bfloat16, {"master": "none"}) for name in ("AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor")),
+    *((name, torch.bfloat16, {"master": "stochastic"}) for name in ("AdamW fused", "torch Adafactor")),
     *(("AdamW", torch.bfloat16, {"layers_per_group": count, "steps_per_group": 2}) for count in (2, 5)),
 ]
 
@@ -344,7 +345,7 @@ def spoil_free_memory(choose: random.Random) -> None:
         torch.full((choose.randint(1, SPOILED_ELEMENTS),), float("nan"), device=DEVICE)
 
 
-@pytest.mark.parametrize("master", quick(["fp32", "none"], ["fp32"]))
+@pytest.mark.parametrize("master", quick(["fp32", "none", "stochastic"], ["fp32"]))
 @pytest.mark.parametrize("name", quick(["AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor"], ["AdamW fused"]))
 def test_many_steps_among_other_work_keep_every_bit(name: str, master: Any) -> None:
     """A copy that runs too early or too late, or memory handed on too soon, ends in other bits."""

@@ -4,12 +4,14 @@ Nothing here is shared with the package. The whole model computes every gradient
 thrown away; masters are whole fp32 copies that never leave memory.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -69,7 +71,9 @@ class NaiveHiFT:
         order: Group indices in the order of one cycle.
         steps_per_group: Updates before the next group's turn.
         discard: Whether a group's optimizer and masters are made anew whenever its turn begins.
-        masters: Whether optimizers work on fp32 copies; on copies in the weights' own dtype when False.
+        master: `fp32` for optimizers that work on fp32 copies, `none` on copies in the weights' own dtype, `stochastic`
+            on fp32 copies that each step makes of bf16 weights and rounds again.
+        seed: Seed of that rounding.
         split: Parameter groups; one with every parameter when None.
         options: Keyword arguments of the optimizer.
     """
@@ -83,7 +87,8 @@ class NaiveHiFT:
         order: Sequence[int] | None = None,
         steps_per_group: int = 1,
         discard: bool = False,
-        masters: bool = True,
+        master: str = "fp32",
+        seed: int = 0,
         split: Split | None = None,
         **options: Any,
     ) -> None:
@@ -95,7 +100,8 @@ class NaiveHiFT:
         self.steps_per_group = steps_per_group
         self.cycle_length = len(self.groups) * steps_per_group
         self.discard = discard
-        self.keep_fp32 = masters
+        self.master = master
+        self.seed = seed
         self.split: Split = split if split is not None else [(list(self.parameters), {})]
         self.updates = 0
         self.held: list[Any] = []
@@ -125,6 +131,8 @@ class NaiveHiFT:
         inner = self._optimizer_of_active_group()
         for name in self.active:
             master = self.masters[name]
+            if self.is_rounded(name):
+                master.data.copy_(self.parameters[name])
             master.grad = gradients[name].to(master.dtype) if name in gradients else None
         for group in inner.param_groups:
             index = group["split_index"]
@@ -134,10 +142,16 @@ class NaiveHiFT:
         inner.step()
         with torch.no_grad():
             for name in self.active:
-                self.parameters[name].copy_(self.masters[name])
+                stepped = self.masters[name]
+                if self.is_rounded(name):
+                    stepped = naive_rounding(stepped, self.seed, self.updates, name)
+                self.parameters[name].copy_(stepped)
         self.zero_grad()
         self.carrier.step()
         self.updates += 1
+
+    def is_rounded(self, name: str) -> bool:
+        return self.master == "stochastic" and self.parameters[name].dtype == torch.bfloat16
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -154,11 +168,29 @@ class NaiveHiFT:
             chosen = [name for name in names if name in members]
             for name in chosen:
                 weight = self.parameters[name].detach()
-                self.masters[name] = nn.Parameter((weight.float() if self.keep_fp32 else weight).clone())
+                self.masters[name] = nn.Parameter((weight if self.master == "none" else weight.float()).clone())
             if chosen:
                 groups.append({"params": [self.masters[name] for name in chosen], **extra, "split_index": split_index})
         self.inner[index] = self.optimizer_class(groups, **self.options)
         return self.inner[index]
+
+
+def naive_rounding(values: torch.Tensor, seed: int, update: int, name: str) -> torch.Tensor:
+    """Round to bf16, up with the probability of the distance from the number below, by a hash of 32-bit integers."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed} {update} {name}".encode(), digest_size=4).digest(), "little")
+    hashed = (np.arange(values.numel(), dtype=np.uint64) * 0x9E3779B1 + key) % 2**32
+    signs = (hashed >> 31) * 0xFFFF0000  # a shift of a signed number repeats its sign
+    hashed = (hashed ^ (hashed >> 16) ^ signs) * 0x735A2D97 % 2**32 >> 16
+    flat = values.detach().cpu().reshape(-1)
+    exact = flat.double().numpy()
+    shown = flat.numpy().view(np.uint32)
+    below = (shown & 0xFFFF0000).view(np.float32).astype(np.float64)  # the neighbours, by magnitude
+    above = ((shown & 0xFFFF0000) + 0x10000).view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        goes_up = hashed + np.abs(exact - below) / np.abs(above - below) * 2**16 >= 2**16
+    goes_up &= np.isfinite(exact) & np.isfinite(above)
+    rounded = np.where(np.isfinite(exact), np.where(goes_up, above, below), exact)
+    return torch.from_numpy(rounded.astype(np.float32)).view(values.shape).bfloat16()
 
 
 def _copied(value: Any) -> Any:

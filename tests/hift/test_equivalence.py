@@ -151,7 +151,7 @@ def hift_and_reference(
         groups=groups,
         order=order,
         steps_per_group=steps_per_group,
-        masters=config.get("master", "fp32") != "none",
+        master=config.get("master", "fp32"),
         discard=config.get("state") == "discard",
         split=decay_split(other) if split else None,
         **options,

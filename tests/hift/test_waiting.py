@@ -105,7 +105,7 @@ def pair_over(
         form=form,
         groups=naive_groups(dense, layers_per_group),
         steps_per_group=config.get("steps_per_group", 1),
-        masters=config.get("master", "fp32") == "fp32",
+        master=config.get("master", "fp32"),
         **options,
     )
     settings: Any = {"layers_per_group": layers_per_group, "waiting": form, **config}

@@ -57,6 +57,7 @@ class OneProcess:
         as_zero: Whether each micro-batch is averaged over the ranks by itself, and summed in fp32.
         scales: What the losses of each update are multiplied by; gradients in fp16 depend on it.
         split_decay: Whether vectors don't decay.
+        master: As in `NaiveHiFT`.
         options: AdamW's arguments.
     """
 
@@ -74,6 +75,7 @@ class OneProcess:
         as_zero: bool = False,
         scales: Sequence[float] | None = None,
         split_decay: bool = False,
+        master: str = "fp32",
         make_batch: Callable[..., Batch] = batch_of,
         **options: Any,
     ) -> None:
@@ -84,6 +86,7 @@ class OneProcess:
             torch.optim.AdamW,
             groups=groups,
             steps_per_group=steps_per_group,
+            master=master,
             split=decay_split(model, options["weight_decay"]) if split_decay else None,
             **options,
         )

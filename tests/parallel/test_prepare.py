@@ -35,7 +35,8 @@ METHODS: dict[str, Case] = {"HiFT": HiFTCase(), "SFT": SFTCase(model="llama", de
 
 
 def hift(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **config: Any) -> HiFT:
-    return HiFT(tiny_llama(), optimizer_class, config=HiFTConfig.paper(**config), lr=1e-3)
+    dtype = torch.bfloat16 if config.get("master") == "stochastic" else torch.float32
+    return HiFT(tiny_llama(dtype), optimizer_class, config=HiFTConfig.paper(**config), lr=1e-3)
 
 
 def model_and_hift(**options: Any) -> tuple[Any, HiFT]:
@@ -179,6 +180,7 @@ def refusals(optimizer: Sliver) -> dict[str, str]:
         ({"state": "disk"}, 'Use state="host", or "device"'),
         ({"state": "discard"}, 'Use state="host", or "device"'),
         ({"master": "none"}, 'Use master="fp32", or DDP or FSDP2'),
+        ({"master": "stochastic"}, 'Use master="fp32", or DDP or FSDP2'),
     ],
 )
 def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(
@@ -188,6 +190,14 @@ def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(
     assert found.keys() == set(ZERO)
     assert all("is not available under ZeRO" in clash and way_out in clash for clash in found.values())
     assert refusals(hift(state="device")) == {}
+
+
+def test_stochastic_rounding_of_weights_that_accelerate_would_cast_to_fp32() -> None:
+    accelerator = pretended("FSDP", fsdp_plugin=SimpleNamespace(fsdp_version=2))
+    accelerator.mixed_precision = "bf16"
+    optimizer = hift(master="stochastic")
+    with pytest.raises(ValueError, match=r"mixed_precision='bf16' accelerate casts .* Set mixed_precision='no'"):
+        adapter_of(optimizer, "fsdp2").prepare(accelerator, nn.Linear(1, 1), optimizer, ())
 
 
 def test_memory_beside_files_that_a_rank_does_not_have(tmp_path: Path) -> None:

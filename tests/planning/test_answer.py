@@ -46,7 +46,7 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "state": ("host", "device", "disk", "discard"),
     "state_ram_bytes": (0, 2**20),
     "save_total_limit": (None, 2),
-    "master": (None, "fp32", "none"),
+    "master": (None, "fp32", "none", "stochastic"),
     "gradients": ("device", "host", "stepped"),
     "prefetch_bytes": (0, 2**20),
     "weights": ("device", "host"),
@@ -91,7 +91,8 @@ def random_request(method: str, seed: int) -> PlanRequest:
 
 def as_trained(request: PlanRequest) -> PlanRequest:
     """The request without what makes no difference to a run, and which the command therefore leaves out."""
-    settings: dict[str, Any] = {"master": request.master_kind if request.precision == "mixed_hi" else None}
+    has_own_kind = request.precision == "mixed_hi" or request.master == "stochastic"
+    settings: dict[str, Any] = {"master": request.master_kind if has_own_kind else None}
     if not request.has_phases:
         settings["estimation_steps"] = 5
     if request.reselection_interval == 0:

@@ -73,6 +73,14 @@ def test_each_way_has_the_precision_of_train_with_bf16_and_what_was_given() -> N
         assert (request.optimizer, request.gradient_checkpointing) == ("adamw8bit", False)
 
 
+@pytest.mark.parametrize("master", ["none", "stochastic"])
+def test_masters_that_were_given_are_those_of_the_rows_with_masters(master: str) -> None:
+    requests = [way.request({"master": master}) for way in ways_of(tiny_model(), {"master": master})]
+    assert {(each.method, each.precision, each.master) for each in requests} == {
+        ("hift", "bf16", master), ("sft", "bf16", None), ("lora", "bf16", None), ("dense", "mixed", None)
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("title", "blocks"), quick([("HiFT, 2 of 5 layers", 3), ("LoRA", 1)], [("LoRA", 1)]))
 def test_a_row_is_what_trying_all_batches_one_at_a_time_finds(title: str, blocks: int) -> None:
     model = tiny_model(num_hidden_layers=blocks)

@@ -192,6 +192,7 @@ def settings_of(asked: Asked) -> dict[str, list[Any]]:
         "optimizer": (("optimizer",), not planned(start.method).is_optimizer, ["adamw8bit"]),
         "state": (("state",), "state" in own, ["disk"]),
         "precision": (("precision", "master"), start.precision != "bf16", ["bf16"]),
+        "master": (("precision", "master"), start.precision != "bf16" and "master" in own, ["stochastic"]),
         "load_in_4bit": (("load_in_4bit", "precision"), True, [True]),
         "offload_parameters": (("offload_parameters", "layout", "num_gpus"), "weights" not in own, [True]),
     }
@@ -218,6 +219,8 @@ def combinations(asked: Asked) -> Iterator[PlanRequest]:
         # Weights in 4 bits are not streamed.
         if changes["offload_parameters"] and changes["load_in_4bit"]:
             continue
+        if changes["master"] != start.master and changes["precision"] == start.precision:
+            continue
         # A search takes one of both.
         if changes["waiting"] and changes["weights"] == "host":
             continue
@@ -237,7 +240,7 @@ def cost(start: PlanRequest, request: PlanRequest) -> tuple[int, ...]:
         start.seq_length - request.seq_length,
         request.offload_parameters,
         request.load_in_4bit,
-        request.precision != start.precision,
+        (request.precision != start.precision) * (1 if request.master == "stochastic" else 2),
         WAITING_FORMS.index(request.waiting) + 1 if request.waiting else 0,
         request.state != start.state,
         request.gradients == "stepped",

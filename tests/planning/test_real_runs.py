@@ -75,6 +75,20 @@ def test_hift_is_as_planned(precision: Any, checkpointing: bool, stream_bytes: i
     )
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stream_bytes": 2**18},
+        {"stream_bytes": 0, "optimizer": "sgd"},
+        {"gradients": "stepped", "state": "device", "optimizer": "adafactor"},
+        {"state": "device", "layers_per_group": 3},
+    ],
+    ids=str,
+)
+def test_weights_that_are_rounded_stochastically_are_as_planned(settings: dict[str, Any]) -> None:
+    check(paper_request(precision="bf16", master="stochastic", gradient_checkpointing=True, **settings, **SIZES), LLAMA)
+
+
 def test_the_default_schedule_is_as_planned() -> None:
     check(PlanRequest(precision="mixed_hi", gradient_checkpointing=True, **SIZES), LLAMA)
 

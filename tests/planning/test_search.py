@@ -27,19 +27,19 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
     activations = (tokens + tile) * inside // 2 + (0 if request.offload_activations else tokens * inputs)
     gradients = 64 * MIB if request.gradients != "device" else 512 * MIB
     state_bytes = {"adamw": 8, "adamw8bit": 2}.get(request.optimizer, 4)
-    masters = {"fp32": 4, "none": 0}[request.master_kind]
+    masters = 4 if request.master_kind == "fp32" else 0
     weights = WEIGHTS if request.precision in ("bf16", "mixed_hi") else 2 * WEIGHTS
     weights = weights // 4 if request.load_in_4bit else weights
     exact = weights
     weights = weights // {"int8": 2, "nf4": 4}[request.waiting] if request.waiting else weights
     host = 5 * (state_bytes + masters) * GIB
     if request.method == "hift":
-        state = 2 * (request.stream_bytes or GIB)
+        state = 2 * (request.stream_bytes or GIB) + (16 * MIB if request.master == "stochastic" else 0)
     else:
         state, host, gradients = state_bytes * GIB, 0, WEIGHTS
     if request.method in ("sft", "lora"):
         gradients, state = 100 * MIB, 200 * MIB
-    waiting = exact if request.waiting and request.master_kind == "none" else 0
+    waiting = exact if request.waiting and not masters else 0
     if request.offload_parameters or request.weights == "host":
         waiting, weights = weights, GIB
     waiting += tokens * inputs if request.offload_activations else 0
@@ -99,6 +99,12 @@ def test_a_search_starts_from_16_bit_arithmetic_unless_told_otherwise(method: An
     assert method in planned_methods()
     assert start_of_search({"method": method}).precision == precision
     assert start_of_search({"method": method, "precision": "fp32"}).precision == "fp32"
+
+
+@pytest.mark.parametrize("master", ["none", "stochastic"])
+def test_a_search_keeps_the_masters_that_were_given(master: Any) -> None:
+    assert (start := find(40 * GIB, master=master).start.plan.request).precision == "bf16"
+    assert start.master == master
 
 
 def test_a_batch_is_split_before_anything_is_computed_twice_and_no_finer_than_needed() -> None:
@@ -201,6 +207,14 @@ def test_gradients_leave_the_device_where_they_count_and_can_still_be_clipped(se
 def test_host_memory_is_spared_in_its_own_order(host_gib: int, changes: dict[str, Any]) -> None:
     # 5 GiB for each byte per weight: 12 with AdamW's state and fp32 masters, 6 with 8-bit state.
     assert chosen(find(40 * GIB, host=host_gib * GIB)) == changes
+
+
+def test_weights_without_masters_are_rounded_stochastically_where_copies_in_fp32_have_room() -> None:
+    given: dict[str, Any] = {"seq_length": 16, "state": "host", "optimizer": "adamw", "gradients": "device"}
+    given |= {"stream_bytes": SMALL_PIECE_BYTES}
+    needed = find(40 * GIB, **given).start.device_bytes
+    assert chosen(find(40 * GIB, host=40 * GIB, **given)) == {"precision": "bf16", "master": "stochastic"}
+    assert chosen(find(needed, host=40 * GIB, **given)) == {"precision": "bf16"}
 
 
 def test_a_disk_too_small_for_the_state_is_spared_as_the_host_is() -> None:

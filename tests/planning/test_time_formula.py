@@ -108,6 +108,14 @@ def test_state_is_waited_for_where_it_comes_neither_before_the_step_nor_beside_i
     assert waits(run) == pytest.approx(expected, abs=0.2)
 
 
+def test_copies_in_fp32_that_are_no_masters_make_pieces_smaller() -> None:
+    works = seconds_of(50), seconds_of(100), seconds_of(20)
+    run = run_of(*works, precision="bf16", master="stochastic", prefetch_bytes=0)
+    # 8 of a parameter's 16 bytes are copied: 80 of a piece of 160.
+    run = replace(run, groups=(replace(GROUP, master_bytes=0),))
+    assert waits(run) == pytest.approx(10 * 9 + 2 - 20)
+
+
 def test_with_half_duplex_a_load_and_a_write_back_share_the_bus() -> None:
     run = run_of(seconds_of(50), seconds_of(100), seconds_of(20), prefetch_bytes=4 * PIECE)
     assert waits(run, replace(RATES, duplex="half")) == pytest.approx((2 + 24) + 6 * 24 + 2 - 20)

@@ -26,7 +26,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 2),
 }
 """What decides on copies; more values of the same settings are in the table of the CPU, whose kernels these are."""
-ILLEGAL = on_cpu.ILLEGAL
+ILLEGAL = (*on_cpu.ILLEGAL, on_cpu.NOTHING_TO_ROUND)
 NOT_OF_TORCH: tuple[Row, ...] = (
     *(
         {"optimizer": optimizer, "kernels": kernels}

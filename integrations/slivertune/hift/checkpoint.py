@@ -33,6 +33,7 @@ _MEANINGS = {
     "steps_per_group": "steps_per_group",
     "optimizer": "base optimizer",
     "waiting": "form of quantised layers (waiting)",
+    "rounding": "seed of stochastic rounding (master, seed)",
 }
 """Meanings of the entries of `HiFT.identity`, with the settings behind them."""
 _SINCE_2 = frozenset({"skipped_turns", "skipped_in_cycle"})
@@ -75,7 +76,11 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     check_form(saved, "hift", "HiFT", _READABLE)
     theirs, ours = saved["hift"], own["hift"]
     for key in ours:
-        if key not in theirs and key != "waiting" and not (theirs["version"] == 1 and key in _SINCE_2):
+        if (
+            key not in theirs
+            and key not in ("waiting", "rounding")
+            and not (theirs["version"] == 1 and key in _SINCE_2)
+        ):
             raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}. Use another checkpoint")
     if not isinstance(theirs["held_lr"], (list, tuple)) or not all(map(is_rate, theirs["held_lr"])):
         raise StateMismatchError(f"the saved state is damaged: held_lr={theirs['held_lr']!r}. Use another checkpoint")

@@ -18,7 +18,7 @@ from slivertune.core.setting_checks import (
 
 Order = Literal["bottom2up", "top2down", "random"]
 StatePlace = Literal["host", "device", "disk", "discard"]
-MasterKind = Literal["fp32", "none"]
+MasterKind = Literal["fp32", "none", "stochastic"]
 GradientPlace = Literal["device", "host", "stepped"]
 WeightPlace = Literal["device", "host"]
 WaitingForm = Literal["int8", "nf4"]
@@ -55,7 +55,7 @@ class HiFTConfig:
     order: Order = "random"
     """Order in which groups take turns (S). random is shuffled once, by the seed."""
     seed: int = 0
-    """Seed of the `random` order. It must be equal on all ranks."""
+    """Seed of the `random` order and of stochastic rounding. It must be equal on all ranks."""
     layers: Sequence[str | Sequence[str]] | None = None
     """Layers from bottom to top, for models in which they are not found: for each a module path or a parameter name, or
     several joined by plus signs. `blocks.*` is one layer per block. Together they must name every parameter.
@@ -77,10 +77,11 @@ class HiFTConfig:
     All other groups pass through two host buffers in addition, each as large as the largest of them. The default, 0,
     stores every group on disk."""
     master: MasterKind = "fp32"
-    """Master weights of 16-bit weights: an fp32 copy (the paper's Mixed^Hi), or none.
+    """Master weights of bf16 weights: an fp32 copy (the paper's Mixed^Hi), none, or none with stochastic rounding.
 
-    With `fp32` (default) the base optimizer steps the copy, with `none` the 16-bit weights themselves. fp32 parameters
-    need no copy."""
+    With `fp32` (default) the base optimizer steps the copy, with `none` the bf16 weights themselves, to which small
+    updates are lost. With `stochastic` it steps each chunk in fp32, which is then rounded up or down by chance, so that
+    small updates add up. fp32 parameters need no copy."""
     stream_bytes: Bytes = 128 * 2**20
     """Size of the chunks in which a group's masters and state pass through the device during a step. 0 takes the whole
     group at once. By default 128MiB.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from slivertune.hift.base import CUT_MULTIPLE, Slicing
 from slivertune.hift.piece import Piece, Slice, Weight
 from slivertune.hift.probe import StepMeter
+from slivertune.hift.stochastic_rounding import BYTES_PER_ELEMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,10 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter) -> list[Piece]:
     """
     config = meter.config
     sizes = [_size(weight, meter) for weight in weights]
-    cuts_of = cut_pieces(sizes, config.piece_bytes, meter.base.slicing, by_weight=config.steps_in_backward)
+    # Copies in fp32 of a whole group would take more than its gradients and state.
+    has_copies = config.state == "device" and config.master == "stochastic" and meter.base.slicing.unit != "group"
+    by_weight = config.steps_in_backward or has_copies
+    cuts_of = cut_pieces(sizes, config.piece_bytes, meter.base.slicing, by_weight=by_weight)
     # A rank may hold no part of a group.
     return [Piece([_slice(weights[cut.weight], cut, meter) for cut in cuts]) for cuts in cuts_of if cuts]
 
@@ -112,6 +116,7 @@ def _slice(weight: Weight, cut: Cut, meter: StepMeter) -> Slice:
         weight,
         cut.start,
         cut.stop,
+        in_fp32=meter.steps_in_fp32(weight),
         on_master=meter.steps_master(weight),
         scalars_on_device=meter.scalars_on_device(weight),
     )
@@ -121,10 +126,13 @@ def _size(weight: Weight, meter: StepMeter) -> WeightSize:
     parameter = weight.parameter
     bytes_per_element = 0.0
     if meter.base.slicing.unit != "group" and meter.config.piece_bytes:
-        needs = meter.needs(weight)
-        bytes_per_element = (sum(needs.state_bytes.values()) + needs.temporary_bytes) / max(1, parameter.numel())
-    if meter.steps_master(weight):
-        bytes_per_element += 4 + 4  # the master, and the gradient cast to fp32
+        needs, num_elements = meter.needs(weight), max(1, parameter.numel())
+        temporary_bytes = needs.temporary_bytes / num_elements
+        if meter.steps_in_fp32(weight) and not meter.steps_master(weight):
+            temporary_bytes = max(temporary_bytes, BYTES_PER_ELEMENT)  # rounding comes after the step
+        bytes_per_element = sum(needs.state_bytes.values()) / num_elements + temporary_bytes
+    if meter.steps_in_fp32(weight):
+        bytes_per_element += 4 + 4  # the copy in fp32, and the gradient cast to fp32
     if meter.config.gradients != "device":
         bytes_per_element += parameter.itemsize  # the offloaded gradient, loaded again
     return WeightSize(

@@ -59,7 +59,9 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def leaf_data(one: Slice, part: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the data of a leaf: its part of the weight, or the master of that part, taken out of the state."""
+    """Return the data of a leaf: its part of the weight, an fp32 copy, or the master, taken out of the state."""
+    if one.is_rounded:
+        return part.to(torch.float32)
     if not one.on_master:
         return part
     if MASTER in tensors:

@@ -40,7 +40,7 @@ from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.streamed_blocks import release_detached
-from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
+from slivertune.hift.trainable import check_master, say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.hift.waiting_layers import WaitingLayers
 from slivertune.hift.waiting_weight import WaitingWeight
@@ -195,6 +195,7 @@ class HiFT(CheckpointedSliver):
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
+        check_master(self.config.master, weights.values())
         self._host_gradients = None
         self._prefetcher = Prefetcher(self.config.prefetch_bytes)
         self._residencies, self._disk = residencies_of(
@@ -549,7 +550,7 @@ class HiFT(CheckpointedSliver):
             self._waiting.arrive(self.active_group)
         if self._streamed is not None:
             self._streamed.begin_step()
-        self._residencies[self.active_group].begin(stays=not self.rotation.ends_turn)
+        self._residencies[self.active_group].begin(stays=not self.rotation.ends_turn, update=self.rotation.updates)
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
 
     def _check_host_memory(self) -> None:
@@ -810,4 +811,5 @@ class HiFT(CheckpointedSliver):
             "order": [self.config.order, *self.rotation.order],
             "steps_per_group": self.rotation.steps_per_group,
             "waiting": self.config.waiting,
+            "rounding": self.config.seed if self.config.master == "stochastic" else None,
         }

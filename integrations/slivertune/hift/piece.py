@@ -12,6 +12,7 @@ from slivertune.core.torch_internals import with_recompile_limit
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.rotation import LearningRate
+from slivertune.hift.stochastic_rounding import StochasticRounding
 
 ParamGroups = Sequence[dict[str, Any]]
 """Param groups of the user's optimizer."""
@@ -44,6 +45,11 @@ class Weight:
         return self.parameter.device if self.home is None else self.home
 
     @property
+    def first_element(self) -> int:
+        """Index of `parameter`'s first element in the flattened whole weight, which may be sharded."""
+        return 0
+
+    @property
     def is_waiting(self) -> bool:
         """Whether `parameter` holds one NaN in the weight's form, because the weight is quantised."""
         return self.parameter.dim() > 0 and not any(self.parameter.stride())
@@ -62,26 +68,36 @@ def drop_gradient(weight: Weight) -> None:
 class Slice:
     """Elements [start, stop) of a weight, and the leaf tensor that the base optimizer steps in their place.
 
-    The leaf is the weight itself if the slice is whole and has no master. Else it is a placeholder, set in every step.
+    The leaf is the weight itself if the slice is whole and stepped in its own dtype. Else it is a placeholder, set in
+    every step.
 
     Args:
         weight: Weight of the slice.
         start: First element of the flattened weight.
         stop: One past the last element.
-        on_master: Whether the base optimizer steps an fp32 master.
+        in_fp32: Whether the base optimizer steps an fp32 copy of a 16-bit weight.
+        on_master: Whether that copy is a master, which lasts. Others are made for one step, and rounded stochastically.
         scalars_on_device: Keys of state without dimensions that is on the weight's device in a step, not on the host.
     """
 
     def __init__(
-        self, weight: Weight, start: int, stop: int, *, on_master: bool, scalars_on_device: frozenset[str]
+        self,
+        weight: Weight,
+        start: int,
+        stop: int,
+        *,
+        in_fp32: bool,
+        on_master: bool,
+        scalars_on_device: frozenset[str],
     ) -> None:
         self.weight = weight
         self.start = start
         self.stop = stop
         self.on_master = on_master
+        self.is_rounded = in_fp32 and not on_master
         self.scalars_on_device = scalars_on_device
         self.is_whole = stop - start == weight.parameter.numel()
-        self.is_weight = self.is_whole and not on_master
+        self.is_weight = self.is_whole and not in_fp32
         empty = torch.empty(0, dtype=torch.float32, device="cpu")
         self.leaf = weight.parameter if self.is_weight else torch.nn.Parameter(empty)
 
@@ -94,10 +110,23 @@ class Slice:
         return self.part_of(self.weight.parameter.data)
 
     def place_leaf(self, data: torch.Tensor) -> None:
-        """Point the leaf to `data`: the part of the weight, its master, or an empty tensor to release the old data."""
+        """Point the leaf to `data`: the weight's part, its fp32 copy, or an empty tensor to release the old data."""
         if not self.is_weight:
             self.leaf.grad = None
             self.leaf.data = data
+
+    def write_weight(self, rounding: StochasticRounding | None) -> None:
+        """Write the stepped copy to this slice's part of the weight, if there is a copy.
+
+        Args:
+            rounding: Rounding of the update, for copies that are no masters; None if there are none.
+        """
+        if self.on_master:
+            self.part_of_weight().copy_(self.leaf.data)
+        elif self.is_rounded:
+            assert rounding is not None
+            start = self.weight.first_element + self.start
+            rounding.of(self.weight.name).round_into(self.part_of_weight(), self.leaf.data, start)
 
     def attach_gradient(self, part: torch.Tensor | None = None) -> None:
         """Give the leaf its part of the weight's gradient, in the leaf's dtype.
@@ -118,7 +147,7 @@ class Slice:
             return
         if gradient.is_sparse:
             raise ValueError(
-                f"{self.weight.name} has a sparse gradient, which can't be cut or cast to a master. "
+                f"{self.weight.name} has a sparse gradient, which can't be cut or cast to fp32. "
                 "Set sparse=False on its embedding, or train fp32 weights with stream_bytes=0"
             )
         part = gradient if self.is_whole else gradient.reshape(-1)[self.start : self.stop]

@@ -86,14 +86,18 @@ class StepMeter:
 
     def steps_master(self, weight: Weight) -> bool:
         """Return whether a weight is stored in 16 bits and its fp32 master is stepped."""
+        return self.config.master == "fp32" and weight.parameter.dtype == torch.bfloat16
+
+    def steps_in_fp32(self, weight: Weight) -> bool:
+        """Return whether a weight is stored in 16 bits and a copy of it in fp32 is stepped, a master or not."""
         return self.config.master != "none" and weight.parameter.dtype == torch.bfloat16
 
     def needs(self, weight: Weight) -> StepNeeds:
-        """Return the needs of a weight, or of its master, on its device."""
+        """Return the needs of a weight, or of its fp32 copy, on its device."""
         parameter = weight.parameter
         is_sampled = self.is_elementwise and parameter.numel() >= _PROBE_ELEMENTS
         shape = (_PROBE_ELEMENTS,) if is_sampled else tuple(parameter.shape)
-        dtype = torch.float32 if self.steps_master(weight) else parameter.dtype
+        dtype = torch.float32 if self.steps_in_fp32(weight) else parameter.dtype
         key = (shape, weight.param_group, dtype, weight.device, self.base.overrides_of(parameter))
         if key not in self._measured:
             with _same_random_numbers(parameter, weight.device), _uncompiled():

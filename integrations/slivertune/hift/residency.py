@@ -13,6 +13,7 @@ from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.hift.piece import Instance, OwnHyperparameters, ParamGroups, Piece, Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import LearningRate
+from slivertune.hift.stochastic_rounding import StochasticRounding, rounding_of
 
 WeightState = dict[str, Any]
 """State of one weight by key, tensors in the weight's own extent. `MASTER` is its fp32 master, if it has one."""
@@ -23,7 +24,8 @@ MASTER = "master"
 class ResidentGroup:
     """Owner of one group's masters and optimizer state, which never leave the device (`state="device"`).
 
-    One instance of the base optimizer steps the whole group. With stepped gradients, each weight has its own.
+    One instance of the base optimizer steps the whole group. With stepped gradients or stochastic rounding, each weight
+    has its own.
 
     Args:
         weights: Trained weights of the group.
@@ -36,6 +38,8 @@ class ResidentGroup:
         self._pieces: list[Piece] = []
         self._restored: dict[str, WeightState] = {}
         self._restored_own: OwnHyperparameters = {}
+        self._rounding: StochasticRounding | None = None
+        """Rounding of the current update, if weights have fp32 copies that are no masters."""
 
     @property
     def is_offloaded(self) -> bool:
@@ -59,15 +63,17 @@ class ResidentGroup:
             to_bytes: Bytes that stay allocated; None for those that the setting allows.
         """
 
-    def begin(self, *, stays: bool) -> None:
+    def begin(self, *, stays: bool, update: int) -> None:
         """Prepare an update, before its first call of `step`.
 
         Args:
             stays: Whether the next update is this group's, too.
+            update: Number of updates before this one.
 
         Raises:
             OSError: If the state has no room. Nothing was stepped then.
         """
+        self._rounding = rounding_of(self._meter.config, update)
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
 
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
@@ -78,21 +84,32 @@ class ResidentGroup:
             param_groups: Param groups of the optimizer.
             held_lr: Learning rates to apply, one per param group.
         """
-        piece = next(each for each in self._pieces if each.slices[0].weight is weights[0])
-        instance = piece.instance or self._build(piece, param_groups)
-        for one in piece.slices:
-            if one.on_master:
-                refresh_master(one.leaf.data, one.part_of_weight())
-            one.attach_gradient()
-        instance.push(param_groups, held_lr)
-        instance.step()
-        for one in piece.slices:
-            if not one.is_weight:
-                one.part_of_weight().copy_(one.leaf.data)
-            one.drop_gradient(is_last=one.stop == one.weight.parameter.numel())
-            for value in flatten_state(instance.optimizer.state.get(one.leaf, {})).values():
-                if isinstance(value, torch.Tensor):
-                    claim(value, "state")
+        names = {weight.name for weight in weights}
+        for piece in self._pieces:
+            if piece.slices[0].weight.name in names:
+                self._step_resident(piece, param_groups, held_lr)
+
+    def _step_resident(self, piece: Piece, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        rounded = [one for one in piece.slices if one.is_rounded]
+        try:
+            for one in rounded:
+                one.place_leaf(one.part_of_weight().to(torch.float32))
+            instance = piece.instance or self._build(piece, param_groups)
+            for one in piece.slices:
+                if one.on_master:
+                    refresh_master(one.leaf.data, one.part_of_weight())
+                one.attach_gradient()
+            instance.push(param_groups, held_lr)
+            instance.step()
+            for one in piece.slices:
+                one.write_weight(self._rounding)
+                one.drop_gradient(is_last=one.stop == one.weight.parameter.numel())
+                for value in flatten_state(instance.optimizer.state.get(one.leaf, {})).values():
+                    if isinstance(value, torch.Tensor):
+                        claim(value, "state")
+        finally:
+            for one in rounded:
+                one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
 
     def end(self) -> None:
         """Release everything that is kept on the device from one `step` of an update to the next."""
@@ -114,7 +131,7 @@ class ResidentGroup:
             for one in piece.slices:
                 if one.on_master:
                     refresh_master(one.leaf.data, one.part_of_weight())
-                master = {} if one.is_weight else {MASTER: one.leaf.data}
+                master = {MASTER: one.leaf.data} if one.on_master else {}
                 exported[one.weight.name] = {**master, **piece.instance.optimizer.state.get(one.leaf, {})}
         return {weight.name: exported[weight.name] for weight in self.weights if exported.get(weight.name)}
 

@@ -35,6 +35,7 @@ from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, ResidentGroup, WeightState
 from slivertune.hift.rotation import LearningRate
+from slivertune.hift.stochastic_rounding import rounding_of
 
 WORKING_PIECES = 2
 """Chunks on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
@@ -100,7 +101,8 @@ class StreamedGroup(ResidentGroup):
         self._load_ahead(WORKING_PIECES if in_backward else 0)
 
     @override
-    def begin(self, *, stays: bool) -> None:
+    def begin(self, *, stays: bool, update: int) -> None:
+        self._rounding = rounding_of(self._meter.config, update)
         self._stays = stays
         self._is_dropped = not stays and self._meter.config.state == "discard"
         self._follow_the_model()
@@ -452,8 +454,8 @@ class StreamedGroup(ResidentGroup):
         try:
             for position, one in enumerate(piece.slices):
                 state = piece.instance.optimizer.state.pop(one.leaf, {})
+                one.write_weight(self._rounding)
                 if one.on_master:
-                    one.part_of_weight().copy_(one.leaf.data)
                     state[MASTER] = one.leaf.data
                 copies: Sequence[Copy] = () if self._is_dropped else self._offloaded.receive(one, state)
                 if loaded is not None:

@@ -1,7 +1,7 @@
 """Find the weights of a model that HiFT trains, by the param groups of the base optimizer."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slivertune.core.torch_internals import uncompiled_module
+from slivertune.hift.config import MasterKind
 from slivertune.hift.piece import Weight
 
 
@@ -52,6 +53,25 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
             )
     _refuse_offloaded(model, weights)
     return weights
+
+
+def check_master(master: MasterKind, weights: Iterable[Weight]) -> None:
+    """Refuse stochastic rounding of a model that has nothing to round.
+
+    Args:
+        master: Setting of `HiFTConfig`.
+        weights: Trained weights.
+
+    Raises:
+        ValueError: If `master` is `stochastic` and no weight is bf16.
+    """
+    dtypes = {weight.parameter.dtype for weight in weights}
+    if master == "stochastic" and torch.bfloat16 not in dtypes:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(
+            f"master='stochastic' rounds weights to bf16, and those that train are {names}. "
+            "Load the model in bf16 (dtype=torch.bfloat16), or leave master out"
+        )
 
 
 def say_what_is_not_trained(model: nn.Module, weights: Mapping[str, Weight]) -> None:

@@ -89,7 +89,7 @@ def _request(trainer: Trainer, model: Any, config: HiFTConfig, tune: TokenTune |
     settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name in REQUEST_OPTIONS}
     settings |= {name: 0 for name in ("prefetch_bytes", "resident_bytes") if settings[name] == "auto"}
     precision = _precision(model, config, has_autocast=arguments.bf16)
-    if precision != "mixed_hi":
+    if precision not in ("bf16", "mixed_hi"):
         settings["master"] = None
     return PlanRequest(
         **settings | {"layers_per_group": 1},
@@ -123,7 +123,7 @@ def _task_of(model: nn.Module) -> TaskName | None:
 
 def _precision(model: nn.Module, config: HiFTConfig, *, has_autocast: bool) -> PrecisionName:
     if any(each.dtype == torch.bfloat16 for each in model.parameters()):
-        return "bf16" if config.master == "none" else "mixed_hi"
+        return "mixed_hi" if config.master == "fp32" else "bf16"
     return "mixed" if has_autocast else "fp32"
 
 

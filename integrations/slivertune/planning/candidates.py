@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from slivertune.hift.block_codes import check_available
-from slivertune.hift.config import WaitingForm
+from slivertune.hift.config import MasterKind, WaitingForm
 from slivertune.planning.methods import clash_with_method, planned
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
@@ -161,7 +161,8 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
         ),
         Candidate(
             title="bf16 weights without masters",
-            cost="updates below a weight's last bit (of 8) are lost, which matters at small learning rates",
+            cost="with stochastic rounding if that is enough; else updates below half of a weight's last bit (of 8) "
+            "are lost, which matters at small learning rates",
             fields=("precision", "master"),
             options=_no_masters,
             cannot_help=_no_masters_at_peak,
@@ -261,7 +262,10 @@ def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _no_masters(request: PlanRequest) -> list[PlanRequest]:
-    return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
+    if request.precision == "bf16":
+        return []
+    kinds: tuple[MasterKind | None, ...] = ("stochastic", None) if _reads(request, "master") else (None,)
+    return [bf16 for kind in kinds for bf16 in _changed(request, precision="bf16", master=kind)]
 
 
 def _four_bits(request: PlanRequest) -> list[PlanRequest]:

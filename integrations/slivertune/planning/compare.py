@@ -24,7 +24,7 @@ from slivertune.planning.methods import planned
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.quiet import quiet_libraries
-from slivertune.planning.request import PlanRequest
+from slivertune.planning.request import PlanRequest, precision_with_bf16
 
 TOKEN_RATIO = 0.3
 """Share of the tokens that rows with TokenTune select, unless the user sets another."""
@@ -48,8 +48,10 @@ class Way:
         Args:
             given: Fields of `PlanRequest` that the user set for all rows.
         """
-        precision = planned(self.settings["method"]).bf16_precision
-        return PlanRequest(**{"gradient_checkpointing": True, **given, "precision": precision, **self.settings})
+        method = self.settings["method"]
+        shared = {name: value for name, value in given.items() if name != "master" or name in planned(method).settings}
+        precision = precision_with_bf16(method, shared.get("master"))
+        return PlanRequest(**{"gradient_checkpointing": True, **shared, "precision": precision, **self.settings})
 
 
 def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:

@@ -17,7 +17,7 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.optimizers import optimizer_of
-from slivertune.planning.request import PlanRequest, TaskName
+from slivertune.planning.request import PlanRequest, PrecisionName, TaskName
 from slivertune.planning.step import (
     Forward,
     GradientMeter,
@@ -48,7 +48,7 @@ _WITHOUT_ADAPTER = frozenset({"Llama4Router"})
 class PlannedDense(PlannedMethod):
     """Dense fine-tuning: one optimizer over all trained parameters."""
 
-    bf16_precision = "mixed"
+    bf16_precision: PrecisionName = "mixed"
 
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""

@@ -12,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from slivertune.core.layout import Layout
     from slivertune.planning.plan import GroupPlan
-    from slivertune.planning.request import PlanRequest
+    from slivertune.planning.request import PlanRequest, PrecisionName
     from slivertune.planning.step import Forward
     from slivertune.planning.step_work import UpdateWork
 
@@ -44,7 +44,7 @@ class PlannedMethod:
 
     settings: frozenset[str] = frozenset()
     """Fields of `PlanRequest` that this method reads but some other method does not."""
-    bf16_precision = "bf16"
+    bf16_precision: PrecisionName = "bf16"
     """Precision that `slivertune train --bf16` means with this method."""
     trains_in_groups = False
     """Whether steps train different parts of the model in turn."""

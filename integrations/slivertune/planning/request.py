@@ -52,10 +52,10 @@ class PlanRequest:
     """In place of optim: the optimizer of the trained weights. sft is an optimizer itself, and takes only adamw."""
     precision: PrecisionName = "fp32"
     """In place of bf16 and weights_dtype. fp32 weights are fp32 or, under bf16 autocast, mixed. bf16
-    weights are mixed_hi with fp32 masters (hift only, Mixed^Hi of its paper), or bf16 without masters. Adapters of lora
-    and deltas of sft stay fp32. By default that of slivertune train without bf16 and weights_dtype: the dtype of the
-    checkpoint with hift and sft, else fp32. A search by --fit without a run file begins with mixed_hi for hift, mixed
-    for dense, bf16 for others."""
+    weights are mixed_hi with fp32 masters (hift only, Mixed^Hi of its paper), or bf16 without masters, which hift may
+    round stochastically (master). Adapters of lora and deltas of sft stay fp32. By default that of slivertune train
+    without bf16 and weights_dtype: the dtype of the checkpoint with hift and sft, else fp32. A search by --fit without
+    a run file begins with mixed_hi for hift, mixed for dense, bf16 for others."""
     batch_size: int = 8
     """Sequences per forward on each GPU."""
     gradient_accumulation_steps: int = 1
@@ -161,7 +161,7 @@ class PlanRequest:
     @property
     def master_kind(self) -> MasterKind:
         """Kind of master weights behind 16-bit weights. fp32 weights have none."""
-        return (self.master or "fp32") if self.precision == "mixed_hi" else "none"
+        return "fp32" if self.precision == "mixed_hi" else (self.master or "none")
 
     @property
     def has_bf16_weights(self) -> bool:
@@ -219,8 +219,19 @@ class PlanRequest:
                 ),
             ),
             (
-                self.precision == "mixed_hi" and self.master == "none",
-                "precision='mixed_hi' means masters, and master='none' has none. Use precision='bf16'",
+                self.precision == "mixed_hi" and self.master not in (None, "fp32"),
+                f"precision='mixed_hi' means masters, and master={self.master!r} has none. Use precision='bf16'",
+            ),
+            (
+                self.master == "stochastic" and "master" not in planned(self.method).settings,
+                f"master='stochastic' is read by HiFT, not by method={self.method!r}. Leave it out",
+            ),
+            (
+                self.precision in ("fp32", "mixed") and self.master == "stochastic",
+                (
+                    f"master='stochastic' rounds weights to bf16, and precision={self.precision!r} stores fp32. Use "
+                    "precision='bf16', or leave master out"
+                ),
             ),
             (
                 self.precision == "bf16" and self.master == "fp32",
@@ -331,7 +342,18 @@ def precision_in_16_bits(method: str, master: MasterKind | None) -> PrecisionNam
         method: Name of the method.
         master: Its master weights, if they were chosen.
     """
-    return "mixed_hi" if "master" in planned(method).settings and master != "none" else "bf16"
+    return "mixed_hi" if "master" in planned(method).settings and master in (None, "fp32") else "bf16"
+
+
+def precision_with_bf16(method: str, master: MasterKind | None) -> PrecisionName:
+    """Return the precision of a run with `--bf16`.
+
+    Args:
+        method: Name of the method.
+        master: Its master weights, if they were chosen.
+    """
+    default = planned(method).bf16_precision
+    return precision_in_16_bits(method, master) if default == "mixed_hi" else default
 
 
 def rule_of(option: Option) -> NumberRule | None:

@@ -18,9 +18,9 @@ from typing import Any
 from slivertune.core.byte_text import format_bytes
 from slivertune.planning.candidates import Candidate
 from slivertune.planning.impossible_fit import changed_fields, describe_impossible, shortages
-from slivertune.planning.methods import planned, planned_methods
+from slivertune.planning.methods import planned_methods
 from slivertune.planning.plan import Limits, MemoryRequirement
-from slivertune.planning.request import PlanRequest
+from slivertune.planning.request import PlanRequest, precision_with_bf16
 
 Estimator = Callable[[PlanRequest], MemoryRequirement]
 """Function that plans a request, which takes seconds."""
@@ -91,7 +91,7 @@ def start_of_search(given: dict[str, Any]) -> PlanRequest:
     """
     method = given.get("method", PlanRequest().method)
     # PlanRequest itself refuses an unknown method.
-    precision = planned(method).bf16_precision if method in planned_methods() else "fp32"
+    precision = precision_with_bf16(method, given.get("master")) if method in planned_methods() else "fp32"
     return PlanRequest(**{"precision": precision, **given})
 
 

@@ -125,8 +125,9 @@ class _Update:
         self._state = part * group.state_and_master_bytes if moves else 0.0
         self._gradients = part * group.gradient_bytes if on_host else 0.0
         self._largest = part * group.largest_gradient_bytes if moves else 0.0
-        # A chunk has room for gradients cast to fp32, and for gradients that are loaded from the host.
-        in_piece = self._state + self._gradients + part * _FP32 * group.num_parameters * bool(group.master_bytes)
+        # A chunk has room for gradients and weights cast to fp32, and for gradients that are loaded from the host.
+        num_casts = 2 if request.master_kind == "stochastic" else bool(group.master_bytes)
+        in_piece = self._state + self._gradients + part * _FP32 * group.num_parameters * num_casts
         share = min(1.0, request.stream_bytes / in_piece) if request.stream_bytes and in_piece else 1.0
         self._num_pieces = 1 / share
         self._piece = share * self._state

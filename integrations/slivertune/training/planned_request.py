@@ -62,7 +62,7 @@ def plan_request(
     }
     master = given.pop("master", "none")
     if given["precision"] == "bf16" and master != "none":
-        given |= {"precision": "mixed_hi", "master": master}
+        given |= {"master": master, "precision": "mixed_hi" if master == "fp32" else "bf16"}
     if task.id2label is not None:
         given["num_labels"] = len(task.id2label)
     if not method.is_optimizer:

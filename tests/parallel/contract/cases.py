@@ -13,6 +13,7 @@ from tests.parallel.contract.sft import SFTCase
 WHOLE_OR_SHARDED: dict[str, HiFTCase] = {
     "fp32": HiFTCase(),
     "bf16 weights, fp32 masters": HiFTCase(dtype=torch.bfloat16),
+    "bf16 weights, rounded stochastically": HiFTCase(dtype=torch.bfloat16, settings={"master": "stochastic"}),
     "three steps a group": HiFTCase(updates=3 * CYCLE + 4, settings={"steps_per_group": 3}),
     "checkpointing": HiFTCase(updates=2 * CYCLE, checkpointing=False),
     "reentrant checkpointing": HiFTCase(updates=2 * CYCLE, checkpointing=True),
@@ -83,12 +84,14 @@ HIFT: dict[Layout, dict[str, HiFTCase]] = {
 }
 QUICK_OF_HIFT: dict[Layout, tuple[str, ...]] = {
     "ddp": (
+        "bf16 weights, rounded stochastically",
         "three steps a group",
         "reentrant checkpointing",
         "bf16, accumulated, clipped",
         "weights on the host",
     ),
     "fsdp2": (
+        "bf16 weights, rounded stochastically",
         "reentrant checkpointing",
         "tied embeddings",
         "accumulated, clipped",

@@ -93,6 +93,10 @@ class HiFTCase(Case):
     def merged(self, run: Run) -> dict[str, torch.Tensor]:
         return whole_weights(run.model)
 
+    @property
+    def master(self) -> str:
+        return str(self.settings.get("master", "fp32"))
+
     def has_one_order(self, layout: Layout, num_ranks: int = 2) -> bool:
         """Whether each sum of gradients has one order, as a mean of two has, and a norm that is not over shards."""
         if layout in ZERO:
@@ -110,7 +114,7 @@ class HiFTCase(Case):
         assert self.clip is None or min(expected.norms) > self.clip, "nothing was clipped"
         for result in results:
             assert result["updates"] == self.updates
-            assert bool(result["masters"]) == (layout in ZERO or self.dtype == torch.bfloat16)
+            assert bool(result["masters"]) == (layout in ZERO or (self.dtype, self.master) == (torch.bfloat16, "fp32"))
             rounded = {name: (first, rows.to(self.dtype)) for name, (first, rows) in result["masters"].items()}
             assert differing_rows(rounded, result["weights"]) == []
         losses = _mean_losses(results, self.accumulation)
@@ -146,7 +150,7 @@ class HiFTCase(Case):
         assert differing(loaded["weights"], saved["weights"]) == []
         assert_same_tree(loaded["whole state"], saved["whole state"])
         if saved["whole state"]:
-            assert saved["whole state"]["master"].keys() == saved["weights"].keys()
+            assert self.master != "fp32" or saved["whole state"]["master"].keys() == saved["weights"].keys()
             assert any(bool(each.any()) for each in saved["whole state"]["exp_avg"].values())
 
     def assert_continued(self, results: list[dict[str, Any]], before: int) -> None:
@@ -157,6 +161,7 @@ class HiFTCase(Case):
             self.dtype,
             is_bare=self.bare,
             split_decay=self.split_decay,
+            master=self.master,
             eps=self.eps,
         )
         expected = compute(exact=False)
@@ -328,6 +333,7 @@ def reference(
         accumulation=case.accumulation,
         max_norm=case.clip,
         steps_per_group=settings.get("steps_per_group", 1),
+        master=case.master,
         is_warmup=case.config_schedule,
         ticks=1 if case.bare else num_ranks,
         compute_dtype=torch.bfloat16 if case.mixed_precision == "bf16" else None,

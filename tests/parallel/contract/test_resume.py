@@ -29,12 +29,15 @@ Key = tuple[str, Layout, str]
 
 HIFT = HiFTCase(updates=HiFTCase.cut + CYCLE)
 IN_BF16 = replace(HIFT, dtype=torch.bfloat16)
+ROUNDED = replace(IN_BF16, settings={"master": "stochastic"})
 AG = SFTCase(accumulation=2, clip=2.0)
 MA = SFTCase(selection="momentum", accumulation=2, clip=2.0, updates=16)
 FULL, SHARDED = ({"state_dict_type": f"{kind}_STATE_DICT"} for kind in ("FULL", "SHARDED"))
 CASES: dict[Key, Case] = {
     ("hift", "ddp", "fp32"): HIFT,
     ("hift", "ddp", "bf16"): IN_BF16,
+    ("hift", "ddp", "rounded stochastically"): ROUNDED,
+    ("hift", "fsdp2", "rounded stochastically"): ROUNDED,
     ("hift", "fsdp2", "fp32"): HIFT,
     ("hift", "fsdp2", "bf16"): IN_BF16,
     ("hift", "fsdp2", "bf16, in one file"): replace(IN_BF16, plugin=FULL),
@@ -100,7 +103,7 @@ def resume_trainer(
 QUICK: list[Key] = [
     ("hift", "ddp", "bf16"),
     ("sft", "ddp", "MA"),
-    *(("hift", "fsdp2", name) for name in ("bf16", "bf16, in one file")),
+    *(("hift", "fsdp2", name) for name in ("bf16", "bf16, in one file", "rounded stochastically")),
     ("hift", "zero1", "bare, bf16, DeepSpeed's schedule"),
     *(("hift", "zero2", name) for name in ("bare", "accumulated, clipped")),
     ("hift", "zero3", "bare"),

@@ -176,6 +176,7 @@ def test_on_ranks_a_plan_is_made_apart_and_may_die(
             {"precision": "mixed_hi", "layers_per_group": 2, "master": "fp32", "stream_bytes": 9, "state": "discard"},
         ),
         ("hift", ("--bf16", "--master", "none"), {"precision": "bf16"}),
+        ("hift", ("--bf16", "--master", "stochastic"), {"precision": "bf16", "master": "stochastic"}),
         ("hift", ("--gradients", "stepped", "--max_grad_norm", "0"), {"gradients": "stepped"}),
         (
             "dense",

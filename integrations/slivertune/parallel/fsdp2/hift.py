@@ -43,8 +43,14 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
 
     Raises:
         ValueError: If the base optimizer is not elementwise, the settings or weights differ between ranks, a unit holds
-            the input embedding, or a trained parameter is not sharded by rows.
+            the input embedding, a trained parameter is not sharded by rows, or `master="stochastic"` meets mixed
+            precision.
     """
+    if hift.config.master == "stochastic" and accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"master='stochastic' rounds weights to bf16, and with mixed_precision='{accelerator.mixed_precision}' "
+            "accelerate casts sharded weights to fp32. Set mixed_precision='no'"
+        )
     check_units(accelerator, model)
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights, and sends them
         bits = {f"the bits of {name}": int(sum_of_bits(parameter)) for name, parameter in model.named_parameters()}

@@ -16,6 +16,11 @@ class ShardedWeight(Weight):
     first_row: int
     """Index of this rank's first row in the whole weight. If this rank has none, it is the weight's number of rows."""
 
+    @property
+    @override
+    def first_element(self) -> int:
+        return self.first_row * self.trained.shape[1:].numel()
+
     @override
     def take_gradient(self) -> None:
         self.follow()
