@@ -164,7 +164,7 @@ _DRAWN = (
     "HiFT, 1 of 34 layers",
     "HiFT, 9 of 34 layers",
     "HiFT, 9 of 34 layers + TokenTune",
-    "HiFT, all layers",
+    "full",
     "SFT (AG)",
     "LoRA",
     "QLoRA",

@@ -401,8 +401,13 @@ OTHER_REFUSALS = {
         "--{} {} has no effect on --task {}": "an argument of the Trainer and a task",
     },
     "training/command_line/plan_words.py": {
+        "--method {} is set by each row of --compare. Leave out one of the two": "one option, given twice",
         "--optim_args {} takes effect only with --optim": "an option that completes another",
         "{} means --{} {} here, and --{} {} says otherwise. Leave out one of the two": "one option, given twice",
+    },
+    "training/options/full_method.py": {
+        "--{} {} does not go with --method {}": "an option and a method that sets it",
+        "--bf16 false does not go with --method {}": "an option and a method that sets it",
     },
     "training/options/parser.py": {
         "{} {} resets what --{} {} sets. Leave out one of the two": "one option, given twice"

@@ -96,11 +96,12 @@ def test_a_run_file_opens_with_what_it_trains_on_what_and_the_command(name: str)
     assert f"| `{path.stem}` |" in (path.parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_run_files_are_those_for_models_larger_than_the_card_and_no_launch_presets() -> None:
+def test_run_files_are_those_of_train_and_no_launch_presets() -> None:
     assert RUN_FILES == (
         "single_gpu_12g_8b.yaml",
         "single_gpu_24g_13b.yaml",
         "single_gpu_24g_32b.yaml",
+        "single_gpu_24g_full.yaml",
         "single_gpu_48g_70b.yaml",
     )
     with pytest.raises(ValueError, match="there is no preset"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from slivertune.hift.config import ALL_LAYERS
 from slivertune.planning.cards import card_named
 from slivertune.planning.compare import Comparison, Question, Row, Way, advice, compare, in_order, rows_of, ways_of
 from slivertune.planning.comparison_plot import comparison_figure
@@ -48,12 +49,13 @@ def largest_by_trying_all(request: PlanRequest, limits: Limits, model: ModelFigu
     return found
 
 
-def test_the_ways_are_hift_with_one_four_and_all_layers_both_selections_of_sft_lora_and_dense() -> None:
+def test_the_ways_are_hift_with_one_a_quarter_and_all_layers_full_both_selections_of_sft_lora_and_dense() -> None:
     ways = {way.title: dict(way.settings) for way in ways_of(tiny_model(), GIVEN)}
     assert ways == {
         "HiFT, all layers": {"method": "hift", "layers_per_group": 5, "steps_per_group": 1, "gradients": "host"},
         "HiFT, 2 of 5 layers": {"method": "hift", "layers_per_group": 2, "steps_per_group": 20},
         "HiFT, 1 of 5 layers": {"method": "hift", "layers_per_group": 1, "steps_per_group": 1},
+        "full": {"method": "hift", **ALL_LAYERS, "optimizer": "adafactor"},
         "SFT (AG)": {"method": "sft"},
         "SFT (MA)": {"method": "sft", "selection": "momentum"},
         "QLoRA": {"method": "lora", "load_in_4bit": True},
@@ -65,8 +67,8 @@ def test_the_ways_are_hift_with_one_four_and_all_layers_both_selections_of_sft_l
 def test_each_way_has_the_precision_of_train_with_bf16_and_what_was_given() -> None:
     given = {"seq_length": 64, "optimizer": "adamw8bit", "gradient_checkpointing": False}
     for way in ways_of(tiny_model(), given):
-        if way.settings["method"] == "sft":
-            continue  # which is an optimizer itself
+        if way.settings["method"] == "sft" or way.title == "full":
+            continue  # which have an optimizer themselves
         request = way.request(given)
         precisions = {"hift": "mixed_hi", "lora": "bf16", "dense": "mixed"}
         assert request.precision == precisions[request.method]
@@ -76,7 +78,7 @@ def test_each_way_has_the_precision_of_train_with_bf16_and_what_was_given() -> N
 @pytest.mark.parametrize("master", ["none", "stochastic"])
 def test_masters_that_were_given_are_those_of_the_rows_with_masters(master: str) -> None:
     requests = [way.request({"master": master}) for way in ways_of(tiny_model(), {"master": master})]
-    assert {(each.method, each.precision, each.master) for each in requests} == {
+    assert {(each.method, each.precision, each.master) for each in requests if each.layers_per_group != "all"} == {
         ("hift", "bf16", master), ("sft", "bf16", None), ("lora", "bf16", None), ("dense", "mixed", None)
     }  # fmt: skip
 

@@ -2,15 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from slivertune.core.ledger import claim
+from slivertune.hift import tiled_steps
+from slivertune.hift.stochastic_rounding import StochasticRounding
+from slivertune.hift.tiled_steps import TransformersRule, step_in_tiles
 from slivertune.planning.counter import WorkCounter, beside_computation
 from slivertune.planning.fake import without_data
 from slivertune.planning.kernels import attend
@@ -291,3 +295,20 @@ def test_weights_on_the_host_come_for_each_forward_and_again_from_the_group_upwa
     embedding, *blocks, head = (each.backward(1).copied("inbound", "parameters") / of_block for each in plan.updates)
     assert (embedding, blocks[0], head) == (2, 2, 0)
     assert blocks == sorted(blocks, reverse=True)  # loads ahead count with the block above
+
+
+@pytest.mark.parametrize("shape", [(40, 17), (3, 40, 17)])
+def test_one_tile_of_each_shape_stands_for_all(shape: tuple[int, ...]) -> None:
+    group = {"lr": 1e-2, "weight_decay": 0.1, "clip_threshold": 1.0, "decay_rate": -0.8, "eps": (1e-30, 1e-3)}
+    found = []
+    with mock.patch.object(tiled_steps, "TILE_ELEMENTS", 300):
+        for is_fake in (True, False):
+            counter = WorkCounter()
+            with without_data() if is_fake else nullcontext(), counter.counting("part"):
+                weight, gradient = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
+                rounding = StochasticRounding(seed=0, update=0).of("weight")
+                step_in_tiles(TransformersRule(), {}, group, weight, gradient, rounding.round_into)
+            found.append(counter.work_of("part").operators)
+    # A fake step stacks fewer norms.
+    differing = (found[0] - found[1]) + (found[1] - found[0])
+    assert sum(differing.values()) <= 4 and sum(found[1].values()) > 60

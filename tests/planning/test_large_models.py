@@ -13,6 +13,7 @@ Not reproduced, each with its reason:
 
 import resource
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, Plan, add_allowance
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import search, start_of_search
+from slivertune.training.command_line.plan_words import parse_plan_arguments
 from tests.conftest import CHECKOUT
 from tests.helpers.plan_requests import paper_request
 
@@ -72,6 +74,19 @@ def test_full_parameter_training_fits_where_it_must(config: Any, settings: Any, 
     num_groups = sum(len(group.indices) for group in plan.groups)
     assert num_groups * settings.get("layers_per_group", 1) == 34, "every layer trains"
     assert plan.peak_bytes <= limit
+
+
+@pytest.mark.parametrize(("model", "seq_length", "limit"), [("llama-3.1-8b", 512, 17.05), ("llama-2-7b", 1024, 14.03)])
+def test_full_needs_hardly_more_than_an_optimizer_without_state(model: str, seq_length: int, limit: float) -> None:
+    words = ["--model", model, "--method", "full", "--batch_size", "1", "--max_length", str(seq_length)]
+    full = PlanRequest(**parse_plan_arguments(words).given)
+    bare = replace(full, optimizer="sgd", master=None)
+    needed, least = (add_allowance(make_plan(each, find_model(model).config)) for each in (full, bare))
+    assert least.device_bytes < needed.device_bytes <= min(limit * GIB, least.device_bytes + 256 * MIB)
+    assert (needed.host_bytes, needed.disk_bytes) == (0, 0)
+    if model == "llama-3.1-8b":
+        page = " ".join((CHECKOUT / "docs" / "hift.md").read_text(encoding="utf-8").split())
+        assert f"Llama-3.1-8B needs {needed.device_bytes / GIB:.1f} GiB of the GPU, the allowance included" in page
 
 
 @pytest.mark.parametrize(

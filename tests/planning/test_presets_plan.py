@@ -106,7 +106,7 @@ def test_what_a_run_file_says_of_host_and_disk_is_what_is_planned(
     stem: str, requirement: Callable[[str], MemoryRequirement]
 ) -> None:
     found, text = requirement(stem), comment_of(stem)
-    host = re.search(r"(?:a host with|the run takes) ([\d.]+) GiB", text)
+    host = re.search(r"(?:a host with|the run takes) ([\d.]+) GiB", text.replace("with nothing", "a host with 0.0 GiB"))
     disk = re.search(r"([\d.]+) GiB on a fast local disk", text)
     assert host is not None and host[1] == in_gib(found.host_bytes)
     assert (disk[1] if disk else "0.0") == in_gib(found.disk_bytes)
@@ -128,8 +128,8 @@ def test_what_is_planned_is_what_a_run_file_says(stem: str) -> None:
     ]
     asked = PlanRequest(**parse_plan_arguments(["--model", arguments.model, *options]).given)
     assert PlanRequest(**arguments.given) == asked
-    size = re.search(r"\d+b$", stem)
-    assert size is not None and arguments.model.endswith(size[0])
+    size = re.match(r"\d+B", table()[stem]["Model and hardware"])
+    assert size is not None and arguments.model.endswith(size[0].lower())
 
 
 @pytest.mark.parametrize("stem", LAUNCH_PRESETS)

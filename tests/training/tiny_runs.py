@@ -41,6 +41,11 @@ METHODS = ("dense", "hift")
 COMBINATIONS = {
     "dense with tokens": ("--method", "dense", "--token_ratio", "0.4"),
     "hift with tokens": ("--method", "hift", "--preset", "paper", "--token_ratio", "0.4", "--token_pattern", "block"),
+    "full": ("--method", "full"),
+    "full in fp32 with tokens": (
+        *("--method", "full", "--weights_dtype", "fp32", "--gradient_checkpointing", "false"),
+        *("--token_ratio", "0.4"),
+    ),
     "lora": ("--method", "lora", "--lora_rank", "4", "--lora_dropout", "0.1"),
     "lora with tokens": ("--method", "lora", "--lora_rank", "4", "--token_ratio", "0.4"),
     "sft": ("--method", "sft", "--density", "0.1", "--reselection_interval", "6"),

@@ -85,39 +85,41 @@ def read_bytes(name: str, value: object, *, may_be_auto: bool = False) -> int | 
 
 
 def check_layers_per_group(value: object) -> None:
-    """Refuse a `layers_per_group` that is neither a number of layers nor a share of them, nor "auto".
+    """Refuse a `layers_per_group` that is no number of layers, no share of them, and not "all" or "auto".
 
     Args:
-        value: An integer from 1, a share of the layers (a float between 0 and 1), or "auto".
+        value: An integer from 1, a share of the layers (a float between 0 and 1), "all", or "auto".
 
     Raises:
         ValueError: If it is refused. The message names the setting, its value and the rule.
     """
-    if value == "auto":
+    if value in ("all", "auto"):
         return
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not is_number and not (isinstance(value, float) and 0 < value < 1):
         raise ValueError(
-            f"layers_per_group={value!r} must be a number of layers (an integer from 1), or a share of the layers "
-            "(above 0, below 1)"
+            f"layers_per_group={value!r} must be a number of layers (an integer from 1), a share of the layers "
+            "(above 0, below 1), or 'all'"
         )
 
 
-def layers_or_auto(text: str) -> float | Literal["auto"]:
-    """Read `layers_per_group`: an integer, a share or "auto".
+def layers_or_auto(text: str) -> float | Literal["all", "auto"]:
+    """Read `layers_per_group`: an integer, a share, "all" or "auto".
 
     Args:
         text: The text as typed.
 
     Raises:
-        ValueError: If it is no number and not "auto". The message begins with the text.
+        ValueError: If it is none of them. The message begins with the text.
     """
+    if text == "all":
+        return "all"
     if text == "auto":
         return "auto"
     try:
         return float(text) if set(".eE").intersection(text) else int(text)
     except ValueError:
-        raise ValueError(f"{text!r} must be an integer, a share of the layers as 0.25, or 'auto'") from None
+        raise ValueError(f"{text!r} must be an integer, a share of the layers as 0.25, 'all' or 'auto'") from None
 
 
 def integer_or_auto(text: str) -> int | Literal["auto"]:

@@ -1,8 +1,9 @@
 """Settings of HiFT."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, get_args
 
 from slivertune.core.options import Bytes, BytesOrAuto, Spelling
@@ -22,8 +23,18 @@ MasterKind = Literal["fp32", "none", "stochastic"]
 GradientPlace = Literal["device", "host", "stepped"]
 WeightPlace = Literal["device", "host"]
 WaitingForm = Literal["int8", "nf4"]
-LayersPerGroup = Annotated[float | Literal["auto"], Spelling(value_name="N|SHARE|auto", read=layers_or_auto)]
+LayersPerGroup = Annotated[float | Literal["all", "auto"], Spelling(value_name="N|SHARE|all|auto", read=layers_or_auto)]
 
+ALL_LAYERS: Mapping[str, Any] = MappingProxyType(
+    {
+        "layers_per_group": "all",
+        "steps_per_group": 1,
+        "gradients": "stepped",
+        "state": "device",
+        "master": "stochastic",
+    }
+)
+"""Settings that train all layers in each update, with nothing offloaded (`HiFTConfig.all_layers`)."""
 _SIZES = {"stream_bytes": False, "state_ram_bytes": False, "prefetch_bytes": True, "resident_bytes": True}
 """Fields that are sizes, and whether each may be "auto"."""
 
@@ -45,11 +56,11 @@ class HiFTConfig:
     """
 
     layers_per_group: LayersPerGroup = 0.25
-    """Layers per group, trained in one update (m in the paper): a number, or a share of the layers, rounded up. `auto`
-    (one GPU): the largest number that fits and whose transfers fully overlap with compute, found by planning the run.
+    """Layers per group, trained in one update (m in the paper): a number, a share of the layers, rounded up, or all.
+    `auto` (one GPU): the largest number that fits and whose transfers fully overlap with compute, found by planning.
 
-    The default is a quarter. The last group may hold fewer. One group of all layers, with `steps_per_group=1`, is dense
-    training. `auto` goes with `slivertune.attach` and `slivertune train`; other scripts give a number."""
+    The default is a quarter. The last group may hold fewer. One group of all layers is dense training. `auto` goes with
+    `slivertune.attach` and `slivertune train`; other scripts give a number."""
     steps_per_group: int = 20
     """Updates per turn of a group (block-coordinate descent). The paper has 1."""
     order: Order = "random"
@@ -144,6 +155,18 @@ class HiFTConfig:
             settings: Other settings; they may also replace these three.
         """
         return cls(**{"layers_per_group": 1, "steps_per_group": 1, "order": "bottom2up", **settings})
+
+    @classmethod
+    def all_layers(cls, **settings: Any) -> Self:
+        """Make settings that train all layers in each update, with nothing offloaded.
+
+        Tensors are stepped in the backward, the state stays on the device, and stochastic rounding replaces the
+        masters. Use a base optimizer of little state, such as Adafactor, and a model in bf16.
+
+        Args:
+            settings: Other settings; they may also replace these.
+        """
+        return cls(**{**ALL_LAYERS, **settings})
 
     @property
     def steps_in_backward(self) -> bool:

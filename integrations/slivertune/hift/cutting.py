@@ -112,12 +112,14 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter) -> list[Piece]:
 
 
 def _slice(weight: Weight, cut: Cut, meter: StepMeter) -> Slice:
+    rule, on_master = meter.rule_of(weight), meter.steps_master(weight)
     return Slice(
         weight,
         cut.start,
         cut.stop,
-        in_fp32=meter.steps_in_fp32(weight),
-        on_master=meter.steps_master(weight),
+        in_fp32=on_master if rule is not None else meter.steps_in_fp32(weight),
+        on_master=on_master,
+        rule=rule,
         scalars_on_device=meter.scalars_on_device(weight),
     )
 

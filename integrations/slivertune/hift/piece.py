@@ -13,6 +13,7 @@ from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.stochastic_rounding import StochasticRounding
+from slivertune.hift.tiled_steps import FactoredRule, step_in_tiles, unmet
 
 ParamGroups = Sequence[dict[str, Any]]
 """Param groups of the user's optimizer."""
@@ -77,6 +78,7 @@ class Slice:
         stop: One past the last element.
         in_fp32: Whether the base optimizer steps an fp32 copy of a 16-bit weight.
         on_master: Whether that copy is a master, which lasts. Others are made for one step, and rounded stochastically.
+        rule: Rule by which the whole weight is stepped in tiles, None if the base optimizer steps the slice at once.
         scalars_on_device: Keys of state without dimensions that is on the weight's device in a step, not on the host.
     """
 
@@ -88,12 +90,14 @@ class Slice:
         *,
         in_fp32: bool,
         on_master: bool,
+        rule: FactoredRule | None,
         scalars_on_device: frozenset[str],
     ) -> None:
         self.weight = weight
         self.start = start
         self.stop = stop
         self.on_master = on_master
+        self.rule = rule
         self.is_rounded = in_fp32 and not on_master
         self.scalars_on_device = scalars_on_device
         self.is_whole = stop - start == weight.parameter.numel()
@@ -173,15 +177,19 @@ class Instance:
         optimizer: The instance.
         indices: For each of its param groups, the index of the user's group that holds the hyperparameters. With None,
             each group has its index under `PARAM_GROUP`, since an engine may step the groups one by one.
+        in_tiles: Slices that are stepped in tiles. The others are stepped by the optimizer itself.
     """
 
     _num_made: ClassVar[int] = 0
 
-    def __init__(self, optimizer: torch.optim.Optimizer, indices: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, indices: Sequence[int] | None = None, in_tiles: Sequence[Slice] = ()
+    ) -> None:
         Instance._num_made += 1
         self.optimizer = optimizer
         """Instance of the base optimizer's class."""
         self._indices = indices
+        self._in_tiles = in_tiles
         self._pushed: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         """Values given last, by index of the user's group, which reveal the instance's own changes."""
 
@@ -199,13 +207,54 @@ class Instance:
                     inner[key] = in_form_of(inner.get(key), own_copy(value))
                     pushed[key] = own_copy(value)
 
-    def step(self) -> None:
+    def step(self, rounding: StochasticRounding | None = None) -> None:
         """Step. A class with a compiled step compiles it for each instance and each size of a chunk.
 
         If each step needs a new compilation, as in torch's own optimizers whose state moves, torch stops at its limit.
+
+        Args:
+            rounding: Rounding of the update, if bf16 weights that are stepped in tiles are rounded stochastically.
         """
-        with with_recompile_limit(RECOMPILE_LIMIT + 2 * Instance._num_made):
-            self.optimizer.step()
+        tiled = [
+            (one, gradient, self._group_of(one))
+            for one in self._in_tiles
+            if (gradient := one.leaf.grad) is not None and not gradient.is_sparse  # which the optimizer refuses
+        ]
+        try:
+            for one, _, _ in tiled:
+                one.leaf.grad = None
+            with with_recompile_limit(RECOMPILE_LIMIT + 2 * Instance._num_made):
+                self.optimizer.step()
+            for one, gradient, group in tiled:
+                self._step_in_tiles(one, gradient, group, rounding)
+        finally:
+            for one, gradient, _ in tiled:
+                one.leaf.grad = gradient
+
+    def _group_of(self, one: Slice) -> dict[str, Any]:
+        """Return the hyperparameters of a slice that is stepped in tiles, or raise if its rule does not hold."""
+        assert one.rule is not None
+        group = next(inner for inner, index in self._param_groups() if index == one.weight.param_group)
+        if (name := unmet(one.rule, group)) is not None:
+            raise ValueError(
+                f"{name}={group[name]!r} was set after the first step, and {one.weight.name} is stepped in tiles, "
+                f"which needs {name}={one.rule.settings.get(name, 'a number')!r}. Set it when HiFT is built"
+            )
+        return group
+
+    def _step_in_tiles(
+        self, one: Slice, gradient: torch.Tensor, group: dict[str, Any], rounding: StochasticRounding | None
+    ) -> None:
+        def write(tile: torch.Tensor, values: torch.Tensor, start: int) -> None:
+            if of_weight is None:
+                tile.copy_(values)
+            else:
+                of_weight.round_into(tile, values, start)
+
+        assert one.rule is not None
+        is_rounded = one.leaf.dtype == torch.bfloat16
+        of_weight = rounding.of(one.weight.name) if rounding is not None and is_rounded else None
+        step_in_tiles(one.rule, self.optimizer.state[one.leaf], group, one.leaf.data, gradient, write)
 
     def adapted(self) -> dict[int, dict[str, Any]]:
         """Return hyperparameters that the instance changed itself (as adaptive step sizes), by index of the group."""
@@ -263,6 +312,7 @@ class Piece:
             for index in indices
         ]
         leaves = [(one.leaf, one.weight.parameter) for one in self.slices]
-        self.instance = Instance(base.build(groups, leaves), indices)
+        in_tiles = [one for one in self.slices if one.rule is not None]
+        self.instance = Instance(base.build(groups, leaves), indices, in_tiles)
         self.instance.restore(param_groups, own)
         return self.instance

@@ -12,10 +12,13 @@ import torch
 from slivertune.core.ledger import Ledger, claim
 from slivertune.core.saved_values import is_finite
 from slivertune.core.torch_internals import FakeTensor
+from slivertune.hift import tiled_steps
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.nested_state import Structure, UnsupportedStateError, flatten_state
 from slivertune.hift.piece import Weight
+from slivertune.hift.stochastic_rounding import BYTES_PER_ELEMENT
+from slivertune.hift.tiled_steps import FactoredRule, rule_of, unmet
 from slivertune.hift.unsupported_optimizers import NEEDS_CLOSURE, refusal
 
 _PROBE_ELEMENTS = 64 * CUT_MULTIPLE
@@ -92,8 +95,21 @@ class StepMeter:
         """Return whether a weight is stored in 16 bits and a copy of it in fp32 is stepped, a master or not."""
         return self.config.master != "none" and weight.parameter.dtype == torch.bfloat16
 
+    def rule_of(self, weight: Weight) -> FactoredRule | None:
+        """Return the rule by which a weight is stepped in tiles, None if it is stepped whole."""
+        parameter, rule = weight.parameter, rule_of(self.base.optimizer_class)
+        is_whole = self.base.slicing.unit == "tensors"
+        is_large = parameter.dim() > 1 and parameter.numel() > tiled_steps.TILE_ELEMENTS
+        dtype = torch.float32 if self.steps_in_fp32(weight) else parameter.dtype
+        # An offloaded exact weight is loaded contiguous.
+        if rule is None or not (is_whole and is_large) or not (parameter.is_contiguous() or weight.is_waiting):
+            return None
+        return rule if dtype in rule.dtypes and unmet(rule, self._param_groups[weight.param_group]) is None else None
+
     def needs(self, weight: Weight) -> StepNeeds:
         """Return the needs of a weight, or of its fp32 copy, on its device."""
+        if self.rule_of(weight) is not None:
+            return self._needs_in_tiles(weight)
         parameter = weight.parameter
         is_sampled = self.is_elementwise and parameter.numel() >= _PROBE_ELEMENTS
         shape = (_PROBE_ELEMENTS,) if is_sampled else tuple(parameter.shape)
@@ -109,6 +125,23 @@ class StepMeter:
             sample,
             state_bytes={dtype: num_bytes * scale for dtype, num_bytes in sample.state_bytes.items()},
             temporary_bytes=sample.temporary_bytes * scale,
+        )
+
+    def _needs_in_tiles(self, weight: Weight) -> StepNeeds:
+        """Return the needs of a weight that is stepped in tiles, whose whole step may not fit."""
+        parameter = weight.parameter
+        shape, dtype = (*(1 for _ in parameter.shape[2:]), 3, 2), torch.float32
+        key = (shape, weight.param_group, dtype, weight.device)
+        if key not in self._measured:
+            with _same_random_numbers(parameter, weight.device), _uncompiled():
+                self._measured[key] = self._measure(weight, torch.zeros(shape, dtype=dtype, device=weight.device))
+        num_moments = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
+        per_element = dtype.itemsize + BYTES_PER_ELEMENT * (self.config.master == "stochastic")
+        return replace(
+            self._measured[key],
+            state_bytes={dtype: float(num_moments * dtype.itemsize)},
+            # Of a tile, and the factors that are made of the moments.
+            temporary_bytes=float(tiled_steps.TILE_ELEMENTS * per_element + num_moments * dtype.itemsize),
         )
 
     def scalars_on_device(self, weight: Weight) -> frozenset[str]:

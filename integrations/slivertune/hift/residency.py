@@ -100,7 +100,7 @@ class ResidentGroup:
                     refresh_master(one.leaf.data, one.part_of_weight())
                 one.attach_gradient()
             instance.push(param_groups, held_lr)
-            instance.step()
+            instance.step(self._rounding)
             for one in piece.slices:
                 one.write_weight(self._rounding)
                 one.drop_gradient(is_last=one.stop == one.weight.parameter.numel())

@@ -31,16 +31,18 @@ class Group:
     """Names of the trained parameters, as in `model.named_parameters()`."""
 
 
-def count_per_group(layers_per_group: float | Literal["auto"], num_layers: int) -> int:
+def count_per_group(layers_per_group: float | Literal["all", "auto"], num_layers: int) -> int:
     """Return the number of layers per group.
 
     Args:
-        layers_per_group: The number itself, or a share of the layers, which is rounded up.
+        layers_per_group: The number itself, a share of the layers, which is rounded up, or "all".
         num_layers: Layers that train (n).
 
     Raises:
         ValueError: If it is "auto", which nothing has chosen yet.
     """
+    if layers_per_group == "all":
+        return num_layers
     if isinstance(layers_per_group, str):
         raise ValueError(
             "layers_per_group='auto' is chosen by slivertune.attach and by slivertune train, which know the batch. "
@@ -52,13 +54,13 @@ def count_per_group(layers_per_group: float | Literal["auto"], num_layers: int) 
 
 
 def cut_groups(
-    layers: Sequence[Layer], layers_per_group: float | Literal["auto"], trainable: frozenset[str]
+    layers: Sequence[Layer], layers_per_group: float | Literal["all", "auto"], trainable: frozenset[str]
 ) -> tuple[Group, ...]:
     """Cut n layers into k = ceil(n / m) groups, from the bottom. The last may be smaller.
 
     Args:
         layers: Layers of the model, bottom first.
-        layers_per_group: Layers per group (m), in [1, n], or a share of n.
+        layers_per_group: Layers per group (m), in [1, n], a share of n, or "all".
         trainable: Names of the parameters that may train. A layer without any takes no part.
 
     Returns:

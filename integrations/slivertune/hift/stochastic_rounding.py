@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import torch
 
+from slivertune.core.repeated_work import standing_for
 from slivertune.hift.config import HiFTConfig
 
 TILE_ELEMENTS = 2**22
@@ -88,8 +89,9 @@ class WeightRounding:
     def _random_bits(self, start: int, tile: torch.Tensor) -> torch.Tensor:
         """Return hashes of the indices of a tile: numbers from 0 to 65,535 as int32."""
         if self._products is None or self._products.numel() < tile.numel():
-            products = torch.arange(tile.numel(), dtype=torch.int32, device=tile.device)
-            self._products = products.mul_(_signed(_SPREAD))
+            with standing_for(1):
+                products = torch.arange(tile.numel(), dtype=torch.int32, device=tile.device)
+                self._products = products.mul_(_signed(_SPREAD))
         bits = self._products[: tile.numel()] + _signed(start * _SPREAD + self._key)
         bits.bitwise_xor_(bits >> 16)  # this shift repeats the sign
         bits.mul_(_signed(_MIX))

@@ -437,7 +437,7 @@ class StreamedGroup(ResidentGroup):
             {one.leaf: state for one, state in zip(piece.slices, states, strict=True) if state}
         )
         instance.push(param_groups, held_lr)
-        instance.step()
+        instance.step(self._rounding)
 
     def _store(self, index: int, unstepped: Counter[str]) -> None:
         """Write a chunk's weights, queue the write back of its state, and give its slot back, unless it stays.

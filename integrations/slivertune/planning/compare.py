@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slivertune import __version__
-from slivertune.hift.config import HiFTConfig
+from slivertune.hift.config import ALL_LAYERS, HiFTConfig
 from slivertune.hift.rotation import count_per_group
 from slivertune.planning.cards import DISK_BANDWIDTH, Card, Rates
 from slivertune.planning.configs import ModelFigures
@@ -50,8 +50,9 @@ class Way:
         """
         method = self.settings["method"]
         shared = {name: value for name, value in given.items() if name != "master" or name in planned(method).settings}
-        precision = precision_with_bf16(method, shared.get("master"))
-        return PlanRequest(**{"gradient_checkpointing": True, **shared, "precision": precision, **self.settings})
+        settings = {**shared, **self.settings}
+        precision = precision_with_bf16(method, settings.get("master"))
+        return PlanRequest(**{"gradient_checkpointing": True, **settings, "precision": precision})
 
 
 def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:
@@ -73,6 +74,7 @@ def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:
             for number, steps in schedules.items()
             if number < num_layers
         ),
+        Way(title="full", settings={"method": "hift", **ALL_LAYERS, "optimizer": "adafactor"}, trains_all=True),
         Way(title="SFT (AG)", settings={"method": "sft"}, trains_all=False),
         Way(title="SFT (MA)", settings={"method": "sft", "selection": "momentum"}, trains_all=False),
         Way(title="QLoRA", settings={"method": "lora", "load_in_4bit": True}, trains_all=False),

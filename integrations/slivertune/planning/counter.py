@@ -17,6 +17,7 @@ from slivertune.core.copy_streams import Direction
 from slivertune.core.layers import find_blocks
 from slivertune.core.ledger import claimed_as
 from slivertune.core.outputs import tensors_of
+from slivertune.core.repeated_work import num_stood_for
 from slivertune.core.torch_internals import (
     FLOP_FORMULAS,
     NO_BACKWARD,
@@ -155,7 +156,7 @@ class WorkCounter(TorchDispatchMode):
         flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
         num_bytes = sum(_num_bytes(each) for each, off in zip((*read, *written), is_off, strict=True) if not off)
         if (flops or num_bytes) and not _beside:
-            self._work(updates_state=STATE in places).operators[flops, num_bytes] += 1
+            self._work(updates_state=STATE in places).operators[flops, num_bytes] += num_stood_for()
 
 
 def _touched(

@@ -74,7 +74,7 @@ class PlanRequest:
     token_tile_size: int | None = None
     chunked_cross_entropy: bool = True
     token_ratio: float | None = None
-    layers_per_group: Annotated[float, Spelling(read=layers_or_auto)] = float(_HIFT.layers_per_group)
+    layers_per_group: Annotated[float | Literal["all"], Spelling(read=layers_or_auto)] = float(_HIFT.layers_per_group)
     layers: tuple[str, ...] | None = None
     steps_per_group: int = _HIFT.steps_per_group
     stream_bytes: Bytes = _HIFT.stream_bytes
@@ -382,14 +382,15 @@ def check_value(option: Option, value: Any) -> None:
     name, kinds = option.name, option.kinds
     if value is None and option.default is None:
         return
+    if name == "layers_per_group":
+        check_layers_per_group(value)
+        return
     if get_origin(kinds[0]) is Literal:
         check_choice(name, value, option.choices)
     elif int in kinds:
         check_integer(name, value)
     elif float in kinds:
         check_number(name, value)
-    if name == "layers_per_group":
-        check_layers_per_group(value)
     rule = rule_of(option)
     if rule is not None and not rule.allows(value):
         raise ValueError(f"{name}={value} must be {rule.describe()}")

@@ -207,7 +207,7 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         (["--layers_per_group", "0"], "layers_per_group=0 must be a number of layers"),
         (
             ["--layers_per_group", "many"],
-            "--layers_per_group 'many' must be an integer, a share of the layers as 0.25, or 'auto'",
+            "--layers_per_group 'many' must be an integer, a share of the layers as 0.25, 'all' or 'auto'",
         ),
         (["--order", "sideways"], "invalid choice: 'sideways'"),
         (["--keep_activations", "2"], "keep_activations 2 spares blocks that --gradient_checkpointing would recompute"),

@@ -139,7 +139,7 @@ def test_every_numeric_field_can_be_swept() -> None:
         ),
         ([*MODEL, "--gradient-checkpointin"], "; did you mean --gradient_checkpointing?"),
         ([*MODEL, "--max_seq_length", "1"], "; did you mean --seq_length?"),
-        ([*MODEL, "--method", "hifft"], "(choose from 'dense', 'hift', 'sft', 'lora'); did you mean hift?"),
+        ([*MODEL, "--method", "hifft"], "(choose from 'dense', 'hift', 'sft', 'lora', 'full'); did you mean hift?"),
         ([*MODEL, "--sweep", "seq_lenght=1"], "; did you mean seq_length?"),
         ([*MODEL, "--optim", "adamw_torhc"], "; did you mean adamw_torch?"),
         ([*MODEL, "--gradient_checkpointing", "maybe"], "'maybe' must be true or false"),

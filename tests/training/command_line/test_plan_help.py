@@ -30,11 +30,11 @@ def test_the_help_fits_the_terminal_and_names_defaults(
     assert [title.partition(",")[0] for title in titles] == expected
     whole = " ".join(text.split())
     for part in (
-        "--method {dense,hift,sft,lora} training method (default: hift)",
+        "--method {dense,hift,sft,lora,full} training method (default: hift)",
         "--max_length N, --seq_length unpadded tokens per sequence. By default 1,024, or as many as the model takes",
         "--fit [SIZE]",
         "--sft_target_modules NAME ...",
-        "--layers_per_group N|SHARE|auto",
+        "--layers_per_group N|SHARE|all|auto",
         "--optimizer NAME in place of optim: the optimizer of the trained weights",
         "compute whole logits, as transformers does (default: true)",
     ):

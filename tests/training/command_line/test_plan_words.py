@@ -164,7 +164,7 @@ def test_an_option_of_a_run_file_is_taken_back_or_replaced_by_another_of_the_sam
 def test_options_of_train_alone_are_read_over_without_a_file() -> None:
     given, unread = planned("--model", "m", "--learning_rate", "-0", "--dataset", "a", "b", "--preset", "paper")
     assert (given["model"], given["layers_per_group"], given["steps_per_group"]) == ("m", 1, 1)
-    assert unread == ["learning_rate", "dataset", "order"]
+    assert unread == ["learning_rate", "dataset"]
 
 
 @pytest.mark.parametrize("name", run_file_names())

@@ -87,7 +87,8 @@ def test_the_paper_is_a_preset_of_which_each_setting_can_be_another(
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("3", 3), ("0.25", 0.25), (".5", 0.5), ("1e-05", 1e-5), ("5E-1", 0.5), ("auto", "auto")]
+    ("text", "number"),
+    [("3", 3), ("0.25", 0.25), (".5", 0.5), ("1e-05", 1e-5), ("5E-1", 0.5), ("all", "all"), ("auto", "auto")],
 )
 def test_layers_per_group_is_a_number_a_share_or_auto(text: str, number: object) -> None:
     assert layers_or_auto(text) == number

@@ -101,7 +101,7 @@ def test_its_defaults_options_and_checks_are_those_of_the_command_line(runs: Run
     with pytest.raises(SystemExit):
         parse_train_arguments(["--help"])
     text = runs.printed()
-    assert "--method {dense,hift,sft,lora,first_layers}" in text
+    assert "--method {dense,hift,sft,lora,first_layers,full}" in text
     assert "first_layers: the first layers alone" in " ".join(text.split())
     assert "\n--method first_layers, the first layers alone:\n  --num_first_layers" in text
 

@@ -23,6 +23,7 @@ from slivertune.training.methods.registry import TRAIN_METHODS, check_method, ch
 from slivertune.training.models import Precision, choose_precision
 from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
 from slivertune.training.options.config_file import read_settings
+from slivertune.training.options.full_method import without_full
 from slivertune.training.options.methods import DEFAULT_METHOD
 from slivertune.training.options.parser import given_values
 from slivertune.training.ranks.coordinator import LaunchCoordinator
@@ -84,6 +85,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     typed = given_values(argv, lambda path: coordinator.decide("the config file", lambda: read_settings(path)))
     learn(values=typed)
     _check_secrets(typed)
+    typed = without_full(typed)
     method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
     typed |= values_of_preset(method_class, typed, argv)
     given = frozenset(typed)
@@ -274,8 +276,11 @@ def check_pairs(values: Mapping[str, Any]) -> None:
     if values.get("offload_activations") and not checkpointing:
         raise ValueError(offloading_without_checkpointing())
     smoothing, task = values.get("label_smoothing_factor"), values.get("task")
+    norm, gradients = values.get("max_grad_norm"), values.get("gradients")
     refuse_together(
         {
+            "gradients='stepped'": f"--gradients {gradients}" if gradients == "stepped" else None,
+            "max_grad_norm": f"--max_grad_norm {norm}" if norm else None,
             "offload_activations": "--offload_activations" if values.get("offload_activations") else None,
             "keep_activations='auto'": "--keep_activations auto" if values.get("keep_activations") == "auto" else None,
             "tile_tokens": None if values.get("token_tile_size") is None else "--token_tile_size",

@@ -15,7 +15,8 @@ from slivertune.training.methods.method import TrainingMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.models import Precision, choose_precision
 from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments
-from slivertune.training.options.methods import DEFAULT_METHOD, METHOD_OPTIONS, method_option
+from slivertune.training.options.full_method import without_full
+from slivertune.training.options.methods import DEFAULT_METHOD, FULL, METHOD_OPTIONS, method_option
 from slivertune.training.options.parser import Verb, given_values
 from slivertune.training.options.table import OLD_NAMES, option_named
 
@@ -54,7 +55,7 @@ def plan_options() -> dict[str, Option]:
     own = {option.name: option for option in options if option.text}
     for name, field in NAMES_OF_FIELDS.items():
         own[name] = replace(own[name], aliases=(field,))
-    return {"method": replace(method_option(), choices=planned_methods(), text="Training method."), **own}
+    return {"method": replace(method_option(), choices=(*planned_methods(), FULL), text="Training method."), **own}
 
 
 def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
@@ -70,7 +71,15 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     """
     own = plan_options()
     verb = Verb(name="plan", own=own, other_words=_OTHER_WORDS, help_text=lambda _: plan_help(own))
-    values = given_values(argv, verb=verb)
+    written = given_values(argv, verb=verb)
+    if written.get("compare") and written.get("method") == FULL:
+        raise ValueError(f"--method {FULL} is set by each row of --compare. Leave out one of the two")
+    values = without_full(written)
+    sweep: Sweep | None = written.get("sweep")
+    if sweep is not None:
+        # Of the values that `--method full` stands for.
+        swept = {sweep.field, *IN_PLACE_OF.get(sweep.field, ())} - written.keys()
+        values = {name: value for name, value in values.items() if OLD_NAMES.get(name, name) not in swept}
     has_file, options = bool(argv) and not argv[0].startswith("-"), verb.options()
     words = [word.partition("=")[0].strip("-").replace("-", "_") for word in argv if word.startswith("--")]
     typed = {option.name for word in words if (option := option_named(word, options)) is not None}
@@ -91,13 +100,12 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     chooses_layers = given.get("layers_per_group") == "auto"
     if chooses_layers:
         del given["layers_per_group"]
-    sweep: Sweep | None = questions.get("sweep")
     arguments = PlanArguments(
         model=model,
         given=given,
         chooses_layers=chooses_layers,
         fits_card=questions.get("fit_bytes") == OF_CARD,
-        unread=(*unread, *not_read),
+        unread=tuple(name for name in (*unread, *not_read) if name in written),
         **{name: each for name, each in questions.items() if each != OF_CARD},
     )
     # --compare has a precision for each method, and a search without a run file begins in 16 bits.

@@ -31,6 +31,7 @@ NAMED_ROWS = {
     "hift+tokentune": ("--method", "hift", *_TOKENS),
     "lora": ("--method", "lora"),
     "qlora": ("--method", "lora", "--load_in_4bit"),
+    "full": ("--method", "full"),
 }
 """Name of a row, as typed -> its options."""
 DEFAULT_ROWS = tuple(NAMED_ROWS)[:6]

@@ -67,6 +67,7 @@ class HiFTMethod(SliverMethod):
         layers_per_group = given.get("layers_per_group", EMBEDDED_LAYERS_PER_GROUP)
         # For a share and `auto`, take the rate of the default.
         number = layers_per_group if isinstance(layers_per_group, int) else EMBEDDED_LAYERS_PER_GROUP
+        number = max(_EMBEDDED_RATES) if layers_per_group == "all" else number
         measured = max((each for each in _EMBEDDED_RATES if each <= number), default=1)
         is_long = int(given.get("steps_per_group", _DEFAULTS.steps_per_group)) >= _DEFAULTS.steps_per_group
         rates = _EMBEDDED_RATES_OF_LONG_TURNS if is_long else _EMBEDDED_RATES

@@ -178,6 +178,12 @@ LORA = MethodOptions(
 METHOD_OPTIONS: dict[str, MethodOptions] = {each.name: each for each in (DENSE, HIFT, SFT, LORA)}
 """Methods by the name that is typed, including those of other packages."""
 DEFAULT_METHOD = HIFT
+FULL = "full"
+"""Value of `--method` that stands for hift with other settings (`without_full`)."""
+_FULL_HELP = (
+    "hift with all layers in each update and a small state (Adafactor); bf16 weights are stepped in the backward and "
+    "rounded stochastically, so that nothing is in host memory"
+)
 
 
 def method_option() -> Option:
@@ -186,7 +192,7 @@ def method_option() -> Option:
         name="method",
         kinds=(str,),
         default=DEFAULT_METHOD.name,
-        text="; ".join(f"{name}: {each.help}" for name, each in METHOD_OPTIONS.items()),
+        text="; ".join([*(f"{name}: {each.help}" for name, each in METHOD_OPTIONS.items()), f"{FULL}: {_FULL_HELP}"]),
         owner=MethodOptions,
-        choices=tuple(METHOD_OPTIONS),
+        choices=(*METHOD_OPTIONS, FULL),
     )

@@ -1,0 +1,306 @@
+"""Adafactor in tiles of a weight: the whole step's result to rounding, in few operators and little memory."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+from slivertune import HiFT, HiFTConfig
+from slivertune.core.ledger import Ledger
+from slivertune.hift import tiled_steps
+from slivertune.hift.piece import Slice
+from slivertune.hift.stochastic_rounding import StochasticRounding
+from slivertune.hift.tiled_steps import rule_of, step_in_tiles, unmet
+from tests.helpers.models import LAYERS, assert_same_bits, bits, differing, small_decoder, token_batches, weights
+from tests.helpers.pairwise import rotated
+from tests.helpers.reference import NaiveHiFT, naive_groups, train
+from tests.hift.cases import BIG_VOCAB, hift_over, reloaded, run
+from tests.hift.test_waiting import NaiveWaiting
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NAMED: dict[str, Any] = {"scale_parameter": False, "relative_step": False, "warmup_init": False, "lr": 1e-2}
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "transformers": (TransformersAdafactor, NAMED),
+    "transformers, other settings": (
+        TransformersAdafactor,
+        {**NAMED, "weight_decay": 0.1, "clip_threshold": 0.5, "decay_rate": -0.5, "eps": (1e-12, 1e-3)},
+    ),
+    "torch": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "torch, no rate": (torch.optim.Adafactor, {"lr": 0.0, "weight_decay": 0.1}),
+    "torch, other settings": (
+        torch.optim.Adafactor,
+        {"lr": 0.05, "weight_decay": 0.1, "d": 2.0, "eps": (1e-4, 1e-2), "beta2_decay": -0.5},
+    ),
+}
+UPDATES = 6
+# Each factor of an update is rounded some ten times, and a mean is summed in another order.
+RELATIVE = 64 * 2**-24
+
+
+@contextmanager
+def tiles_of(num_elements: int) -> Iterator[None]:
+    with mock.patch.object(tiled_steps, "TILE_ELEMENTS", num_elements):
+        yield
+
+
+def write(tile: torch.Tensor, values: torch.Tensor, start: int) -> None:
+    assert tile.storage_offset() == start  # of a weight with a storage of its own
+    tile.copy_(values)
+
+
+def gradients(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Gradients of an update each, one of which is clipped, with a row and a column without any."""
+    torch.manual_seed(1)
+    found = [torch.randn(shape) * torch.rand(shape[-1]) * (20 if index == 3 else 1e-3) for index in range(UPDATES)]
+    for each in found:
+        each[..., 2, :] = 0
+        each[..., 3] = 0
+    return found
+
+
+@rotated(
+    name=list(OPTIMIZERS),
+    shape=[(48, 33), (3, 16, 40), (2, 2, 8, 8), (40, 4, 5, 3), (1, 64), (64, 1)],
+    tile=[1, 40, 300, 1500, 10**6],
+)
+def test_tiles_give_the_whole_steps_result(name: str, shape: tuple[int, ...], tile: int) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(shape))
+    optimizer = optimizer_class([whole], **options)
+    tiled, state, rule = whole.detach().clone(), {}, rule_of(optimizer_class)
+    assert rule is not None
+    limit = torch.zeros(shape)
+    for gradient in gradients(shape) if min(shape) > 3 else [torch.randn(shape) for _ in range(UPDATES)]:
+        before, whole.grad = whole.detach().clone(), gradient.clone()
+        optimizer.step()
+        with tiles_of(tile), torch.no_grad():
+            step_in_tiles(rule, state, optimizer.param_groups[0], tiled, gradient, write)
+        moved = (whole.detach() - before).abs()
+        limit += RELATIVE * (moved + before.abs())
+        assert float(((tiled - whole.detach()).abs() - limit).max()) <= 0
+        assert float(moved.max()) > 1e-5 or not options["lr"]
+    expected = dict(optimizer.state[whole])
+    assert state.keys() == expected.keys()
+    for key in state.keys() - {"RMS"}:
+        torch.testing.assert_close(torch.as_tensor(state[key]), torch.as_tensor(expected[key]), rtol=1e-5, atol=0)
+        assert type(state[key]) is type(expected[key])
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that compute, their largest result, and accesses to some storages."""
+
+    def __init__(self, **watched: torch.Tensor) -> None:
+        super().__init__()
+        self.names = {each.untyped_storage()._cdata: name for name, each in watched.items()}
+        self.accesses: Counter[str] = Counter()
+        self.num = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.name in ("aten::detach", "aten::empty", "aten::new_empty"):
+            return result
+        self.num += 1
+        given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
+        own = {each.untyped_storage()._cdata for each in given}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in own:
+            self.largest = max(self.largest, result.nbytes)
+        is_read = not func._schema.name.startswith("aten::new_")  # these take no more than a dtype and a device
+        for argument, value in zip(func._schema.arguments, args if is_read else (), strict=False):
+            if isinstance(value, torch.Tensor) and (name := self.names.get(value.untyped_storage()._cdata)) is not None:
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                self.accesses[f"{name} written" if is_written else f"{name} read"] += value.numel()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_reads"), [("transformers", 1), ("transformers, other settings", 1), ("torch", 2)]
+)
+@pytest.mark.parametrize("shape", [(16384, 4096), (16, 2048, 2048), (64, 1024, 1024), (1024, 4096, 4, 4)], ids=str)
+def test_a_step_takes_few_operators_each_on_a_tile_and_reads_the_gradient_three_times(
+    name: str, weight_reads: int, shape: tuple[int, ...]
+) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    weight, gradient = (torch.empty(shape, dtype=BF16, device="meta") for _ in range(2))
+    assert weight.numel() == 2**26
+    group = optimizer_class([torch.nn.Parameter(torch.zeros(2, 2))], **options).param_groups[0]
+    rounding, rule = StochasticRounding(seed=0, update=0).of("w"), rule_of(optimizer_class)
+    assert rule is not None
+    state: dict[str, Any] = {}
+    step_in_tiles(rule, state, group, weight, gradient, rounding.round_into)
+    with Operators(gradient=gradient, weight=weight) as counted:
+        step_in_tiles(rule, state, group, weight, gradient, StochasticRounding(seed=0, update=1).of("w").round_into)
+    is_convolution = len(shape) == 4  # the moments of its rows are a quarter of its size
+    assert is_convolution or counted.largest <= 72 * 10**6 // 4  # a quarter of a 4090's L2
+    assert counted.num <= 400
+    expected = {"gradient read": 3, "weight read": weight_reads, "weight written": 1}
+    assert {key: count / 2**26 for key, count in counted.accesses.items()} == expected
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "stepped, on the device": {"gradients": "stepped", "state": "device"},
+    "stepped, on the host": {"gradients": "stepped"},
+    "on the device": {"state": "device"},
+    "on the host, a chunk of many": {},
+    "gradients on the host": {"gradients": "host"},
+    "waiting": {"waiting": "int8"},
+    "on disk": {"state": "disk"},
+}
+
+
+def slices_of(hift: HiFT) -> list[Slice]:
+    return [one for each in hift._residencies for piece in each._pieces for one in piece.slices]
+
+
+BATCHES = token_batches(2 * LAYERS, vocab=BIG_VOCAB)
+MASTERS = {"fp32 weights": (FP32, "fp32"), "fp32 masters": (BF16, "fp32"), "stochastic": (BF16, "stochastic")}
+
+
+def in_tiles(optimizer_class: Any) -> Any:
+    """A plain optimizer that steps large weights in tiles."""
+
+    class InTiles(optimizer_class):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> None:
+            large = [
+                (group, each, each.grad)
+                for group in self.param_groups
+                for each in group["params"]
+                if each.grad is not None and each.dim() > 1 and each.numel() > tiled_steps.TILE_ELEMENTS
+            ]
+            for _, each, _ in large:
+                each.grad = None
+            super().step()
+            rule = rule_of(optimizer_class)
+            assert rule is not None
+            with torch.no_grad():
+                for group, each, gradient in large:
+                    step_in_tiles(rule, self.state[each], group, each.data, gradient, write)
+
+    return InTiles
+
+
+@rotated(name=list(OPTIMIZERS), place=list(PLACES), master=list(MASTERS))
+def test_weights_are_those_of_a_plain_optimizer_in_tiles_wherever_state_and_gradients_are(
+    name: str, place: str, master: str, tmp_path: Path
+) -> None:
+    dtype, kind = MASTERS[master]
+    optimizer_class, options = OPTIMIZERS[name]
+    settings = {**PLACES[place], **({"state_dir": tmp_path} if place == "on disk" else {})}
+    model, dense = (small_decoder(dtype, vocab=BIG_VOCAB) for _ in range(2))
+    before = weights(dense)
+    with tiles_of(300):
+        _, hift = hift_over(model, optimizer_class, master=kind, **settings, **options)
+        made: Any = NaiveHiFT if place != "waiting" else partial(NaiveWaiting, form="int8")
+        naive = made(dense, in_tiles(optimizer_class), groups=naive_groups(dense, 1), master=kind, **options)
+        assert train(model, hift, BATCHES, 2 * LAYERS) == train(dense, naive, BATCHES, 2 * LAYERS)
+    found, expected = model.state_dict(), getattr(naive, "exact", naive.parameters)
+    assert [key for key, value in expected.items() if not torch.equal(bits(found[key] + 0), bits(value + 0))] == []
+    assert sum(one.rule is not None for one in slices_of(hift)) > LAYERS
+    assert len(differing(weights(dense), before)) > LAYERS or not options["lr"]
+
+
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("tile", [64, 300])
+def test_a_run_that_is_resumed_has_the_same_bits(master: str, tile: int, tmp_path: Path) -> None:
+    dtype, kind = MASTERS[master]
+    with tiles_of(tile):
+        made = [small_decoder(dtype, vocab=BIG_VOCAB, seed=seed) for seed in (0, 9)]
+        (model, hift), (other, resumed) = (
+            hift_over(each, TransformersAdafactor, gradients="stepped", state="device", master=kind, **NAMED)
+            for each in made
+        )
+        run(model, hift, LAYERS + 1)
+        saved = reloaded([model.state_dict(), hift.state_dict()])
+        losses = run(model, hift, LAYERS, start=LAYERS + 1)
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        assert run(other, resumed, LAYERS, start=LAYERS + 1) == losses
+    assert_same_bits(model, other)
+
+
+def test_settings_that_tiles_do_not_have_are_refused_after_the_first_step() -> None:
+    with tiles_of(300):
+        model, hift = hift_over(small_decoder(), TransformersAdafactor, layers_per_group=LAYERS, **NAMED)
+        run(model, hift, 1)
+        before = weights(model)
+        hift.param_groups[0]["scale_parameter"] = True
+        with pytest.raises(ValueError, match=r"=True was set after the first step, and .* needs scale_parameter=False"):
+            run(model, hift, 1, start=1)
+        assert differing(weights(model), before) == [] and all(each.grad is not None for each in model.parameters())
+        hift.param_groups[0]["scale_parameter"] = False
+        hift.step()
+        other, never_refused = hift_over(small_decoder(), TransformersAdafactor, layers_per_group=LAYERS, **NAMED)
+        run(other, never_refused, 2)
+    assert_same_bits(model, other)
+
+
+class OfUser(torch.optim.Adafactor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "settings"),
+    [
+        (TransformersAdafactor, {**NAMED, "scale_parameter": True}),
+        (TransformersAdafactor, {**NAMED, "beta1": 0.9}),
+        (torch.optim.Adafactor, {"maximize": True}),
+        (torch.optim.Adafactor, {"master": "none"}),
+        (OfUser, {}),
+    ],
+    ids=str,
+)
+def test_other_settings_step_whole_tensors(optimizer_class: Any, settings: dict[str, Any]) -> None:
+    dtype = BF16 if "master" in settings else FP32
+    with tiles_of(300):
+        models = [
+            hift_over(small_decoder(dtype), optimizer_class, layers_per_group=LAYERS, **settings) for _ in range(2)
+        ]
+        run(*models[0], 2)
+    with tiles_of(10**9):
+        run(*models[1], 2)
+    assert_same_bits(models[0][0], models[1][0])
+
+
+def test_a_weight_in_another_order_of_memory_is_stepped_whole() -> None:
+    made = [small_decoder() for _ in range(2)]
+    for each in (each for model in made for each in model.parameters() if each.dim() == 2):
+        each.data = each.data.t().contiguous().t()
+    with tiles_of(300):
+        hifts = [hift_over(model, TransformersAdafactor, layers_per_group=LAYERS, **NAMED) for model in made]
+        run(*hifts[0], 2)
+        assert [one.weight.name for one in slices_of(hifts[0][1]) if one.rule is not None] == []
+    with tiles_of(10**9):
+        run(*hifts[1], 2)
+    assert_same_bits(*made)
+
+
+def test_a_rate_on_another_device_would_be_read_there() -> None:
+    rule, group = rule_of(torch.optim.Adafactor), {"maximize": False, "lr": torch.ones((), device="meta")}
+    assert rule is not None and unmet(rule, group) == "lr"
+    assert unmet(rule, {**group, "lr": torch.ones(())}) is None
+
+
+@pytest.mark.parametrize("tile", [300, 10**6])
+def test_all_layers_train_as_by_a_plain_optimizer_with_nothing_on_the_host(tile: int) -> None:
+    model, dense = (small_decoder(BF16, vocab=BIG_VOCAB) for _ in range(2))
+    groups = [[name for group in naive_groups(dense, 1) for name in group]]
+    with tiles_of(tile), Ledger() as ledger:
+        hift = HiFT(model, TransformersAdafactor, config=HiFTConfig.all_layers(), **NAMED)
+        losses = train(model, hift, BATCHES, LAYERS)
+        most = ledger.highest
+    with tiles_of(tile):
+        naive = NaiveHiFT(dense, in_tiles(TransformersAdafactor), groups=groups, master="stochastic", **NAMED)
+        assert train(dense, naive, BATCHES, LAYERS) == losses
+    assert_same_bits(model, dense)
+    assert (most.host, most.disk) == (0, 0)
+    # Rows and columns of matrices, and vectors whole.
+    sizes = [sum(each.shape) if each.dim() > 1 else each.numel() for each in model.parameters()]
+    assert 4 * sum(sizes) <= most.state <= 4 * sum(sizes) + 8 * len(sizes)
