@@ -92,11 +92,14 @@ REASONS: dict[tuple[str, str, str], Callable[[], bool]] = {
     ): lambda: is_least("hift-2-stays", 512, []),
     (
         "New domain, 4,096 or more tokens per update, all weights must train",
-        "HiFT, all layers in one group",
-        "Dense updates; smaller groups learned less",
-    ): lambda: all(
-        is_least("dense", tokens, [name for name in ways_in_dense_time() if name.startswith("hift")])
-        for tokens in (4096, 32768)
+        "Full (`--method full`)",
+        "As good as dense after as many updates; smaller groups learned less",
+    ): lambda: (
+        not is_worse("language", "full", "dense")
+        and all(
+            is_least("dense", tokens, [name for name in ways_in_dense_time() if name.startswith("hift")])
+            for tokens in (4096, 32768)
+        )
     ),
     (
         "Retrieval, or a small result file",

@@ -217,11 +217,12 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
     (
         "README.md",
         (
-            "HiFT is planned at {:.0f} tokens/s (8B, all layers in one group). torchtune has published {:,.0f} (8B, "
+            "`full` is planned at {:,.0f} tokens/s (8B, {} x 2,048 tokens). torchtune has published {:,.0f} (8B, "
             "8-bit paged Adam, {} GiB)"
         ),
         lambda: (
-            planned_point("4090", "all", 4096)["time"]["tokens_per_second"],
+            way_8b("full")["time"]["tokens_per_second"],
+            way_8b("full")["request"]["batch_size"],
             published("torchtune", 1)["published_tokens_per_second"],
             published("torchtune", 1)["published_gib"],
         ),
@@ -253,14 +254,10 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
     ),
     (
         "README.md",
-        (
-            "in bytes per parameter: - {:.0f} by default ({:.0f} GiB for 8B) - 6 with 8-bit state - {:.0f} with all "
-            "layers in one group and gradients on the host"
-        ),
+        ("in bytes per parameter: - {:.0f} by default ({:.0f} GiB for 8B) - 6 with 8-bit state - none with [`full`]"),
         lambda: (
             host_bytes_per_parameter("HiFT, 1 of 34 layers"),
             way_8b("HiFT, 1 of 34 layers")["host_bytes"] / GIB,
-            host_bytes_per_parameter("HiFT, all layers"),
         ),
     ),
     (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slivertune.planning.cards import Rates
+from slivertune.planning.cards import LAUNCH_SECONDS, Rates
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import GroupPlan, Plan
 from slivertune.planning.step_work import UpdateWork, Work
@@ -66,6 +66,15 @@ def test_an_operator_takes_its_operations_or_its_bytes_whichever_is_longer() -> 
     # Fused into products costs nothing, but for the step.
     compiled = mean_update(run, replace(RATES, is_compiled=True)).computing
     assert compiled == {"forward": 14, "backward": 28, "step": each}
+
+
+def test_an_operator_on_a_tile_takes_its_launch_its_memory_or_the_cache_whichever_is_longest() -> None:
+    # Memory at 100 bytes/s, the cache at 400.
+    run = run_of(Work(), Work(tiles=Counter({(100, 0): 2, (100, 500): 3, (0, 200): 1})), Work(), state="device")
+    assert mean_update(run, replace(RATES, cache_bandwidth=400.0)).seconds == pytest.approx(2 * 1 + 3 * 1.5 + 0.5)
+    assert mean_update(run, RATES).seconds == pytest.approx(2 * 1 + 3 * 6 + 2)
+    tiny = run_of(Work(), Work(tiles=Counter({(0, 1): 4})), Work(), state="device")
+    assert mean_update(tiny, replace(RATES, cache_bandwidth=1e12)).seconds == pytest.approx(4 * LAUNCH_SECONDS)
 
 
 def test_a_mean_is_that_of_the_updates_that_there_are() -> None:

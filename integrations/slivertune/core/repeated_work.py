@@ -1,4 +1,4 @@
-"""Operators that stand for several equal ones, so that a counter of work needs to see only one of them."""
+"""Operators on a tile that stand for those on all tiles, so that a counter of work needs to see only one of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +20,6 @@ def standing_for(number: int) -> Iterator[None]:
         _numbers.pop()
 
 
-def num_stood_for() -> int:
-    """Return how many operators each operator stands for now."""
-    return _numbers[-1] if _numbers else 1
+def num_stood_for() -> int | None:
+    """Return how many operators each operator stands for now, None if each is counted by itself."""
+    return _numbers[-1] if _numbers else None

@@ -24,6 +24,9 @@ from slivertune.core.torch_internals import FakeTensor
 TILE_ELEMENTS = 2**22
 """Elements per tile. In fp32 they take 16 MiB, less than a quarter of the L2 cache of an RTX 4090 (72 MB)."""
 
+TILE_BYTES = 4 * TILE_ELEMENTS
+"""Bytes of a tile in fp32."""
+
 _LARGEST = torch.finfo(torch.float32).max
 
 Write = Callable[[torch.Tensor, torch.Tensor, int], object]

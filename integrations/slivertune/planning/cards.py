@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from slivertune.core.setting_checks import check_choice
+from slivertune.hift.tiled_steps import TILE_BYTES
 
 Duplex = Literal["full", "half"]
 """Whether a bus or disk has its full rate each way, or shares the rate between both ways."""
@@ -17,10 +18,17 @@ EFFICIENCY = 0.6
 """Share of the peak that the matrix products of training reach. It is an assumption, which `--efficiency` replaces."""
 BUS_EFFICIENCY = 0.8
 """Share of the bus's rate that large copies from pinned memory reach. `Card.rates` can replace this assumption."""
+CACHE_RATIO = 4
+"""Rate of the L2 cache over that of the memory. It is an assumption."""
+LAUNCH_SECONDS = 5e-6
+"""Least time of an operator on a tile. It is an assumption."""
 HOST_BANDWIDTH = 40e9
 """Bytes/s that an optimizer on the host reads and writes by default. This assumes 80 % of 2 channels of DDR4-3200."""
 DISK_BANDWIDTH = 5e9
 """Bytes/s that a disk reads or writes by default. This assumes a fast NVMe disk."""
+
+
+_MAY_BE_NONE = ("cache_bandwidth", "host_bandwidth", "link_bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +45,8 @@ class Rates:
     """Share of the card's peak that `flops` is."""
     memory_bandwidth: float
     """Bytes/s that the device's memory reads and writes, both together."""
+    cache_bandwidth: float | None = None
+    """Bytes/s of the L2 cache, if it has room for the temporaries of a tile. None if it does not."""
     bus_bandwidth: float
     """Bytes/s of the bus each way, or with half duplex of both ways together."""
     duplex: Duplex = "full"
@@ -58,13 +68,14 @@ class Rates:
             "flops",
             "efficiency",
             "memory_bandwidth",
+            "cache_bandwidth",
             "bus_bandwidth",
             "host_bandwidth",
             "link_bandwidth",
             "disk_bandwidth",
         ):
             value = getattr(self, name)
-            if not (value is None and name in ("host_bandwidth", "link_bandwidth")) and not value > 0:
+            if not (value is None and name in _MAY_BE_NONE) and not value > 0:
                 raise ValueError(f"{name}={value} must be greater than 0. Give the card's rate per second")
         for name in ("duplex", "disk_duplex"):
             check_choice(name, getattr(self, name), get_args(Duplex))
@@ -97,6 +108,8 @@ class Card:
     """Bytes/s of the bus each way."""
     source: str
     """Source of the figures."""
+    l2_bytes: int = 0
+    """Bytes of the L2 cache, 0 if they are not listed."""
     link_bandwidth: float | None = None
     """Bytes/s each way between GPUs over NVLink. None without NVLink."""
 
@@ -128,6 +141,7 @@ class Card:
             flops=efficiency * (self.fp32_flops if in_fp32 else self.peak_flops),
             efficiency=efficiency,
             memory_bandwidth=self.memory_bandwidth,
+            cache_bandwidth=CACHE_RATIO * self.memory_bandwidth if self.l2_bytes >= 4 * TILE_BYTES else None,
             bus_bandwidth=BUS_EFFICIENCY * self.bus_bandwidth if bus_bandwidth is None else bus_bandwidth,
             duplex=duplex,
             host_bandwidth=host_bandwidth,

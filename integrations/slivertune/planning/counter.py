@@ -27,6 +27,7 @@ from slivertune.core.torch_internals import (
     running_backward,
     storage_key,
 )
+from slivertune.hift.tiled_steps import TILE_BYTES
 from slivertune.planning.kernels import attention_seen_by
 from slivertune.planning.step_work import STATE, STEP, Place, Work
 
@@ -154,9 +155,16 @@ class WorkCounter(TorchDispatchMode):
             return
         formula = FLOP_FORMULAS.get(func.overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
-        num_bytes = sum(_num_bytes(each) for each, off in zip((*read, *written), is_off, strict=True) if not off)
-        if (flops or num_bytes) and not _beside:
-            self._work(updates_state=STATE in places).operators[flops, num_bytes] += num_stood_for()
+        touched = [each for each, off in zip((*read, *written), is_off, strict=True) if not off]
+        num_bytes = sum(map(_num_bytes, touched))
+        if not (flops or num_bytes) or _beside:
+            return
+        work, number = self._work(updates_state=STATE in places), num_stood_for()
+        if number is None:
+            work.operators[flops, num_bytes] += 1
+        else:
+            num_small = sum(_num_bytes(each) for each in touched if each.untyped_storage().nbytes() <= TILE_BYTES)
+            work.tiles[num_bytes - num_small, num_small] += number
 
 
 def _touched(

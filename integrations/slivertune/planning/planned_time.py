@@ -79,6 +79,7 @@ class PlannedTime:
                 "flops": self.rates.flops,
                 "efficiency": self.rates.efficiency,
                 "memory_bandwidth": self.rates.memory_bandwidth,
+                "cache_bandwidth": self.rates.cache_bandwidth,
                 "bus_bandwidth": self.rates.bus_bandwidth,
                 "duplex": self.rates.duplex,
                 "host_bandwidth": self.rates.host_bandwidth,

@@ -9,6 +9,9 @@ from slivertune.core.copy_streams import Direction
 
 Cost = tuple[int, int]
 """Cost of an operator: floating-point operations, and bytes of device memory that it reads and writes."""
+TileCost = tuple[int, int]
+"""Cost of an operator on a tile: bytes of device memory that it reads and writes, and those of temporaries as small as
+a tile, which may be in the L2 cache."""
 STATE = "state"
 """Kind of copies: masters and optimizer state, with the gradients that are loaded from the host for a step."""
 STEP = "step"
@@ -25,21 +28,23 @@ class Work:
     """Number of operators of each cost."""
     copies: Counter[tuple[Direction, str]] = field(default_factory=Counter)
     """Bytes over the bus by direction and kind: `STATE`, "gradients", "parameters" or "activations"."""
+    tiles: Counter[TileCost] = field(default_factory=Counter)
+    """Number of operators on tiles of each cost."""
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.operators + other.operators, self.copies + other.copies)
+        return Work(*(own + more for own, more in zip(self.all_counts, other.all_counts, strict=True)))
 
     def __sub__(self, other: "Work") -> "Work":
-        return Work(self.operators - other.operators, self.copies - other.copies)
+        return Work(*(own - less for own, less in zip(self.all_counts, other.all_counts, strict=True)))
 
     def times(self, number: int) -> "Work":
         """Return this work, repeated `number` times."""
         return Work(*(Counter({key: number * count for key, count in each.items()}) for each in self.all_counts))
 
     @property
-    def all_counts(self) -> tuple[Counter[Any], Counter[Any]]:
-        """Counts of operators and of copies."""
-        return self.operators, self.copies
+    def all_counts(self) -> tuple[Counter[Any], Counter[Any], Counter[Any]]:
+        """Counts of operators, of copies and of operators on tiles."""
+        return self.operators, self.copies, self.tiles
 
     @property
     def flops(self) -> int:
@@ -49,7 +54,7 @@ class Work:
     @property
     def num_operators(self) -> int:
         """Number of operators."""
-        return sum(self.operators.values())
+        return sum(self.operators.values()) + sum(self.tiles.values())
 
     def copied(self, direction: Direction, *kinds: str) -> int:
         """Return the bytes of these kinds that cross the bus in one direction."""

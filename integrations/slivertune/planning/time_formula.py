@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from slivertune.hift.device_pieces import PASSING_PIECES
 from slivertune.hift.disk import NUM_BUFFERS, groups_on_disk
 from slivertune.hift.streamed import WORKING_PIECES
-from slivertune.planning.cards import Rates
+from slivertune.planning.cards import LAUNCH_SECONDS, Rates
 from slivertune.planning.collectives import mean_state_bytes, owed
 from slivertune.planning.methods import planned
 from slivertune.planning.plan import Phase, Plan
@@ -139,11 +139,20 @@ class _Update:
         self._block = self._forward.copied("inbound", "parameters") / num / max(1, num_blocks)
 
     def _seconds(self, work: Work, *, is_fused: bool = False) -> float:
-        return sum(
+        seconds = sum(
             count * max(flops / self._rates.flops, num_bytes / self._rates.memory_bandwidth)
             for (flops, num_bytes), count in work.operators.items()
             if flops or not is_fused
         )
+        return seconds + sum(count * self._tile_seconds(*cost) for cost, count in work.tiles.items())
+
+    def _tile_seconds(self, num_bytes: int, num_small: int) -> float:
+        """Return the time of an operator on a tile: of its launch, its memory or the cache, whichever is longest."""
+        rates = self._rates
+        if rates.cache_bandwidth is None:
+            return max(LAUNCH_SECONDS, (num_bytes + num_small) / rates.memory_bandwidth)
+        through_cache = (num_bytes + num_small) / rates.cache_bandwidth
+        return max(LAUNCH_SECONDS, num_bytes / rates.memory_bandwidth, through_cache)
 
     def _copying(self, inbound: float, outbound: float = 0.0) -> float:
         """Return the seconds of copies in both directions at the same time."""

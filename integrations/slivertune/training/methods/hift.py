@@ -179,7 +179,8 @@ class HiFTMethod(SliverMethod):
         hift = self.optimizer
         num_layers = sum(len(group.layers) for group in hift.groups)
         turns = f"{hift.cycle_length} updates per cycle"
-        lines = [f"  groups  {hift.num_groups} groups, {num_layers} layers in all, {hift.config.order}; {turns}"]
+        groups = f"{hift.num_groups} groups, {num_layers} layers in all, {hift.config.order}; {turns}"
+        lines = [f"  groups  {groups if hift.num_groups > 1 else f'one of all {num_layers} layers, in each update'}"]
         if hift.config.waiting is not None:
             lines.append(f"  layers  idle ones in {hift.config.waiting}, also in evaluation; saved weights are exact")
         return lines
