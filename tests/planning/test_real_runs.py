@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
+from slivertune.hift import tiled_steps
+from slivertune.hift.config import ALL_LAYERS
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import reselection
@@ -80,13 +83,19 @@ def test_hift_is_as_planned(precision: Any, checkpointing: bool, stream_bytes: i
     [
         {"stream_bytes": 2**18},
         {"stream_bytes": 0, "optimizer": "sgd"},
-        {"gradients": "stepped", "state": "device", "optimizer": "adafactor"},
+        {"gradients": "stepped", "state": "device", "optimizer": "adafactor", "layers_per_group": "all"},
         {"state": "device", "layers_per_group": 3},
     ],
     ids=str,
 )
 def test_weights_that_are_rounded_stochastically_are_as_planned(settings: dict[str, Any]) -> None:
     check(paper_request(precision="bf16", master="stochastic", gradient_checkpointing=True, **settings, **SIZES), LLAMA)
+
+
+def test_steps_in_tiles_are_as_planned() -> None:
+    request = paper_request(precision="bf16", gradient_checkpointing=True, optimizer="adafactor", **ALL_LAYERS, **SIZES)
+    with mock.patch.object(tiled_steps, "TILE_ELEMENTS", 2000):
+        check(request, LLAMA)
 
 
 def test_the_default_schedule_is_as_planned() -> None:
