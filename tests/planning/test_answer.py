@@ -10,6 +10,7 @@ from transformers import Trainer
 from slivertune.core.layout import Layout
 from slivertune.core.options import enum_value
 from slivertune.core.presets import preset_path
+from slivertune.hift.config import ALL_LAYERS
 from slivertune.planning.answer import DATASET, train_command
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import planned, planned_methods
@@ -111,6 +112,20 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
     return parse_train_arguments([*command[2:], "--use_cpu", "--output_dir", str(folder / "out")])
 
 
+FULL = {"precision": "bf16", "optimizer": "adafactor", "gradient_checkpointing": True, **ALL_LAYERS}
+
+
+def test_the_command_of_all_layers_is_that_of_full() -> None:
+    command = train_command(PlanRequest(**FULL), "m").arguments
+    assert command is not None
+    assert shlex.join(command[4:]).startswith(
+        f"--dataset {DATASET} --method full --per_device_train_batch_size 8 --max"
+    )
+    assert command[-2:] == ("--max_length", "1024")
+    other = train_command(PlanRequest(**{**FULL, "optimizer": "sgd"}), "m").arguments
+    assert other is not None and "full" not in other
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -125,6 +140,8 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
         {"precision": "mixed_hi", "state": "disk", "state_ram_bytes": 2**30},
         {"precision": "bf16", "state": "device"},
         {"gradients": "stepped"},
+        FULL,
+        {**FULL, "batch_size": 2, "keep_activations": 1, "stream_bytes": 0},
         {"gradients": "host"},
         {"method": "sft", "precision": "bf16", "density": 0.0125, "selection": "momentum"},
         {"method": "sft", "precision": "bf16", "load_in_4bit": True},

@@ -1,11 +1,12 @@
 """Results of `slivertune plan`, as objects and as plain JSON, and the command that starts the planned run."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slivertune import __version__
 from slivertune.core.typed_command import typed_command
+from slivertune.hift.config import ALL_LAYERS
 from slivertune.planning.cards import Card
 from slivertune.planning.configs import ModelFigures
 from slivertune.planning.largest import Largest
@@ -15,7 +16,7 @@ from slivertune.planning.methods import given_arguments, planned
 from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.planned_time import PlannedTime
-from slivertune.planning.request import PlanRequest
+from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest
 from slivertune.planning.search import Found
 
 DATASET = "YOUR_DATA.jsonl"
@@ -29,6 +30,21 @@ _OPTIM: dict[OptimizerName, tuple[str, ...]] = {
     "adamw8bit": ("--optim", "adamw_bnb_8bit"),
 }
 """Options of `transformers.TrainingArguments` for each optimizer. AdamW is its default."""
+
+
+_OF_FULL = {
+    "method": "hift",
+    "precision": "bf16",
+    "optimizer": "adafactor",
+    "gradient_checkpointing": True,
+    **ALL_LAYERS,
+}
+"""Fields of a run that `--method full` starts."""
+
+
+def _without_full(request: PlanRequest) -> PlanRequest:
+    """Return a run of `--method full` with the defaults of the options that this implies."""
+    return replace(request, **{name: REQUEST_OPTIONS[name].default for name in ALL_LAYERS}, precision="mixed_hi")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,26 +79,34 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
         "mixed_hi": ("--bf16",),
         "bf16": ("--weights_dtype", "bf16") if method.bf16_precision == "mixed" else ("--bf16",),
     }
+    is_full = all(getattr(request, name) == value for name, value in _OF_FULL.items())
+    of_method = (
+        ("--method", "full")
+        if is_full
+        else (
+            *("--method", request.method),
+            *precisions[request.precision],
+            *(() if request.method == "sft" else _OPTIM[request.optimizer]),
+        )
+    )
     arguments = (
         *("slivertune", "train"),
         *("--model_name_or_path", model_name_or_path),
         *("--dataset", DATASET),
         *(("--task", "classification") if is_classifier else ()),
-        *("--method", request.method),
-        *precisions[request.precision],
-        *(() if request.method == "sft" else _OPTIM[request.optimizer]),
+        *of_method,
         *(("--use_cpu",) if request.kernels == "cpu" else ()),
         *("--per_device_train_batch_size", str(request.batch_size)),
         *given_arguments(request, ("gradient_accumulation_steps",)),
         *("--max_length", str(request.seq_length)),
         *given_arguments(request, ("attn_implementation",)),
-        *(("--gradient_checkpointing", "true") if request.gradient_checkpointing else ()),
+        *(("--gradient_checkpointing", "true") if request.gradient_checkpointing and not is_full else ()),
         *given_arguments(request, ("keep_activations",)),
         *(("--offload_activations", "true") if request.offload_activations else ()),
         *given_arguments(request, ("token_tile_size",)),
         *(("--chunked_cross_entropy", "false") if has_all_logits else ()),
         *given_arguments(request, ("token_ratio",)),
-        *method.train_arguments(request),
+        *method.train_arguments(_without_full(request) if is_full else request),
     )
     notes = ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment keeps fragmentation within the allowance"]
     if request.state == "disk" and request.method == "hift":
