@@ -114,13 +114,10 @@ class StepMeter:
         is_sampled = self.is_elementwise and parameter.numel() >= _PROBE_ELEMENTS
         shape = (_PROBE_ELEMENTS,) if is_sampled else tuple(parameter.shape)
         dtype = torch.float32 if self.steps_in_fp32(weight) else parameter.dtype
-        key = (shape, weight.param_group, dtype, weight.device, self.base.overrides_of(parameter))
-        if key not in self._measured:
-            with _same_random_numbers(parameter, weight.device), _uncompiled():
-                self._measured[key] = self._measure(weight, torch.zeros(shape, dtype=dtype, device=weight.device))
+        sample = self._sample(weight, shape, dtype)
         if not is_sampled:
-            return self._measured[key]
-        sample, scale = self._measured[key], parameter.numel() / _PROBE_ELEMENTS
+            return sample
+        scale = parameter.numel() / _PROBE_ELEMENTS
         return replace(
             sample,
             state_bytes={dtype: num_bytes * scale for dtype, num_bytes in sample.state_bytes.items()},
@@ -131,18 +128,22 @@ class StepMeter:
         """Return the needs of a weight that is stepped in tiles, whose whole step may not fit."""
         parameter = weight.parameter
         shape, dtype = (*(1 for _ in parameter.shape[2:]), 3, 2), torch.float32
-        key = (shape, weight.param_group, dtype, weight.device)
-        if key not in self._measured:
-            with _same_random_numbers(parameter, weight.device), _uncompiled():
-                self._measured[key] = self._measure(weight, torch.zeros(shape, dtype=dtype, device=weight.device))
         num_moments = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
         per_element = dtype.itemsize + BYTES_PER_ELEMENT * (self.config.master == "stochastic")
         return replace(
-            self._measured[key],
+            self._sample(weight, shape, dtype),
             state_bytes={dtype: float(num_moments * dtype.itemsize)},
             # Of a tile, and the factors that are made of the moments.
             temporary_bytes=float(tiled_steps.TILE_ELEMENTS * per_element + num_moments * dtype.itemsize),
         )
+
+    def _sample(self, weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> StepNeeds:
+        """Return the needs of a tensor of a shape and dtype in the place of a weight. Each is measured once."""
+        key = (shape, weight.param_group, dtype, weight.device, self.base.overrides_of(weight.parameter))
+        if key not in self._measured:
+            with _same_random_numbers(weight.parameter, weight.device), _uncompiled():
+                self._measured[key] = self._measure(weight, torch.zeros(shape, dtype=dtype, device=weight.device))
+        return self._measured[key]
 
     def scalars_on_device(self, weight: Weight) -> frozenset[str]:
         """Return the keys of state without dimensions that must return to the device (none on a CPU)."""

@@ -71,7 +71,7 @@ class Direction:
         return torch.mul(rows, columns).clamp_(min=self.least).mul_(gradient)
 
     def scaled(self, scale: torch.Tensor) -> Direction:
-        """Return the direction times a number above 0."""
+        """Return the direction multiplied by a number that is not negative."""
         return replace(self, columns=self.columns * scale, least=None if self.least is None else self.least * scale)
 
 
