@@ -36,6 +36,7 @@ _SHOWN = {
     "m1": "HiFT, 1 of 34 layers per group",
     "m9-stays": "HiFT, 9 of 34 layers per group",
     "all": "HiFT, all layers in one group",
+    "full": "full, all weights in each update",
     "sft": "SFT (AG), weights of LoRA rank 64",
     "lora": "LoRA, rank 64",
 }

@@ -406,6 +406,7 @@ OTHER_REFUSALS = {
         "{} means --{} {} here, and --{} {} says otherwise. Leave out one of the two": "one option, given twice",
     },
     "training/options/full_method.py": {
+        "--load_in_4bit does not go with --method {}": "an option and what a method stands for",
         "--{} {} does not go with --method {}": "an option and a method that sets it",
         "--bf16 false does not go with --method {}": "an option and a method that sets it",
     },

@@ -49,6 +49,7 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "save_total_limit": (None, 2),
     "master": (None, "fp32", "none", "stochastic"),
     "gradients": ("device", "host", "stepped"),
+    "compile_step": ("auto", "always", "never"),
     "prefetch_bytes": (0, 2**20),
     "weights": ("device", "host"),
     "resident_bytes": (0, 2**20),

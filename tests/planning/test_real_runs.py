@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
-from slivertune.hift import tiled_steps
+from slivertune.hift import compiled_passes, tiled_steps
 from slivertune.hift.config import ALL_LAYERS
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
@@ -92,10 +92,14 @@ def test_weights_that_are_rounded_stochastically_are_as_planned(settings: dict[s
     check(paper_request(precision="bf16", master="stochastic", gradient_checkpointing=True, **settings, **SIZES), LLAMA)
 
 
-def test_steps_in_tiles_are_as_planned() -> None:
-    request = paper_request(precision="bf16", gradient_checkpointing=True, optimizer="adafactor", **ALL_LAYERS, **SIZES)
-    with mock.patch.object(tiled_steps, "TILE_ELEMENTS", 2000):
-        check(request, LLAMA)
+@pytest.mark.parametrize("compile_step", ["never", "always"])
+def test_steps_in_tiles_are_as_planned(compile_step: Any) -> None:
+    settings: dict[str, Any] = {"optimizer": "adafactor", "compile_step": compile_step, **ALL_LAYERS, **SIZES}
+    with (
+        mock.patch.object(tiled_steps, "TILE_ELEMENTS", 2000),
+        mock.patch.object(compiled_passes, "TILE_ELEMENTS", 8000),
+    ):
+        check(paper_request(precision="bf16", gradient_checkpointing=True, **settings), LLAMA)
 
 
 def test_the_default_schedule_is_as_planned() -> None:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._triton import has_triton
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -53,6 +54,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.utils._python_dispatch._disable_current_modes": "computes with data among tensors without",
     "torch.utils.flop_counter.flop_registry": "counts an operator's floating-point operations",
     "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
+    "torch.utils._triton.has_triton": "tells whether torch compiles kernels for a GPU",
     "torch.utils._pytree.tree_map": "replaces the tensors among an operator's arguments",
     "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
     "torch.Tensor._make_subclass": "makes a tensor that is read when it is needed",
@@ -166,6 +168,15 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
         (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
         for argument in operator._schema.arguments
     ]
+
+
+def can_compile_kernels(device: torch.device) -> bool:
+    """Return whether torch compiles kernels for a device: a CUDA device that Triton supports, compilation not disabled.
+
+    Args:
+        device: The device.
+    """
+    return device.type == "cuda" and bool(has_triton()) and not torch._dynamo.config.disable
 
 
 def with_recompile_limit(limit: int) -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ MasterKind = Literal["fp32", "none", "stochastic"]
 GradientPlace = Literal["device", "host", "stepped"]
 WeightPlace = Literal["device", "host"]
 WaitingForm = Literal["int8", "nf4"]
+CompileChoice = Literal["auto", "always", "never"]
 LayersPerGroup = Annotated[float | Literal["all", "auto"], Spelling(value_name="N|SHARE|all|auto", read=layers_or_auto)]
 
 ALL_LAYERS: Mapping[str, Any] = MappingProxyType(
@@ -143,6 +144,12 @@ class HiFTConfig:
     They are beside the slots of the others (two blocks, and those of the largest group). `auto` (default) is 0 in the
     first cycle. On a CUDA device it is then the memory that the first cycle left free, less the largest group's state
     and 1/16 of the device."""
+    compile_step: CompileChoice = "auto"
+    """Compilation, by torch.compile, of Adafactor's steps in tiles. `auto` compiles on a CUDA device with Triton.
+
+    Compiled steps take fewer kernels, and give the same result to rounding. With `auto` (default), a failed compilation
+    is a warning on one device, and an error on several ranks, which must step alike. `always` also compiles on the CPU.
+    Other optimizers are not compiled."""
     max_grad_norm: float | None = None
     """2-norm to which `step` scales down the active group's gradients, as `clip_grad_norm_` does. None (default) does
     not clip. A script may call `clip_grad_norm_`, too. `HiFT.grad_norm` is the norm before."""
@@ -198,6 +205,7 @@ class HiFTConfig:
             ("master", MasterKind),
             ("gradients", GradientPlace),
             ("weights", WeightPlace),
+            ("compile_step", CompileChoice),
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         if self.state == "disk" and self.state_dir is None:

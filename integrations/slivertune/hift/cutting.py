@@ -102,6 +102,7 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter) -> list[Piece]:
         meter: Meter of the memory that steps need, with HiFT's settings.
     """
     config = meter.config
+    meter.compile_steps(weights)
     sizes = [_size(weight, meter) for weight in weights]
     # Copies in fp32 of a whole group would take more than its gradients and state.
     has_copies = config.state == "device" and config.master == "stochastic" and meter.base.slicing.unit != "group"

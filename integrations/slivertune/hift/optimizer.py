@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layers import find_layers
-from slivertune.core.layout import Layout
+from slivertune.core.layout import Layout, world_size
 from slivertune.core.parameters import check_free, num_elements, release, take
 from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer, refuse_settings
@@ -196,6 +195,7 @@ class HiFT(CheckpointedSliver):
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
         check_master(self.config.master, weights.values())
+        self._meter.compile_steps(weights.values())
         self._host_gradients = None
         self._prefetcher = Prefetcher(self.config.prefetch_bytes)
         self._residencies, self._disk = residencies_of(
@@ -525,9 +525,9 @@ class HiFT(CheckpointedSliver):
         """Refuse a step that the other ranks would not know of, or that is not HiFT's."""
         self._check_not_delegated()
         self._check_param_groups()
-        if self._layout is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if self._layout is None and world_size() > 1:
             raise RuntimeError(
-                f"HiFT runs on {dist.get_world_size()} ranks, and nothing averages their gradients. Prepare it "
+                f"HiFT runs on {world_size()} ranks, and nothing averages their gradients. Prepare it "
                 "with slivertune.prepare(accelerator, ...), slivertune.initialize(...) for bare DeepSpeed, or "
                 "slivertune.attach(trainer, ...) for the Trainer"
             )

@@ -245,16 +245,10 @@ class Instance:
     def _step_in_tiles(
         self, one: Slice, gradient: torch.Tensor, group: dict[str, Any], rounding: StochasticRounding | None
     ) -> None:
-        def write(tile: torch.Tensor, values: torch.Tensor, start: int) -> None:
-            if of_weight is None:
-                tile.copy_(values)
-            else:
-                of_weight.round_into(tile, values, start)
-
         assert one.rule is not None
         is_rounded = one.leaf.dtype == torch.bfloat16
         of_weight = rounding.of(one.weight.name) if rounding is not None and is_rounded else None
-        step_in_tiles(one.rule, self.optimizer.state[one.leaf], group, one.leaf.data, gradient, write)
+        step_in_tiles(one.rule, self.optimizer.state[one.leaf], group, one.leaf.data, gradient, of_weight)
 
     def adapted(self) -> dict[int, dict[str, Any]]:
         """Return hyperparameters that the instance changed itself (as adaptive step sizes), by index of the group."""

@@ -2,23 +2,24 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from slivertune.core.layout import world_size
 from slivertune.core.ledger import Ledger, claim
 from slivertune.core.saved_values import is_finite
-from slivertune.core.torch_internals import FakeTensor
+from slivertune.core.torch_internals import FakeTensor, can_compile_kernels
 from slivertune.hift import tiled_steps
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
+from slivertune.hift.compiled_passes import CompiledPasses, compile_passes
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.nested_state import Structure, UnsupportedStateError, flatten_state
 from slivertune.hift.piece import Weight
-from slivertune.hift.stochastic_rounding import BYTES_PER_ELEMENT
-from slivertune.hift.tiled_steps import FactoredRule, rule_of, unmet
+from slivertune.hift.tiled_steps import FactoredRule, TilePasses, rule_of, unmet
 from slivertune.hift.unsupported_optimizers import NEEDS_CLOSURE, refusal
 
 _PROBE_ELEMENTS = 64 * CUT_MULTIPLE
@@ -81,6 +82,8 @@ class StepMeter:
         self.config = config
         self._param_groups = param_groups
         self._measured: dict[tuple[Any, ...], StepNeeds] = {}
+        self._has_failed = False
+        """Whether steps could not be compiled."""
 
     @property
     def is_elementwise(self) -> bool:
@@ -97,7 +100,7 @@ class StepMeter:
 
     def rule_of(self, weight: Weight) -> FactoredRule | None:
         """Return the rule by which a weight is stepped in tiles, None if it is stepped whole."""
-        parameter, rule = weight.parameter, rule_of(self.base.optimizer_class)
+        parameter, rule = weight.parameter, rule_of(self.base.optimizer_class, self._passes_on(weight.device))
         is_whole = self.base.slicing.unit == "tensors"
         is_large = parameter.dim() > 1 and parameter.numel() > tiled_steps.TILE_ELEMENTS
         dtype = torch.float32 if self.steps_in_fp32(weight) else parameter.dtype
@@ -105,6 +108,44 @@ class StepMeter:
         if rule is None or not (is_whole and is_large) or not (parameter.is_contiguous() or weight.is_waiting):
             return None
         return rule if dtype in rule.dtypes and unmet(rule, self._param_groups[weight.param_group]) is None else None
+
+    def _passes_on(self, device: torch.device) -> TilePasses:
+        choice = self.config.compile_step
+        is_compiled = choice == "always" or (choice == "auto" and not self._has_failed and can_compile_kernels(device))
+        return CompiledPasses() if is_compiled else TilePasses()
+
+    def compile_steps(self, weights: Iterable[Weight]) -> None:
+        """Compile steps in tiles before the first of them, so that a failure changes nothing.
+
+        Args:
+            weights: Weights to step, of which those that are stepped whole need no compilation.
+
+        Raises:
+            RuntimeError: If torch can't compile a step, unless one device may step without.
+        """
+        for weight in weights:
+            rule = self.rule_of(weight)
+            if rule is None or not isinstance(rule.passes, CompiledPasses) or isinstance(weight.parameter, FakeTensor):
+                continue
+            parameter, group = weight.parameter, self._param_groups[weight.param_group]
+            dtype = torch.float32 if self.steps_master(weight) else parameter.dtype
+            is_rounded = self.config.master == "stochastic" and dtype == torch.bfloat16
+            try:
+                compile_passes(rule, group, parameter.shape, dtype=dtype, device=weight.device, is_rounded=is_rounded)
+            except Exception as error:
+                self._note_failure(error)
+
+    def _note_failure(self, error: Exception) -> None:
+        choice = self.config.compile_step
+        said = next(iter(str(error).splitlines()), "no message")
+        reason = f"torch can't compile steps in tiles ({type(error).__name__}: {said})"
+        if choice == "always" or world_size() > 1:
+            raise RuntimeError(f"{reason}. Install what it lacks, or set compile_step='never' on all ranks") from error
+        warnings.warn(
+            f"{reason}. They run uncompiled, in more kernels. compile_step='never' chooses this without a warning",
+            stacklevel=2,
+        )
+        self._has_failed = True
 
     def needs(self, weight: Weight) -> StepNeeds:
         """Return the needs of a weight, or of its fp32 copy, on its device."""
@@ -128,13 +169,13 @@ class StepMeter:
         """Return the needs of a weight that is stepped in tiles, whose whole step may not fit."""
         parameter = weight.parameter
         shape, dtype = (*(1 for _ in parameter.shape[2:]), 3, 2), torch.float32
+        of_tile = self._passes_on(weight.device).temporary_bytes(is_rounded=self.config.master == "stochastic")
         num_moments = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
-        per_element = dtype.itemsize + BYTES_PER_ELEMENT * (self.config.master == "stochastic")
         return replace(
             self._sample(weight, shape, dtype),
             state_bytes={dtype: float(num_moments * dtype.itemsize)},
             # Of a tile, and the factors that are made of the moments.
-            temporary_bytes=float(tiled_steps.TILE_ELEMENTS * per_element + num_moments * dtype.itemsize),
+            temporary_bytes=float(of_tile + num_moments * dtype.itemsize),
         )
 
     def _sample(self, weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> StepNeeds:

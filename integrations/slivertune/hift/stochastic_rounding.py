@@ -22,6 +22,8 @@ BYTES_PER_ELEMENT = 13
 """Bytes of temporaries per element of a tile, at their peak."""
 
 _LARGEST = torch.finfo(torch.bfloat16).max
+_BITS_OF_LARGEST = 0x7F7F0000
+"""The largest finite number of bf16, as the bits of fp32. A compiler takes an integer as a constant."""
 # A round of multiplication, shift and multiplication, of which the upper half is used.
 _SPREAD, _MIX = 0x9E3779B1, 0x735A2D97
 
@@ -67,6 +69,14 @@ class WeightRounding:
         self._products: torch.Tensor | None = None
         """Products of the indices from 0 on, which all tiles share."""
 
+    def offset(self, start: int) -> int:
+        """Return the number that is added to the product of an index, as int32.
+
+        Args:
+            start: Index in the flattened whole weight from which indices count.
+        """
+        return _signed(start * _SPREAD + self._key)
+
     def round_into(self, target: torch.Tensor, source: torch.Tensor, start: int) -> None:
         """Round values and write them. Values that bf16 can hold stay, and nothing finite becomes infinite.
 
@@ -92,10 +102,29 @@ class WeightRounding:
             with standing_for(1):
                 products = torch.arange(tile.numel(), dtype=torch.int32, device=tile.device)
                 self._products = products.mul_(_signed(_SPREAD))
-        bits = self._products[: tile.numel()] + _signed(start * _SPREAD + self._key)
+        bits = self._products[: tile.numel()] + self.offset(start)
         bits.bitwise_xor_(bits >> 16)  # this shift repeats the sign
         bits.mul_(_signed(_MIX))
         return bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+
+
+def rounded(values: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Round fp32 values as `WeightRounding.round_into` does, by operators that torch compiles into one kernel.
+
+    Args:
+        values: Contiguous values in fp32.
+        offset: `WeightRounding.offset` of the first value, int32 without dimensions.
+
+    Returns:
+        The values in bf16.
+    """
+    indices = torch.arange(values.numel(), dtype=torch.int32, device=values.device).view(values.shape)
+    bits = indices * _signed(_SPREAD) + offset
+    bits = (bits ^ (bits >> 16)) * _signed(_MIX)
+    bits = (bits >> 16) & 0xFFFF
+    whole = values.view(torch.int32)
+    moved = torch.where((whole & 0x7FFFFFFF) < _BITS_OF_LARGEST, whole + bits, whole)
+    return (moved >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _signed(number: int) -> int:

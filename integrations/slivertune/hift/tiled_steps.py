@@ -9,17 +9,19 @@ temporaries of several times the weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from slivertune.core.repeated_work import standing_for
 from slivertune.core.torch_internals import FakeTensor
+from slivertune.hift.stochastic_rounding import BYTES_PER_ELEMENT, WeightRounding
 
 TILE_ELEMENTS = 2**22
 """Elements per tile. In fp32 they take 16 MiB, less than a quarter of the L2 cache of an RTX 4090 (72 MB)."""
@@ -29,9 +31,6 @@ TILE_BYTES = 4 * TILE_ELEMENTS
 
 _LARGEST = torch.finfo(torch.float32).max
 
-Write = Callable[[torch.Tensor, torch.Tensor, int], object]
-"""Function that writes fp32 values (the second argument) to a part of the weight whose first element has this index."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
@@ -40,10 +39,15 @@ class Tile:
     matrices: slice
     rows: slice
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of matrices and of rows."""
+        return self.matrices.stop - self.matrices.start, self.rows.stop - self.rows.start
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Direction:
-    """Factors of the gradient by row and column, whose product with it is the update, and its size."""
+class Factors:
+    """Factors of a gradient, or of a tile of it, whose product with it is the update."""
 
     rows: torch.Tensor
     """Factor of each row. Shape (matrices, rows, 1)."""
@@ -51,6 +55,97 @@ class Direction:
     """Factor of each column, negative. Shape (matrices, 1, columns)."""
     least: torch.Tensor | None
     """Least product of two factors, negative, without dimensions. None if there is none."""
+
+    def of(self, tile: Tile) -> Factors:
+        """Return the factors of a tile."""
+        return replace(self, rows=self.rows[tile.matrices, tile.rows], columns=self.columns[tile.matrices])
+
+    def scaled(self, scale: torch.Tensor) -> Factors:
+        """Return the factors of the update multiplied by a number that is not negative."""
+        return replace(self, columns=self.columns * scale, least=None if self.least is None else self.least * scale)
+
+    def times(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the update, a new fp32 tensor."""
+        if self.least is None:
+            return torch.mul(gradient, self.rows).mul_(self.columns)
+        return torch.mul(self.rows, self.columns).clamp_(min=self.least).mul_(gradient)
+
+
+class TilePasses:
+    """The three passes over a tile, each by several operators."""
+
+    @property
+    def tile_elements(self) -> int:
+        """Most elements per tile, if a row is no longer."""
+        return TILE_ELEMENTS
+
+    def temporary_bytes(self, *, is_rounded: bool) -> int:
+        """Return the bytes of temporaries that a tile takes at most.
+
+        Args:
+            is_rounded: Whether new values are rounded stochastically.
+        """
+        return self.tile_elements * (4 + BYTES_PER_ELEMENT * is_rounded)
+
+    def norms(self, gradient: torch.Tensor, of_rows: torch.Tensor) -> torch.Tensor:
+        """Return the 2-norm of each column, shape (matrices, columns).
+
+        Args:
+            gradient: Tile of the gradient.
+            of_rows: Tensor for the 2-norm of each row, shape (matrices, rows).
+        """
+        values = gradient.to(torch.float32, copy=True)  # so that the gradient is read once
+        torch.linalg.vector_norm(values, dim=2, out=of_rows)
+        of_columns: torch.Tensor = torch.linalg.vector_norm(values, dim=1)
+        return of_columns
+
+    def update_norm(self, gradient: torch.Tensor, factors: Factors) -> torch.Tensor:
+        """Return the 2-norm of a tile's update, in fp32 and without dimensions."""
+        norm: torch.Tensor = torch.linalg.vector_norm(factors.times(gradient))
+        return norm
+
+    def weight_norm(self, matrices: torch.Tensor) -> torch.Tensor:
+        """Return the 2-norm of a whole weight with three dimensions, in fp32 and without dimensions."""
+        tiles = _tiles(matrices, self.tile_elements)
+        return _norm_of([torch.linalg.vector_norm(part, dtype=torch.float32) for _, part in tiles])
+
+    def number(self, value: float, like: torch.Tensor) -> float | torch.Tensor:
+        """Return a number in the form that `write` takes, for all tiles of a weight."""
+        return value
+
+    def write(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        factors: Factors,
+        *,
+        decay: Any,
+        rounding: WeightRounding | None,
+        start: int,
+    ) -> None:
+        """Add the update to a tile of the weight.
+
+        Args:
+            weight: Tile of the weight, in fp32 or bf16.
+            gradient: Tile of the gradient.
+            factors: Factors of the update.
+            decay: Factor of the weight, made by `number`.
+            rounding: Stochastic rounding of a bf16 weight; None rounds to the nearest value.
+            start: Index of the tile's first element in the flattened weight.
+        """
+        values = factors.times(gradient).add_(weight, alpha=decay)
+        if rounding is None:
+            weight.copy_(values)
+        else:
+            rounding.round_into(weight, values, start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Direction:
+    """Direction of a weight's update, and its size."""
+
+    factors: Factors
+    """Factors of the whole gradient."""
     rate: torch.Tensor | float
     """Learning rate before clipping."""
     threshold: float
@@ -58,31 +153,23 @@ class Direction:
     decay: float
     """Factor of the weight."""
 
-    def of(self, gradient: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """Return the update of a tile before rate and clipping, a new fp32 tensor.
 
-        Args:
-            gradient: The tile of the gradient.
-            tile: Its place.
-        """
-        rows, columns = self.rows[tile.matrices, tile.rows], self.columns[tile.matrices]
-        if self.least is None:
-            return torch.mul(gradient, rows).mul_(columns)
-        return torch.mul(rows, columns).clamp_(min=self.least).mul_(gradient)
+class FactoredRule(ABC):
+    """Rule of a factored optimizer class.
 
-    def scaled(self, scale: torch.Tensor) -> Direction:
-        """Return the direction multiplied by a number that is not negative."""
-        return replace(self, columns=self.columns * scale, least=None if self.least is None else self.least * scale)
-
-
-class FactoredRule(Protocol):
-    """Rule of a factored optimizer class."""
+    Args:
+        passes: Passes by which it steps.
+    """
 
     settings: ClassVar[Mapping[str, Any]]
     """Hyperparameters that the rule needs, with the values for which it holds."""
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16})
     """Dtypes of tensors whose whole step computes in fp32."""
 
+    def __init__(self, passes: TilePasses) -> None:
+        self.passes = passes
+
+    @abstractmethod
     def begin(self, state: dict[str, Any], gradient: torch.Tensor) -> None:
         """Create the state of a weight, as the class's first step does.
 
@@ -91,6 +178,7 @@ class FactoredRule(Protocol):
             gradient: Its gradient.
         """
 
+    @abstractmethod
     def advance(
         self, state: dict[str, Any], group: Mapping[str, Any], squares: SquareMeans, weight: torch.Tensor
     ) -> Direction:
@@ -139,9 +227,11 @@ class TransformersRule(FactoredRule):
         rows.mul_(1 - fading).add_(squares.rows.view_as(rows).add_(least), alpha=fading)
         columns.mul_(1 - fading).add_(squares.columns.view_as(columns).add_(least), alpha=fading)
         return Direction(
-            rows=(rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().view(len(weight), -1, 1),
-            columns=columns.rsqrt().neg_().view(len(weight), 1, -1),
-            least=None,
+            factors=Factors(
+                rows=(rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().view(len(weight), -1, 1),
+                columns=columns.rsqrt().neg_().view(len(weight), 1, -1),
+                least=None,
+            ),
             rate=float(group["lr"]),
             threshold=group["clip_threshold"],
             decay=1 - group["weight_decay"] * float(group["lr"]),
@@ -173,13 +263,15 @@ class TorchRule(FactoredRule):
         rows, columns = state["row_var"], state["col_var"]
         rows.lerp_(squares.rows.view_as(rows), step ** group["beta2_decay"])
         columns.lerp_(squares.columns.view_as(columns), step ** group["beta2_decay"])
-        size = _root_mean_square((part for _, part in _tiles(weight)), weight)
+        size = _root_mean_square(self.passes.weight_norm(weight), weight)
         row_factors = (rows / rows.mean(dim=-2, keepdim=True).clamp_(min=least)).rsqrt_()
         # Infinite factors of zero rows and columns would be NaN at a rate of 0. Their products are clamped anyway.
         return Direction(
-            rows=row_factors.clamp_(max=_LARGEST).view(len(weight), -1, 1),
-            columns=columns.rsqrt().clamp_(max=_LARGEST).neg_().view(len(weight), 1, -1),
-            least=rows.new_full((), -1 / least if least else -_LARGEST),
+            factors=Factors(
+                rows=row_factors.clamp_(max=_LARGEST).view(len(weight), -1, 1),
+                columns=columns.rsqrt().clamp_(max=_LARGEST).neg_().view(len(weight), 1, -1),
+                least=rows.new_full((), -1 / least if least else -_LARGEST),
+            ),
             rate=size.clamp_(min=least_size).mul_(min(float(group["lr"]), 1 / math.sqrt(step))),
             threshold=group["d"],
             decay=1 - float(group["lr"]) * group["weight_decay"],
@@ -189,16 +281,17 @@ class TorchRule(FactoredRule):
 _TRANSFORMERS = "transformers.optimization.Adafactor"
 
 
-def rule_of(optimizer_class: type) -> FactoredRule | None:
+def rule_of(optimizer_class: type, passes: TilePasses) -> FactoredRule | None:
     """Return the rule of an optimizer class, None if it is stepped whole.
 
     Args:
         optimizer_class: Class of the optimizer. A subclass has no rule.
+        passes: Passes by which it steps.
     """
     if optimizer_class is torch.optim.Adafactor:
-        return TorchRule()
+        return TorchRule(passes)
     name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
-    return TransformersRule() if name == _TRANSFORMERS else None
+    return TransformersRule(passes) if name == _TRANSFORMERS else None
 
 
 def unmet(rule: FactoredRule, group: Mapping[str, Any]) -> str | None:
@@ -220,7 +313,7 @@ def step_in_tiles(
     group: Mapping[str, Any],
     weight: torch.Tensor,
     gradient: torch.Tensor,
-    write: Write,
+    rounding: WeightRounding | None,
 ) -> None:
     """Step a weight of two or more dimensions.
 
@@ -230,38 +323,40 @@ def step_in_tiles(
         group: Hyperparameters.
         weight: Contiguous weight in fp32 or bf16.
         gradient: Its gradient, in fp32 or bf16.
-        write: Function that writes new values to a tile of the weight.
+        rounding: Stochastic rounding of a bf16 weight; None rounds to the nearest value.
     """
     if not state:
         rule.begin(state, gradient)
-    matrices, gradients = _matrices(weight), _matrices(gradient)
-    direction = rule.advance(state, group, _square_means(gradients), matrices)
-    updates = (direction.of(part, tile) for tile, part in _tiles(gradients))
-    excess = _root_mean_square(updates, gradients).div_(direction.threshold).clamp_(min=1.0)
-    direction = direction.scaled(direction.rate / excess)
-    for tile, part in _tiles(gradients):
-        values, target = direction.of(part, tile), matrices[tile.matrices, tile.rows]
-        values.add_(target, alpha=direction.decay)
-        write(target, values, (tile.matrices.start * matrices.shape[1] + tile.rows.start) * matrices.shape[2])
+    passes, matrices, gradients = rule.passes, _matrices(weight), _matrices(gradient)
+    direction = rule.advance(state, group, _square_means(gradients, passes), matrices)
+    tiles = partial(_tiles, gradients, passes.tile_elements)
+    norm = _norm_of([passes.update_norm(part, direction.factors.of(tile)) for tile, part in tiles()])
+    excess = _root_mean_square(norm, gradients).div_(direction.threshold).clamp_(min=1.0)
+    factors = direction.factors.scaled(direction.rate / excess)
+    decay = passes.number(direction.decay, matrices)
+    for tile, part in tiles():
+        passes.write(
+            matrices[tile.matrices, tile.rows],
+            part,
+            factors.of(tile),
+            decay=decay,
+            rounding=rounding,
+            start=(tile.matrices.start * matrices.shape[1] + tile.rows.start) * matrices.shape[2],
+        )
 
 
 def _matrices(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, *tensor.shape[-2:])
 
 
-def _tiles(matrices: torch.Tensor) -> Iterator[tuple[Tile, torch.Tensor]]:
+def _tiles(matrices: torch.Tensor, tile_elements: int) -> Iterator[tuple[Tile, torch.Tensor]]:
     """Yield the tiles of a tensor of matrices, and the place of each.
 
     Fake tensors yield one tile of each shape, which stands for all of them.
     """
-    num_matrices, num_rows, num_columns = matrices.shape
-    num_at_once = max(1, TILE_ELEMENTS // (num_rows * num_columns))
-    step = num_rows if num_at_once > 1 else max(1, TILE_ELEMENTS // num_columns)
-    tiles = [
-        Tile(matrices=some, rows=rows) for some in _parts(num_matrices, num_at_once) for rows in _parts(num_rows, step)
-    ]
+    tiles = tiles_of(matrices.shape, tile_elements)
     if isinstance(matrices, FakeTensor):
-        shapes = [(each.matrices.stop - each.matrices.start, each.rows.stop - each.rows.start) for each in tiles]
+        shapes = [each.shape for each in tiles]
         for shape, tile in dict(zip(shapes, tiles, strict=True)).items():
             with standing_for(shapes.count(shape)):
                 yield tile, matrices[tile.matrices, tile.rows]
@@ -270,24 +365,42 @@ def _tiles(matrices: torch.Tensor) -> Iterator[tuple[Tile, torch.Tensor]]:
         yield tile, matrices[tile.matrices, tile.rows]
 
 
+def tiles_of(shape: Sequence[int], tile_elements: int) -> list[Tile]:
+    """List the tiles of a weight of two or more dimensions.
+
+    Args:
+        shape: Shape of the weight.
+        tile_elements: Most elements per tile, if a row is no longer.
+    """
+    *leading, num_rows, num_columns = shape
+    num_at_once = max(1, tile_elements // (num_rows * num_columns))
+    step = num_rows if num_at_once > 1 else max(1, tile_elements // num_columns)
+    return [
+        Tile(matrices=some, rows=rows)
+        for some in _parts(math.prod(leading), num_at_once)
+        for rows in _parts(num_rows, step)
+    ]
+
+
 def _parts(whole: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, whole)) for start in range(0, whole, size)]
 
 
-def _square_means(gradients: torch.Tensor) -> SquareMeans:
+def _square_means(gradients: torch.Tensor, passes: TilePasses) -> SquareMeans:
     num_matrices, num_rows, num_columns = gradients.shape
     row_norms = gradients.new_empty(num_matrices, num_rows, dtype=torch.float32)
     column_sums = gradients.new_zeros(num_matrices, num_columns, dtype=torch.float32)
-    for tile, part in _tiles(gradients):
-        values = part.to(torch.float32, copy=True)  # so that the gradient is read once
-        torch.linalg.vector_norm(values, dim=2, out=row_norms[tile.matrices, tile.rows])
-        norms = torch.linalg.vector_norm(values, dim=1)
+    for tile, part in _tiles(gradients, passes.tile_elements):
+        norms = passes.norms(part, row_norms[tile.matrices, tile.rows])
         column_sums[tile.matrices].addcmul_(norms, norms)
     return SquareMeans(rows=row_norms.square_().div_(num_columns), columns=column_sums.div_(num_rows))
 
 
-def _root_mean_square(parts: Iterator[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square of a tensor's parts, without dimensions and on its device."""
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+def _norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of a tensor from its parts' norms, without dimensions and on its device."""
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def _root_mean_square(norm: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return norm.div_(math.sqrt(whole.numel()))

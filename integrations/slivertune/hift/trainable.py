@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from slivertune.core.layout import world_size
 from slivertune.core.torch_internals import uncompiled_module
 from slivertune.hift.config import MasterKind
 from slivertune.hift.piece import Weight
@@ -99,7 +99,7 @@ def say_what_is_not_trained(model: nn.Module, weights: Mapping[str, Weight]) -> 
 def _refuse_offloaded(model: nn.Module, weights: Mapping[str, Weight]) -> None:
     """Refuse parameters whose values are offloaded and loaded only for a forward."""
     # If several ranks load one checkpoint, ranks without values get them when the model is prepared.
-    is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    is_alone = world_size() == 1
     away = {
         id(parameter)
         for module in model.modules()

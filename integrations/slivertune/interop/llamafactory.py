@@ -20,11 +20,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, is_initialized
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from slivertune.core.layout import world_size
 from slivertune.core.missing_library import missing_library
 from slivertune.core.setting_checks import check_number
 from slivertune.hift import HiFT, HiFTConfig
@@ -128,7 +128,7 @@ def _read(
 
 def _check_one_process(model: nn.Module, title: str) -> None:
     """Refuse runs that LLaMA-Factory distributes, since it averages or shards gradients in its own way."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = world_size()
     found = f"{ranks} ranks" if ranks > 1 else None
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         found = "FSDP2"

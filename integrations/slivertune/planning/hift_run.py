@@ -48,6 +48,7 @@ _NAMED_ALIKE = (
     "state_ram_bytes",
     "stream_bytes",
     "gradients",
+    "compile_step",
     "waiting",
     "prefetch_bytes",
     "weights",

@@ -17,7 +17,15 @@ from slivertune.core.setting_checks import (
     layers_or_auto,
 )
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, StatePlace, WaitingForm, WeightPlace
+from slivertune.hift.config import (
+    CompileChoice,
+    GradientPlace,
+    HiFTConfig,
+    MasterKind,
+    StatePlace,
+    WaitingForm,
+    WeightPlace,
+)
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, planned, planned_methods
@@ -81,6 +89,7 @@ class PlanRequest:
     state: StatePlace = _HIFT.state
     master: MasterKind | None = None
     gradients: GradientPlace = _HIFT.gradients
+    compile_step: CompileChoice = _HIFT.compile_step
     state_ram_bytes: Bytes = _HIFT.state_ram_bytes
     save_total_limit: int | None = None
     waiting: WaitingForm | None = _HIFT.waiting
@@ -145,6 +154,8 @@ class PlanRequest:
         """
         # A plan writes no file, so that it needs no folder for them.
         own = {"master": self.master_kind, "state_dir": "." if self.state == "disk" else None}
+        if self.compile_step == "auto":
+            own["compile_step"] = "always" if self.kernels == "gpu" else "never"
         return HiFTConfig(**{**{name: getattr(self, name) for name in _OF_HIFT}, **own, **others})
 
     def sft_config(self, **others: Any) -> SFTConfig:

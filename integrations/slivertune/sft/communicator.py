@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
+
+from slivertune.core.layout import world_size
 
 
 class ChunkKey(NamedTuple):
@@ -49,9 +50,9 @@ class Communicator:
         Raises:
             RuntimeError: If other ranks do.
         """
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if world_size() > 1:
             raise RuntimeError(
-                f"{dist.get_world_size()} ranks train with SFT, and nothing averages their gradients and candidates. "
+                f"{world_size()} ranks train with SFT, and nothing averages their gradients and candidates. "
                 "Pass model and optimizer through slivertune.prepare(accelerator, model, optimizer, ...) in place of "
                 "accelerator.prepare, slivertune.initialize in place of deepspeed.initialize, or slivertune.attach "
                 "with a Trainer"

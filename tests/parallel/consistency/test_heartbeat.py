@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, digest, world_size
+from slivertune.core.layout import world_size
+from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, digest
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.runs import message_of
 

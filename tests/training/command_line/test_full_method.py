@@ -99,6 +99,7 @@ def test_a_sweep_replaces_what_it_means() -> None:
         ("--layers_per_group 2", "--layers_per_group 2 does not go with --method full, .* --method hift"),
         ("--layers_per_group auto", "--layers_per_group auto does not go with --method full, .* --method hift"),
         ("--preset paper", "--preset paper does not go with --method full, .* --method hift"),
+        ("--load_in_4bit true", "--load_in_4bit does not go with --method full, .* lora or sft"),
         ("--bf16 false", "--bf16 false does not go with --method full, .* Use --weights_dtype fp32"),
         ("--max_grad_norm 1", "--max_grad_norm 1.* 'host' gradients, .* 2 bytes of host memory per"),
     ],

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slivertune.core.atomic import atomic_file, explain_write_errors, recover
+from slivertune.core.layout import world_size
 from slivertune.core.manifest import (
     MANIFEST_NAME,
     DamagedCheckpointError,
@@ -21,7 +22,7 @@ from slivertune.core.sliver import Sliver
 from slivertune.core.user_path import user_path
 from slivertune.parallel.accelerate_internals import load_first, prepared_optimizers
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
-from slivertune.parallel.consistency.heartbeat import gather_objects, world_size
+from slivertune.parallel.consistency.heartbeat import gather_objects
 from slivertune.parallel.layout import layout_of
 
 _LATEST = "latest"

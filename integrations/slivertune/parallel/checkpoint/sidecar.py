@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from slivertune.core.atomic import atomic_folder, explain_write_errors, is_partial, recover
+from slivertune.core.layout import world_size
 from slivertune.core.manifest import MANIFEST_NAME, write_manifest
 from slivertune.core.saved_state import load_dictionary, refuse_damage
 from slivertune.core.sliver import Sliver
 from slivertune.parallel.accelerate_internals import prepared_optimizers
 from slivertune.parallel.checkpoint.manifests import check_together, failing_together
-from slivertune.parallel.consistency.heartbeat import check_agreement, gather_objects, world_size
+from slivertune.parallel.consistency.heartbeat import check_agreement, gather_objects
 
 _FILE = "state.pt"
 

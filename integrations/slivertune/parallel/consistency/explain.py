@@ -4,7 +4,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
+from slivertune.core.layout import world_size
+from slivertune.parallel.consistency.heartbeat import Heartbeat, guard
 
 _COMPARE = "_slivertune_compare"
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from slivertune.core.layout import world_size
 from slivertune.core.torch_internals import default_group, default_store, process_groups, takes_cpu_tensors, timeout_of
 from slivertune.parallel.accelerate_internals import is_on_last_batch
 from slivertune.parallel.consistency.headers import TEXTS, UNKNOWN, Header, find_difference, short_hash
@@ -39,11 +40,6 @@ _LOOKUP_TIMEOUT = timedelta(seconds=5)
 
 _SETTLING_SECONDS = 0.2
 """Seconds before a lookup: a dying process closes its connections shortly before it counts as dead."""
-
-
-def world_size() -> int:
-    """Return the number of processes that train together. It is 1 if torch.distributed is not initialised."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def check_agreement(facts: Mapping[str, object]) -> None:

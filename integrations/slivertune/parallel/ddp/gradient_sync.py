@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.layout import world_size
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
 from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.hift.waiting_weight import WaitingWeight
-from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
+from slivertune.parallel.consistency.heartbeat import Heartbeat, guard
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes per bucket, as in DistributedDataParallel."""

@@ -19,7 +19,7 @@ def without_full(values: Mapping[str, Any]) -> dict[str, Any]:
         values: Given values by option.
 
     Raises:
-        ValueError: If an option contradicts all layers or bf16 weights.
+        ValueError: If an option contradicts all layers, or weights in bf16.
     """
     if values.get("method") != FULL:
         return {**values}
@@ -29,6 +29,11 @@ def without_full(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"--{name} {values[name]} does not go with --method {FULL}, whose updates train all layers. Use "
                 "--method hift, or leave it out"
             )
+    if values.get("load_in_4bit"):
+        raise ValueError(
+            f"--load_in_4bit does not go with --method {FULL}, which trains every weight by small steps. Use --method "
+            "lora or sft, which train beside 4-bit weights, or leave it out"
+        )
     if values.get("bf16") is False and "weights_dtype" not in values:
         raise ValueError(
             f"--bf16 false does not go with --method {FULL}, which trains bf16 weights. Use --weights_dtype fp32, or "

@@ -14,10 +14,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_tf32_available
 
-from slivertune.core.layout import Layout
+from slivertune.core.layout import Layout, world_size
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.parallel.accelerate_internals import forget_state
-from slivertune.parallel.consistency.heartbeat import guard, world_size
+from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.zero.shm_comm import check_build
 from slivertune.parallel.zero.unsupported import fill_buckets
