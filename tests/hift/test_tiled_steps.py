@@ -19,6 +19,7 @@ from slivertune import HiFT, HiFTConfig
 from slivertune.core.ledger import Ledger
 from slivertune.hift import compiled_passes, probe, tiled_steps
 from slivertune.hift.compiled_passes import CompiledPasses
+from slivertune.hift.cutting import cut_group
 from slivertune.hift.piece import Slice
 from slivertune.hift.stochastic_rounding import StochasticRounding
 from slivertune.hift.tiled_steps import Factors, TilePasses, rule_of, step_in_tiles, unmet
@@ -145,7 +146,7 @@ def calls_of_passes(shape: tuple[int, int, int]) -> list[Callable[[], object]]:
     decay, rounding = passes.number(shape[0] / 8, weight), StochasticRounding(seed=0, update=shape[0]).of("w")
     return [
         partial(passes.norms, gradient, torch.empty(shape[:2])),
-        partial(passes.update_norm, gradient, factors),
+        partial(passes.update_norms, gradient, factors),
         partial(passes.write, weight, gradient, factors, decay=decay, rounding=rounding, start=shape[1]),
     ]
 
@@ -303,6 +304,19 @@ def test_a_run_that_is_resumed_has_the_same_bits(master: str, tile: int, tmp_pat
     assert_same_bits(model, other)
 
 
+def test_weights_in_tiles_take_no_room_for_copies_in_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "compile_passes", lambda *args, **kwargs: None)
+    settings: dict[str, Any] = {"layers_per_group": LAYERS, "stream_bytes": 30_000, "compile_step": "always", **NAMED}
+    num_chunks = []
+    with tiles_of(8):
+        for master in ("none", "stochastic", "fp32"):
+            _, hift = hift_over(small_decoder(BF16), TransformersAdafactor, master=master, **settings)
+            chunks = cut_group(hift._residencies[0].weights, hift._meter)
+            num_chunks.append(len(chunks))
+            assert all(one.rule is not None for each in chunks for one in each.slices if one.weight.parameter.dim() > 1)
+    assert num_chunks[0] == num_chunks[1] < num_chunks[2]
+
+
 def test_settings_that_tiles_do_not_have_are_refused_after_the_first_step() -> None:
     with tiles_of(300):
         model, hift = hift_over(small_decoder(), TransformersAdafactor, layers_per_group=LAYERS, **NAMED)
@@ -391,6 +405,22 @@ def test_all_layers_train_as_by_a_plain_optimizer_with_nothing_on_the_host(
     assert 4 * sum(sizes) <= most.state <= 4 * sum(sizes) + 8 * len(sizes)
 
 
+@pytest.mark.parametrize("tile", [300, 5000])
+@pytest.mark.parametrize("name", ["transformers", "torch"])
+def test_steps_take_the_code_that_was_compiled_when_hift_was_built(name: str, tile: int) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    model, master = small_decoder(BF16, vocab=BIG_VOCAB), {"transformers": "stochastic", "torch": "fp32"}[name]
+    torch._dynamo.reset()
+    with tiles_of(tile), mock.patch.object(tiled_steps, "TILE_ELEMENTS", 300):
+        settings: dict[str, Any] = {"layers_per_group": LAYERS, "gradients": "stepped", "compile_step": "always"}
+        _, hift = hift_over(model, optimizer_class, master=master, **settings, **options)
+        torch._dynamo.utils.counters.clear()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            train(model, hift, BATCHES, 2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    assert any(one.rule is not None for one in slices_of(hift))
+
+
 @pytest.mark.parametrize(
     ("choice", "num_ranks", "is_refused"), [("auto", 1, False), ("auto", 2, True), ("always", 1, True)], ids=str
 )
@@ -417,3 +447,10 @@ def test_a_step_that_can_not_be_compiled_changes_nothing_and_is_told(
             failed = hift_over(model, TransformersAdafactor, compile_step=choice, **settings)
         run(*failed, 2)
     assert_same_bits(never[0], model)
+
+
+def test_a_compilation_that_the_environment_disables_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setattr(compiled_passes, "_compiled", compiled_passes._compiled.__wrapped__)
+    with tiles_of(300), pytest.raises(RuntimeError, match=r"can't compile .*TORCHDYNAMO_DISABLE is set"):
+        hift_over(small_decoder(), TransformersAdafactor, compile_step="always", **NAMED)

@@ -171,12 +171,17 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
 
 
 def can_compile_kernels(device: torch.device) -> bool:
-    """Return whether torch compiles kernels for a device: a CUDA device that Triton supports, compilation not disabled.
+    """Return whether torch compiles kernels for a device, that is, whether it is a CUDA device that Triton supports.
 
     Args:
         device: The device.
     """
-    return device.type == "cuda" and bool(has_triton()) and not torch._dynamo.config.disable
+    return device.type == "cuda" and bool(has_triton())
+
+
+def compiling_as_usual() -> AbstractContextManager[None]:
+    """Compile and run compiled functions whatever stance (`torch.compiler.set_stance`) is set outside."""
+    return torch.compiler.set_stance("default")  # type: ignore[no-any-return]
 
 
 def with_recompile_limit(limit: int) -> AbstractContextManager[None]:

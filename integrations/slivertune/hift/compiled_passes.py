@@ -6,14 +6,15 @@ on whether a mode is active. torch would not compile under a mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from slivertune.core.torch_internals import with_recompile_limit
+from slivertune.core.torch_internals import compiling_as_usual, with_recompile_limit
 from slivertune.hift.stochastic_rounding import WeightRounding, rounded
 from slivertune.hift.tiled_steps import FactoredRule, Factors, TilePasses, step_in_tiles, tiles_of
 
@@ -22,11 +23,18 @@ TILE_ELEMENTS = 2**24
 the L2 cache of an RTX 4090 (72 MB)."""
 
 _RECOMPILE_LIMIT = 64
-"""Compilations of a pass: for each dtype, and for sizes of 1."""
+"""Most compilations of a pass. Each dtype, device, size of 1 and state of torch (as autocast) takes one."""
 
 
 class CompiledPasses(TilePasses):
     """The three passes over a tile, compiled."""
+
+    @contextmanager
+    @override
+    def stepping(self) -> Iterator[None]:
+        """Surround the passes by settings of torch under which all steps take the same code."""
+        with torch.no_grad(), compiling_as_usual(), with_recompile_limit(_RECOMPILE_LIMIT):
+            yield
 
     @property
     @override
@@ -47,16 +55,15 @@ class CompiledPasses(TilePasses):
         return norms[1]
 
     @override
-    def update_norm(self, gradient: torch.Tensor, factors: Factors) -> torch.Tensor:
-        """Return the norm of a tile's update."""
-        norm: torch.Tensor = _tile_norm(gradient, factors.rows, factors.columns, factors.least)
-        return norm
+    def update_norms(self, gradient: torch.Tensor, factors: Factors) -> torch.Tensor:
+        """Return the norm of each row of a tile's update."""
+        norms: torch.Tensor = _tile_row_norms(gradient, factors.rows, factors.columns, factors.least)
+        return norms
 
     @override
-    def weight_norm(self, matrices: torch.Tensor) -> torch.Tensor:
-        """Return the norm of a whole weight, at once."""
-        norm: torch.Tensor = _tile_norm(matrices.view(1, -1, matrices.shape[-1]), None, None, None)
-        return norm
+    def weight_norms(self, matrices: torch.Tensor) -> list[torch.Tensor]:
+        """Return the norm of each row of a whole weight."""
+        return [_tile_row_norms(matrices.view(1, -1, matrices.shape[-1]), None, None, None)]
 
     @override
     def number(self, value: float, like: torch.Tensor) -> torch.Tensor:
@@ -87,8 +94,9 @@ def compile_passes(
     dtype: torch.dtype,
     device: torch.device,
     is_rounded: bool,
+    known: set[tuple[Any, ...]],
 ) -> None:
-    """Compile what the steps of a weight need, by a step of zeros for each kind of its tiles.
+    """Compile what the steps of a weight need, by a step of zeros for each size of its tiles.
 
     Args:
         rule: Rule that steps by `CompiledPasses`.
@@ -97,20 +105,24 @@ def compile_passes(
         dtype: Dtype that is stepped.
         device: Device of the steps.
         is_rounded: Whether new values are rounded stochastically.
+        known: Tiles that were stepped already. New ones are added.
+
+    Raises:
+        RuntimeError: If the environment disables compilation. torch raises errors of many classes if it fails.
     """
-    num_columns = shape[-1]
-    for num_matrices, num_rows in sorted({tile.shape for tile in tiles_of(shape, rule.passes.tile_elements)}):
-        # Code for equal sizes would be for them alone.
+    if _compiled(_norms) is _norms:
+        raise RuntimeError("TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set. Unset it")
+    num_columns, rounding = shape[-1], WeightRounding(0) if is_rounded else None
+    # Code is made for the first sizes of its kind, and takes others. So the largest tiles come first.
+    for num_matrices, num_rows in sorted({tile.shape for tile in tiles_of(shape, rule.passes.tile_elements)})[::-1]:
+        # torch would take equal sizes for one, and compile code for such tiles alone.
         is_equal = num_rows in (num_matrices, num_columns) and num_rows > 2
-        tile = (num_matrices, num_rows - is_equal, num_columns)
-        kind = (type(rule), dtype, device, is_rounded, *(min(size, 2) for size in tile))
-        if kind not in _compiled_kinds:
-            zeros = torch.zeros(tile, dtype=dtype, device=device)
-            step_in_tiles(rule, {}, group, zeros, torch.zeros_like(zeros), WeightRounding(0) if is_rounded else None)
-            _compiled_kinds.add(kind)
-
-
-_compiled_kinds: set[tuple[Any, ...]] = set()
+        for rows in (num_rows - 1, num_rows) if is_equal else (num_rows,):
+            tile = (num_matrices, rows, num_columns)
+            if (rule.__class__, tile, dtype, device, is_rounded) not in known:
+                zeros = torch.zeros(tile, dtype=dtype, device=device)
+                step_in_tiles(rule, {}, group, zeros, torch.zeros_like(zeros), rounding)
+                known.add((rule.__class__, tile, dtype, device, is_rounded))
 
 
 @torch.library.custom_op("slivertune::tile_norms", mutates_args=())
@@ -126,19 +138,19 @@ def _(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return new((num_matrices, num_rows)), new((num_matrices, num_columns))
 
 
-@torch.library.custom_op("slivertune::tile_norm", mutates_args=())
-def _tile_norm(
+@torch.library.custom_op("slivertune::tile_row_norms", mutates_args=())
+def _tile_row_norms(
     tile: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None, least: torch.Tensor | None
 ) -> torch.Tensor:
-    norm: torch.Tensor = _run(_norm, tile, rows, columns, least)
-    return norm
+    norms: torch.Tensor = _run(_row_norms, tile, rows, columns, least)
+    return norms
 
 
-@_tile_norm.register_fake
+@_tile_row_norms.register_fake
 def _(
     tile: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None, least: torch.Tensor | None
 ) -> torch.Tensor:
-    return tile.new_empty((), dtype=torch.float32)
+    return tile.new_empty(tile.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("slivertune::tile_write", mutates_args=("weight",))
@@ -160,8 +172,16 @@ def _(*arguments: object) -> None:
 
 
 def _run(function: Callable[..., Any], *arguments: torch.Tensor | None) -> Any:
-    with torch.no_grad(), with_recompile_limit(_RECOMPILE_LIMIT):
-        return _compiled(function)(*arguments)
+    return _compiled(function)(*(None if each is None else _plain(each) for each in arguments))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that is no view, with the usual stride of a single matrix.
+
+    Compiled code is for tensors that are views as those were that it was compiled with, of equal strides.
+    """
+    one_matrix = tensor.dim() == 3 and tensor.shape[0] == 1
+    return tensor.squeeze(0).unsqueeze(0).data if one_matrix else tensor.data
 
 
 @cache
@@ -175,13 +195,13 @@ def _norms(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return squares.sum(2).sqrt(), squares.sum(1).sqrt()
 
 
-def _norm(
+def _row_norms(
     tile: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None, least: torch.Tensor | None
 ) -> torch.Tensor:
     values = tile.to(torch.float32)
     if rows is not None and columns is not None:
         values = _update(values, rows, columns, least)
-    return values.square().sum().sqrt()
+    return values.square().sum(2).sqrt()  # the sum of all would be compiled for some sizes alone
 
 
 def _write(

@@ -113,14 +113,13 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter) -> list[Piece]:
 
 
 def _slice(weight: Weight, cut: Cut, meter: StepMeter) -> Slice:
-    rule, on_master = meter.rule_of(weight), meter.steps_master(weight)
     return Slice(
         weight,
         cut.start,
         cut.stop,
-        in_fp32=on_master if rule is not None else meter.steps_in_fp32(weight),
-        on_master=on_master,
-        rule=rule,
+        in_fp32=meter.steps_copy(weight),
+        on_master=meter.steps_master(weight),
+        rule=meter.rule_of(weight),
         scalars_on_device=meter.scalars_on_device(weight),
     )
 
@@ -131,10 +130,10 @@ def _size(weight: Weight, meter: StepMeter) -> WeightSize:
     if meter.base.slicing.unit != "group" and meter.config.piece_bytes:
         needs, num_elements = meter.needs(weight), max(1, parameter.numel())
         temporary_bytes = needs.temporary_bytes / num_elements
-        if meter.steps_in_fp32(weight) and not meter.steps_master(weight):
+        if meter.steps_copy(weight) and not meter.steps_master(weight):
             temporary_bytes = max(temporary_bytes, BYTES_PER_ELEMENT)  # rounding comes after the step
         bytes_per_element = sum(needs.state_bytes.values()) / num_elements + temporary_bytes
-    if meter.steps_in_fp32(weight):
+    if meter.steps_copy(weight):
         bytes_per_element += 4 + 4  # the copy in fp32, and the gradient cast to fp32
     if meter.config.gradients != "device":
         bytes_per_element += parameter.itemsize  # the offloaded gradient, loaded again

@@ -356,6 +356,11 @@ class HiFT(CheckpointedSliver):
         """Trained weights of all groups, bottom of the model first."""
         return tuple(weight for residency in self._residencies for weight in residency.weights)
 
+    @property
+    def compiles_steps(self) -> bool:
+        """Whether steps in tiles are compiled (`HiFTConfig.compile_step`)."""
+        return self._meter.is_compiled_on(self.trained_weights[0].device)
+
     def waiting_weight(self, parameter: torch.Tensor) -> WaitingWeight | None:
         """Return the holder of a parameter that is quantised between its turns (`config.waiting`), or None.
 

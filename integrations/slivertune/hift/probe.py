@@ -82,6 +82,8 @@ class StepMeter:
         self.config = config
         self._param_groups = param_groups
         self._measured: dict[tuple[Any, ...], StepNeeds] = {}
+        self._compiled: set[tuple[Any, ...]] = set()
+        """Kinds of tiles whose steps are compiled."""
         self._has_failed = False
         """Whether steps could not be compiled."""
 
@@ -109,10 +111,17 @@ class StepMeter:
             return None
         return rule if dtype in rule.dtypes and unmet(rule, self._param_groups[weight.param_group]) is None else None
 
-    def _passes_on(self, device: torch.device) -> TilePasses:
+    def steps_copy(self, weight: Weight) -> bool:
+        """Return whether a copy of a 16-bit weight in fp32 is stepped. Without a master, tiles need no copy."""
+        return self.steps_master(weight) if self.rule_of(weight) is not None else self.steps_in_fp32(weight)
+
+    def is_compiled_on(self, device: torch.device) -> bool:
+        """Return whether steps in tiles on a device are compiled."""
         choice = self.config.compile_step
-        is_compiled = choice == "always" or (choice == "auto" and not self._has_failed and can_compile_kernels(device))
-        return CompiledPasses() if is_compiled else TilePasses()
+        return choice == "always" or (choice == "auto" and not self._has_failed and can_compile_kernels(device))
+
+    def _passes_on(self, device: torch.device) -> TilePasses:
+        return CompiledPasses() if self.is_compiled_on(device) else TilePasses()
 
     def compile_steps(self, weights: Iterable[Weight]) -> None:
         """Compile steps in tiles before the first of them, so that a failure changes nothing.
@@ -131,7 +140,15 @@ class StepMeter:
             dtype = torch.float32 if self.steps_master(weight) else parameter.dtype
             is_rounded = self.config.master == "stochastic" and dtype == torch.bfloat16
             try:
-                compile_passes(rule, group, parameter.shape, dtype=dtype, device=weight.device, is_rounded=is_rounded)
+                compile_passes(
+                    rule,
+                    group,
+                    parameter.shape,
+                    dtype=dtype,
+                    device=weight.device,
+                    is_rounded=is_rounded,
+                    known=self._compiled,
+                )
             except Exception as error:
                 self._note_failure(error)
 

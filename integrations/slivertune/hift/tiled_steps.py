@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -25,6 +26,9 @@ from slivertune.hift.stochastic_rounding import BYTES_PER_ELEMENT, WeightRoundin
 
 TILE_ELEMENTS = 2**22
 """Elements per tile. In fp32 they take 16 MiB, less than a quarter of the L2 cache of an RTX 4090 (72 MB)."""
+
+_ROWS_MULTIPLE = 8
+"""Multiple of the rows of a tile, so that each tile of a matrix begins at 16 bytes, as compiled kernels need."""
 
 TILE_BYTES = 4 * TILE_ELEMENTS
 """Bytes of a tile in fp32."""
@@ -74,6 +78,10 @@ class Factors:
 class TilePasses:
     """The three passes over a tile, each by several operators."""
 
+    def stepping(self) -> AbstractContextManager[object]:
+        """Surround the passes over a weight."""
+        return nullcontext()
+
     @property
     def tile_elements(self) -> int:
         """Most elements per tile, if a row is no longer."""
@@ -99,15 +107,15 @@ class TilePasses:
         of_columns: torch.Tensor = torch.linalg.vector_norm(values, dim=1)
         return of_columns
 
-    def update_norm(self, gradient: torch.Tensor, factors: Factors) -> torch.Tensor:
-        """Return the 2-norm of a tile's update, in fp32 and without dimensions."""
+    def update_norms(self, gradient: torch.Tensor, factors: Factors) -> torch.Tensor:
+        """Return the 2-norm of a tile's update, or of each of its parts, in fp32."""
         norm: torch.Tensor = torch.linalg.vector_norm(factors.times(gradient))
         return norm
 
-    def weight_norm(self, matrices: torch.Tensor) -> torch.Tensor:
-        """Return the 2-norm of a whole weight with three dimensions, in fp32 and without dimensions."""
+    def weight_norms(self, matrices: torch.Tensor) -> list[torch.Tensor]:
+        """Return the 2-norms of the parts of a weight with three dimensions, in fp32."""
         tiles = _tiles(matrices, self.tile_elements)
-        return _norm_of([torch.linalg.vector_norm(part, dtype=torch.float32) for _, part in tiles])
+        return [torch.linalg.vector_norm(part, dtype=torch.float32) for _, part in tiles]
 
     def number(self, value: float, like: torch.Tensor) -> float | torch.Tensor:
         """Return a number in the form that `write` takes, for all tiles of a weight."""
@@ -263,7 +271,7 @@ class TorchRule(FactoredRule):
         rows, columns = state["row_var"], state["col_var"]
         rows.lerp_(squares.rows.view_as(rows), step ** group["beta2_decay"])
         columns.lerp_(squares.columns.view_as(columns), step ** group["beta2_decay"])
-        size = _root_mean_square(self.passes.weight_norm(weight), weight)
+        size = _root_mean_square(self.passes.weight_norms(weight), weight)
         row_factors = (rows / rows.mean(dim=-2, keepdim=True).clamp_(min=least)).rsqrt_()
         # Infinite factors of zero rows and columns would be NaN at a rate of 0. Their products are clamped anyway.
         return Direction(
@@ -327,11 +335,23 @@ def step_in_tiles(
     """
     if not state:
         rule.begin(state, gradient)
-    passes, matrices, gradients = rule.passes, _matrices(weight), _matrices(gradient)
+    with rule.passes.stepping():
+        _step_in_tiles(rule, state, group, _matrices(weight), _matrices(gradient), rounding)
+
+
+def _step_in_tiles(
+    rule: FactoredRule,
+    state: dict[str, Any],
+    group: Mapping[str, Any],
+    matrices: torch.Tensor,
+    gradients: torch.Tensor,
+    rounding: WeightRounding | None,
+) -> None:
+    passes = rule.passes
     direction = rule.advance(state, group, _square_means(gradients, passes), matrices)
     tiles = partial(_tiles, gradients, passes.tile_elements)
-    norm = _norm_of([passes.update_norm(part, direction.factors.of(tile)) for tile, part in tiles()])
-    excess = _root_mean_square(norm, gradients).div_(direction.threshold).clamp_(min=1.0)
+    norms = [passes.update_norms(part, direction.factors.of(tile)) for tile, part in tiles()]
+    excess = _root_mean_square(norms, gradients).div_(direction.threshold).clamp_(min=1.0)
     factors = direction.factors.scaled(direction.rate / excess)
     decay = passes.number(direction.decay, matrices)
     for tile, part in tiles():
@@ -375,6 +395,8 @@ def tiles_of(shape: Sequence[int], tile_elements: int) -> list[Tile]:
     *leading, num_rows, num_columns = shape
     num_at_once = max(1, tile_elements // (num_rows * num_columns))
     step = num_rows if num_at_once > 1 else max(1, tile_elements // num_columns)
+    if step > _ROWS_MULTIPLE and step < num_rows:
+        step -= step % _ROWS_MULTIPLE
     return [
         Tile(matrices=some, rows=rows)
         for some in _parts(math.prod(leading), num_at_once)
@@ -396,11 +418,7 @@ def _square_means(gradients: torch.Tensor, passes: TilePasses) -> SquareMeans:
     return SquareMeans(rows=row_norms.square_().div_(num_columns), columns=column_sums.div_(num_rows))
 
 
-def _norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of a tensor from its parts' norms, without dimensions and on its device."""
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
-
-
-def _root_mean_square(norm: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _root_mean_square(norms: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square of a tensor from its parts' norms, without dimensions and on its device."""
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat([each.view(-1) for each in norms]))
     return norm.div_(math.sqrt(whole.numel()))

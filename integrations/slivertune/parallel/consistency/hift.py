@@ -131,12 +131,12 @@ def header_of(hift: HiFT, stage: Stage, is_reached: bool | None = None) -> Heade
 
 
 def applied_settings(hift: HiFT) -> dict[str, object]:
-    """Collect the settings of the coming update: learning rates (held or scheduled) and all other hyperparameters.
+    """Collect the settings of the coming update: learning rates (held or scheduled), hyperparameters, compilation.
 
     Args:
         hift: The optimizer.
     """
-    settings: dict[str, object] = {}
+    settings: dict[str, object] = {"compilation of steps in tiles": hift.compiles_steps}
     rates = hift.rotation.to_apply(scheduled_lr(hift.param_groups))
     for index, (param_group, rate) in enumerate(zip(hift.param_groups, rates, strict=True)):
         settings[f"the learning rate of param group {index}"] = comparable(rate)
