@@ -4,8 +4,9 @@ All other modules reach these through this file. `RELIED_ON` lists the place and
 name any that has moved.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -179,9 +180,17 @@ def can_compile_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and bool(has_triton())
 
 
+def is_compilation_disabled() -> bool:
+    """Return whether the environment disables torch.compile, by TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE."""
+    return bool(torch._dynamo.config.disable) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
 def compiling_as_usual() -> AbstractContextManager[None]:
-    """Compile and run compiled functions whatever stance (`torch.compiler.set_stance`) is set outside."""
-    return torch.compiler.set_stance("default")  # type: ignore[no-any-return]
+    """Compile and run compiled functions whatever stance (`torch.compiler.set_stance`) is set outside.
+
+    A stance can't be set in code that is being compiled.
+    """
+    return nullcontext() if torch.compiler.is_compiling() else torch.compiler.set_stance("default")
 
 
 def with_recompile_limit(limit: int) -> AbstractContextManager[None]:

@@ -106,12 +106,7 @@ def compile_passes(
         device: Device of the steps.
         is_rounded: Whether new values are rounded stochastically.
         known: Tiles that were stepped already. New ones are added.
-
-    Raises:
-        RuntimeError: If the environment disables compilation. torch raises errors of many classes if it fails.
     """
-    if _compiled(_norms) is _norms:
-        raise RuntimeError("TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set. Unset it")
     num_columns, rounding = shape[-1], WeightRounding(0) if is_rounded else None
     # Code is made for the first sizes of its kind, and takes others. So the largest tiles come first.
     for num_matrices, num_rows in sorted({tile.shape for tile in tiles_of(shape, rule.passes.tile_elements)})[::-1]:

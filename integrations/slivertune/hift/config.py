@@ -148,7 +148,8 @@ class HiFTConfig:
     """Compilation, by torch.compile, of Adafactor's steps in tiles. `auto` compiles on a CUDA device with Triton.
 
     Compiled steps take fewer kernels, and give the same result to rounding. With `auto` (default), a failed compilation
-    is a warning on one device, and an error on several ranks, which must step alike. `always` also compiles on the CPU.
+    is a warning on one device, and an error on several ranks, which must step alike. `always` also compiles on the CPU,
+    and a failure is an error.
     Other optimizers are not compiled."""
     max_grad_norm: float | None = None
     """2-norm to which `step` scales down the active group's gradients, as `clip_grad_norm_` does. None (default) does

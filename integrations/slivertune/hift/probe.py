@@ -12,7 +12,7 @@ import torch
 from slivertune.core.layout import world_size
 from slivertune.core.ledger import Ledger, claim
 from slivertune.core.saved_values import is_finite
-from slivertune.core.torch_internals import FakeTensor, can_compile_kernels
+from slivertune.core.torch_internals import FakeTensor, can_compile_kernels, is_compilation_disabled
 from slivertune.hift import tiled_steps
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
 from slivertune.hift.compiled_passes import CompiledPasses, compile_passes
@@ -117,8 +117,9 @@ class StepMeter:
 
     def is_compiled_on(self, device: torch.device) -> bool:
         """Return whether steps in tiles on a device are compiled."""
-        choice = self.config.compile_step
-        return choice == "always" or (choice == "auto" and not self._has_failed and can_compile_kernels(device))
+        if self.config.compile_step != "auto":
+            return self.config.compile_step == "always"
+        return not self._has_failed and can_compile_kernels(device) and not is_compilation_disabled()
 
     def _passes_on(self, device: torch.device) -> TilePasses:
         return CompiledPasses() if self.is_compiled_on(device) else TilePasses()
@@ -136,6 +137,11 @@ class StepMeter:
             rule = self.rule_of(weight)
             if rule is None or not isinstance(rule.passes, CompiledPasses) or isinstance(weight.parameter, FakeTensor):
                 continue
+            if is_compilation_disabled():
+                raise RuntimeError(
+                    "compile_step='always' compiles steps, and TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set. "
+                    "Unset it, or set compile_step='never'"
+                )
             parameter, group = weight.parameter, self._param_groups[weight.param_group]
             dtype = torch.float32 if self.steps_master(weight) else parameter.dtype
             is_rounded = self.config.master == "stochastic" and dtype == torch.bfloat16
@@ -149,6 +155,8 @@ class StepMeter:
                     is_rounded=is_rounded,
                     known=self._compiled,
                 )
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 self._note_failure(error)
 
