@@ -7,9 +7,9 @@ import pytest
 
 from tests.conftest import CHECKOUT
 from tests.helpers.kept_results import (
-    in_dense_time,
+    all_but,
+    is_least,
     is_worse,
-    learned,
     peak_of,
     result,
     seeds_of,
@@ -33,17 +33,6 @@ def nothing_learned_more_than_dense() -> bool:
         if len(others) < 3 or any(is_worse(task, "dense", name) for name in others):
             return False
     return True
-
-
-def is_least(first: str, tokens: int, others: list[str]) -> bool:
-    """Whether a way's losses in dense's time are below those of all others; dense has its own."""
-    found = learned("dense") if first == "dense" else in_dense_time(first, tokens)
-    rest = [in_dense_time(name, tokens) for name in others] + ([learned("dense")] if first != "dense" else [])
-    return all(max(found) < min(each) for each in rest)
-
-
-def all_but(name: str) -> list[str]:
-    return [each for each in ways_in_dense_time() if each != name]
 
 
 def docstrings_as_good_and_sst2_below() -> bool:
@@ -82,24 +71,20 @@ REASONS: dict[tuple[str, str, str], Callable[[], bool]] = {
     ): nothing_learned_more_than_dense,
     (
         "New domain, up to 4,096 tokens per update",
-        "LoRA (`--method lora --lora_rank 64`)",
-        "Least loss in equal planned time",
-    ): lambda: all(is_least("lora-64", tokens, all_but("lora-64")) for tokens in (512, 4096)),
+        "Full (`--method full`) or LoRA (`--method lora --lora_rank 64`)",
+        "Less loss than all others in equal planned time",
+    ): lambda: all(
+        is_least(name, tokens, all_but("full", "lora-64", "lora-16"))
+        for name in ("full", "lora-64")
+        for tokens in (512, 4096)
+    ),
     (
-        "New domain, 512 tokens per update, all weights must train",
-        "HiFT (`--method hift`)",
-        "Less loss than dense in equal planned time",
-    ): lambda: is_least("hift-2-stays", 512, []),
-    (
-        "New domain, 4,096 or more tokens per update, all weights must train",
+        "New domain, more tokens per update, or all weights must train",
         "Full (`--method full`)",
-        "As good as dense after as many updates; smaller groups learned less",
-    ): lambda: (
-        not is_worse("language", "full", "dense")
-        and all(
-            is_least("dense", tokens, [name for name in ways_in_dense_time() if name.startswith("hift")])
-            for tokens in (4096, 32768)
-        )
+        "Less loss than dense, HiFT and SFT in equal planned time",
+    ): lambda: all(
+        is_least("full", tokens, [name for name in ways_in_dense_time() if name.startswith(("hift", "sft"))])
+        for tokens in (512, 4096, 32768)
     ),
     (
         "Retrieval, or a small result file",

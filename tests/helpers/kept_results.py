@@ -221,6 +221,23 @@ def ways_in_dense_time() -> list[str]:
     return list(read_rows_file()["equal_time"])
 
 
+def all_but(*names: str) -> list[str]:
+    """Rows that have a planned time, without some."""
+    return [each for each in ways_in_dense_time() if each not in names]
+
+
+def is_least(first: str, tokens: int, others: list[str]) -> bool:
+    """Whether a way's losses in dense's time are below those of all others; dense has its own."""
+    found = learned("dense") if first == "dense" else in_dense_time(first, tokens)
+    rest = [in_dense_time(name, tokens) for name in others] + ([learned("dense")] if first != "dense" else [])
+    return all(max(found) < min(each) for each in rest)
+
+
+def differ(first: list[float], second: list[float]) -> bool:
+    """Whether the ranges of two rows' seeds do not overlap."""
+    return max(first) < min(second) or max(second) < min(first)
+
+
 def peak_of(task: str, name: str) -> int:
     """Bytes of a row on the device at its peak."""
     (row,) = [each for each in result("quality")[task] if each["name"] == name]
