@@ -105,7 +105,7 @@ def compile_passes(
         dtype: Dtype that is stepped.
         device: Device of the steps.
         is_rounded: Whether new values are rounded stochastically.
-        known: Tiles that were stepped already. New ones are added.
+        known: Kinds of tiles that were stepped already. New ones are added.
     """
     num_columns, rounding = shape[-1], WeightRounding(0) if is_rounded else None
     # Code is made for the first sizes of its kind, and takes others. So the largest tiles come first.
@@ -113,11 +113,11 @@ def compile_passes(
         # torch would take equal sizes for one, and compile code for such tiles alone.
         is_equal = num_rows in (num_matrices, num_columns) and num_rows > 2
         for rows in (num_rows - 1, num_rows) if is_equal else (num_rows,):
-            tile = (num_matrices, rows, num_columns)
-            if (rule.__class__, tile, dtype, device, is_rounded) not in known:
-                zeros = torch.zeros(tile, dtype=dtype, device=device)
+            kind = (type(rule), num_matrices, rows, num_columns, dtype, device, is_rounded)
+            if kind not in known:
+                zeros = torch.zeros(num_matrices, rows, num_columns, dtype=dtype, device=device)
                 step_in_tiles(rule, {}, group, zeros, torch.zeros_like(zeros), rounding)
-                known.add((rule.__class__, tile, dtype, device, is_rounded))
+                known.add(kind)
 
 
 @torch.library.custom_op("slivertune::tile_norms", mutates_args=())
@@ -142,9 +142,7 @@ def _tile_row_norms(
 
 
 @_tile_row_norms.register_fake
-def _(
-    tile: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None, least: torch.Tensor | None
-) -> torch.Tensor:
+def _(tile: torch.Tensor, *factors: object) -> torch.Tensor:
     return tile.new_empty(tile.shape[:2], dtype=torch.float32)
 
 

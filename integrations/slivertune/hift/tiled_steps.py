@@ -333,36 +333,25 @@ def step_in_tiles(
         gradient: Its gradient, in fp32 or bf16.
         rounding: Stochastic rounding of a bf16 weight; None rounds to the nearest value.
     """
+    passes, matrices, gradients = rule.passes, _matrices(weight), _matrices(gradient)
+    tiles = partial(_tiles, gradients, passes.tile_elements)
     if not state:
         rule.begin(state, gradient)
-    with rule.passes.stepping():
-        _step_in_tiles(rule, state, group, _matrices(weight), _matrices(gradient), rounding)
-
-
-def _step_in_tiles(
-    rule: FactoredRule,
-    state: dict[str, Any],
-    group: Mapping[str, Any],
-    matrices: torch.Tensor,
-    gradients: torch.Tensor,
-    rounding: WeightRounding | None,
-) -> None:
-    passes = rule.passes
-    direction = rule.advance(state, group, _square_means(gradients, passes), matrices)
-    tiles = partial(_tiles, gradients, passes.tile_elements)
-    norms = [passes.update_norms(part, direction.factors.of(tile)) for tile, part in tiles()]
-    excess = _root_mean_square(norms, gradients).div_(direction.threshold).clamp_(min=1.0)
-    factors = direction.factors.scaled(direction.rate / excess)
-    decay = passes.number(direction.decay, matrices)
-    for tile, part in tiles():
-        passes.write(
-            matrices[tile.matrices, tile.rows],
-            part,
-            factors.of(tile),
-            decay=decay,
-            rounding=rounding,
-            start=(tile.matrices.start * matrices.shape[1] + tile.rows.start) * matrices.shape[2],
-        )
+    with passes.stepping():
+        direction = rule.advance(state, group, _square_means(gradients, passes), matrices)
+        norms = [passes.update_norms(part, direction.factors.of(tile)) for tile, part in tiles()]
+        excess = _root_mean_square(norms, gradients).div_(direction.threshold).clamp_(min=1.0)
+        factors = direction.factors.scaled(direction.rate / excess)
+        decay = passes.number(direction.decay, matrices)
+        for tile, part in tiles():
+            passes.write(
+                matrices[tile.matrices, tile.rows],
+                part,
+                factors.of(tile),
+                decay=decay,
+                rounding=rounding,
+                start=(tile.matrices.start * matrices.shape[1] + tile.rows.start) * matrices.shape[2],
+            )
 
 
 def _matrices(tensor: torch.Tensor) -> torch.Tensor:
