@@ -56,7 +56,16 @@ def _benchmark(name: str, seconds: float, tiny: str, *arguments: str) -> Step:
 
 
 _FIRST = "waits or pinned or stream or pieces"
-_OPTIMIZERS = ("fused AdamW", "host", "SGD", "Adafactor", "bitsandbytes' AdamW8bit", "torchao's AdamW8bit")
+_OPTIMIZERS = (
+    "full",
+    "full, not compiled",
+    "fused AdamW",
+    "host",
+    "SGD",
+    "Adafactor",
+    "bitsandbytes' AdamW8bit",
+    "torchao's AdamW8bit",
+)
 TINY_LLAMA = "--blocks 2 --hidden 64 --heads 4 --kv_heads 4 --vocabulary 128 --length 16 --probe_bytes 65536"
 PARTS: dict[int, dict[str, Step]] = {
     1: {
@@ -70,7 +79,7 @@ PARTS: dict[int, dict[str, Step]] = {
             "gpu_features",
             100,
             "--quick --ways host --trace host",
-            *("--length", "512", "--seconds", "80", "--ways", *_OPTIMIZERS, "--trace", "fused AdamW"),
+            *("--length", "512", "--seconds", "80", "--ways", *_OPTIMIZERS, "--trace", "full", "fused AdamW"),
         ),
         "llama-2-7b": _benchmark("gpu", 300, TINY_LLAMA, "--cycles", "3"),
     },

@@ -40,6 +40,7 @@ from llama import LlamaSizes, build_llama, quantize_linears, random_batch
 from markdown_table import markdown_table
 from result_files import RESULTS, write_json
 from torch import nn
+from transformers.optimization import Adafactor
 
 import slivertune as st
 from slivertune.core.checkpointing import enable_checkpointing
@@ -79,6 +80,14 @@ def _from(module: str, name: str) -> Callable[[nn.Module], Any]:
 
     def make(model: nn.Module) -> Any:
         return _hift(optimizer=getattr(import_module(module), name))(model)
+
+    return make
+
+
+def _full(**settings: Any) -> Callable[[nn.Module], Any]:
+    def make(model: nn.Module) -> Any:
+        config = st.HiFTConfig.all_layers(**settings)
+        return st.HiFT(model, Adafactor, config=config, lr=RATE, scale_parameter=False, relative_step=False)
 
     return make
 
@@ -132,6 +141,8 @@ FEATURES: dict[str, Feature] = {
     "torchao's AdamWFp8": Feature(make=_from("torchao.optim", "AdamWFp8")),
     "Adafactor": Feature(make=_hift(optimizer=torch.optim.Adafactor)),
     "SGD": Feature(make=_hift(optimizer=torch.optim.SGD)),
+    "full": Feature(make=_full()),
+    "full, not compiled": Feature(make=_full(compile_step="never")),
     "TokenTune": Feature(make=_hift(_token_tune)),
     "SFT (AG)": Feature(make=_sft()),
     "SFT (AG), packed": Feature(make=_sft(packed=True)),
@@ -166,7 +177,8 @@ def measure(
     enable_checkpointing(model, {"use_reentrant": False})
     st.attach_chunked_cross_entropy(model)
     optimizer = feature.make(model)
-    round_length = getattr(optimizer, "num_groups", _OTHER_UPDATES)
+    num_groups = getattr(optimizer, "num_groups", 1)
+    round_length = num_groups if num_groups > 1 else _OTHER_UPDATES
     batches = [random_batch(sizes, device=device, seed=seed) for seed in range(round_length)]
 
     torch.use_deterministic_algorithms(True, warn_only=not feature.keeps_bits)

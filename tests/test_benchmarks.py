@@ -213,12 +213,12 @@ def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
 
 
 def test_features_run_dry_and_keep_the_bits_that_they_promise(tmp_path: Path) -> None:
-    ways = ("device", "host", "SGD", "activations kept")
+    ways = ("device", "host", "SGD", "full", "activations kept")
     result = run("gpu_features.py", tmp_path / "features.json", "--device=cpu", "--quick", "--ways", *ways)
     assert_names_the_machine(result["environment"])
     rows = result["rows"]
     assert (result["dry_run"], tuple(rows)) == (True, ways)
-    assert [rows[name].get("same_bits") for name in ways] == [None, True, None, None]
+    assert [rows[name].get("same_bits") for name in ways] == [None, True, None, None, None]
     assert "needs a CUDA device, whose free memory can be read" in rows.pop("activations kept")["failure"]
     assert all(row["updates"] == 6 and row["peak_bytes"] is None for row in rows.values())
 

@@ -18,6 +18,7 @@ from torch import nn
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.hift.in_backward import SteppedGradient
+from slivertune.hift.streamed import StreamedGroup
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
     LAYERS,
@@ -323,6 +324,27 @@ def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypa
     train(model, hift, batches, 3)
     train(expected, usual, batches, 3)
     assert_same_bits(model, expected)
+
+
+def test_gradients_of_earlier_backwards_wait_for_a_step_that_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"gradients": "stepped", "layers_per_group": 2, "lr": 1e-2}
+    runs = [hift_over(small_decoder(torch.bfloat16), torch.optim.AdamW, **settings) for _ in range(2)]
+    for model, hift in runs:
+        with hift.accumulating():
+            for batch in token_batches(2):
+                model(**batch).loss.backward()
+
+    def fail(self: Any, **_: Any) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamedGroup, "begin", fail)
+        with pytest.raises(OSError, match="no space"):
+            runs[0][1].step()
+    for _, hift in runs:
+        hift.step()
+        assert hift.updates == 1
+    assert_same_bits(runs[0][0], runs[1][0])
 
 
 def test_a_closure_is_refused_and_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> None:

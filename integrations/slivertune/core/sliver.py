@@ -27,6 +27,9 @@ from slivertune.core.saved_state import (
 from slivertune.core.saved_values import check_hyperparameters
 from slivertune.core.sealed_state import SealedState
 
+RECOVERY = "Load the last checkpoint, first into the model, then into the optimizer (load_state_dict), or start again"
+"""Way out of a change that is half done, for messages."""
+
 IDLE_STEPS = 20
 """Number of successive steps without a gradient that cause a warning."""
 
@@ -158,6 +161,8 @@ class CheckpointedSliver(Sliver):
         self._layout: str | None = None
         self._awaited: int | None = None
         """Number of updates in a loaded placeholder, until the state that belongs to it has been checked."""
+        self._half_done: str | None = None
+        """Text of the error of the next use, if a change of weights and state has begun and not ended."""
 
     @abstractmethod
     def _parameters_of_state(self) -> Iterable[torch.Tensor]:
@@ -292,6 +297,32 @@ class CheckpointedSliver(Sliver):
         load_hyperparameters(self.param_groups, whole["param_groups"])
         # No state belongs to a placeholder without updates, such as the one that accelerate's new wrapper loads.
         self._awaited = updates or None
+
+    def _begin_change(self, name: str) -> None:
+        """Note that weights and state change from here to `_end_change`.
+
+        If an error or Ctrl-C ends the change early, steps and states are refused until a state is loaded.
+
+        Args:
+            name: Name of the change in the message.
+        """
+        self._half_done = (
+            f"{name} did not end (an error, or Ctrl-C), with {self.updates} updates done before. Weights and state may "
+            f"be half changed. {RECOVERY}"
+        )
+
+    def _end_change(self) -> None:
+        """Note that weights and state are whole."""
+        self._half_done = None
+
+    def _check_whole(self) -> None:
+        """Refuse to continue from a change that is half done.
+
+        Raises:
+            RuntimeError: If an error, or Ctrl-C, has left one.
+        """
+        if self._half_done is not None:
+            raise RuntimeError(self._half_done)
 
     def _is_initialising(self) -> bool:
         """Return whether a step is torch's own, which only fills the state of optimizers that have none yet.

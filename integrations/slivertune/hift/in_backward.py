@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.core.ledger import claim
 from slivertune.core.module_hook import ModuleHook
+from slivertune.core.sliver import RECOVERY
 from slivertune.core.torch_internals import (
     NO_BACKWARD,
     at_end_of_backward,
@@ -24,8 +25,6 @@ from slivertune.hift.gradient_placeholder import GradientPlaceholder
 from slivertune.hift.host_gradients import HostGradients
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.piece import Weight
-
-_WAY_OUT = "Continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"
 
 
 class SteppedGradient(GradientPlaceholder):
@@ -78,7 +77,7 @@ class SteppedGradient(GradientPlaceholder):
 class BackwardSteps:
     """Steps each weight of the active group as soon as its gradient is complete, and frees the gradient.
 
-    An update is open from its first gradient to `close`. Anything that would leave it half done is an error, at once or
+    An update is open from its first gradient to `end`. Anything that would leave it half done is an error, at once or
     at the next gradient.
 
     Args:
@@ -123,10 +122,16 @@ class BackwardSteps:
             parent.register_forward_pre_hook(_refuse_fp16_autocast),
         ]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether weights were stepped, or may have been, in an update that is not closed."""
-        return bool(self._stepped) or self._broken is not None
+    def check_closed(self) -> None:
+        """Check that no update is open or half done.
+
+        Raises:
+            RuntimeError: If one is.
+        """
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        if self._stepped:
+            raise RuntimeError("an update is open: a backward has stepped weights. Call step() before state_dict()")
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Step a weight whose gradient has just been accumulated, or offload the gradient if more are to come.
@@ -145,6 +150,11 @@ class BackwardSteps:
             self._host_gradients().take(parameter)
             return
         claim(parameter.grad, "gradients")
+        try:
+            self._begin_once()
+        except BaseException:
+            parameter.grad = None
+            raise
         self._step_now(weight)
 
     def _refuse_second(self, weight: Weight) -> None:
@@ -159,14 +169,12 @@ class BackwardSteps:
             )
         raise RuntimeError(self._broken)
 
+    def _begin_once(self) -> None:
+        if not self._stepped:
+            self._begin()
+
     def _step_now(self, weight: Weight) -> None:
         parameter = weight.parameter
-        if not self._stepped:
-            try:
-                self._begin()
-            except BaseException:
-                parameter.grad = None
-                raise
         self._stepped.add(weight.name)
         gradient = parameter.grad
         assert gradient is not None
@@ -180,12 +188,12 @@ class BackwardSteps:
         except BaseException as error:
             self._broken = (
                 f"the update failed at {weight.name} ({type(error).__name__}), after {len(self._stepped) - 1} other "
-                f"weights of its group were stepped. {_WAY_OUT}"
+                f"weights of its group were stepped. {RECOVERY}"
             )
             raise
 
     def close(self) -> bool:
-        """End the update, after its backward.
+        """Check that the update is whole, after its backward.
 
         Returns:
             Whether there was an update.
@@ -198,11 +206,12 @@ class BackwardSteps:
         if self._stepped and self._running:
             self._broken = (
                 f"the backward of this update did not end (an error, or Ctrl-C), after {len(self._stepped)} weights of "
-                f"its group were stepped, {next(iter(self._stepped))} among them. {_WAY_OUT}"
+                f"its group were stepped, {next(iter(self._stepped))} among them. {RECOVERY}"
             )
             raise RuntimeError(self._broken)
         # Gradients of earlier backward passes, whose weights the last one has not reached.
         for weight in [w for w in self._weight_of.values() if isinstance(w.parameter.grad, OffloadedGradient)]:
+            self._begin_once()  # if it fails, the gradient stays for the next call
             self._step_now(weight)
         self._drop_stepped()
         given = [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
@@ -211,9 +220,11 @@ class BackwardSteps:
                 f"{given[0]} has a gradient that did not come from a backward, and gradients='stepped' steps only "
                 "inside the backward. Set gradients='device' to set gradients by hand"
             )
-        had_one = bool(self._stepped)
+        return bool(self._stepped)
+
+    def end(self) -> None:
+        """Forget the weights of an update that was closed, when it is counted."""
         self._stepped.clear()
-        return had_one
 
     def forget(self) -> None:
         """Forget an open update, since all weights and state are replaced."""

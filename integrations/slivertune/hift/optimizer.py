@@ -30,7 +30,7 @@ from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.offload_buffer import waiting_bytes
-from slivertune.hift.piece import Weight
+from slivertune.hift.piece import Weight, drop_gradient
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residencies import residencies_of
@@ -444,12 +444,14 @@ class HiFT(CheckpointedSliver):
                 written. Nothing was updated then. After a failed write nothing is lost, and the next call tries again.
             RuntimeError: If there are several ranks and HiFT was not prepared for them, an engine steps in its place,
                 or a checkpoint's placeholder was loaded without the state that belongs to it.
-            RuntimeError: If, with stepped gradients, there is a closure or the update is only half done.
+            RuntimeError: If an earlier step failed, so that its update may be half done, or if there is a closure with
+                stepped gradients.
         """
         self._check_step()
         may_initialise = closure is None and not self._hooks.has_brought_gradient() and self._hooks.has_gradient()
         if may_initialise and self._is_initialising():
             return None
+        self._check_whole()
         if self.is_detached:
             raise RuntimeError("step() was called after detach(), which ended HiFT. Call reattach() to go on")
         loss = None
@@ -466,7 +468,7 @@ class HiFT(CheckpointedSliver):
 
     def _update(self) -> None:
         """Step the active group if gradients have reached it, and pass the turn on."""
-        rotation, residency = self.rotation, self._residencies[self.active_group]
+        rotation = self.rotation
         is_stepped = self._in_backward is not None and self._in_backward.close()
         missed = self._hooks.end_update()
         if self._in_backward is None:
@@ -476,6 +478,17 @@ class HiFT(CheckpointedSliver):
             return
         if not is_stepped:
             rotation.warn_of_skip(self.groups)
+            self._begin_change("step()")
+        elif self._in_backward is not None:
+            self._begin_change("step()")
+            self._in_backward.end()
+        self._pass_on(is_stepped=is_stepped)
+        self._end_change()
+        rotation.warn_of_unreached(self.groups)
+
+    def _pass_on(self, *, is_stepped: bool) -> None:
+        """End an update, or a skipped one, and pass the turn on."""
+        rotation, residency = self.rotation, self._residencies[self.active_group]
         if is_stepped:
             residency.end()
         if self._host_gradients is not None:
@@ -497,7 +510,6 @@ class HiFT(CheckpointedSliver):
         self._prefetcher.end_update(
             self._residencies[self.active_group] if self._streamed is None else None, ends_cycle=ends_cycle
         )
-        rotation.warn_of_unreached(self.groups)
 
     def _largest_state_bytes(self) -> int:
         return max(self.state_sizes())
@@ -511,17 +523,22 @@ class HiFT(CheckpointedSliver):
         return self._hooks.has_gradient()
 
     def _step_from_gradients(self) -> bool:
+        """Step the active group, if it has gradients. The change of weights that this begins ends with the update."""
         weights = self._residencies[self.active_group].weights
         for weight in weights:
             if weight.trained is not weight.parameter:
                 weight.take_gradient()
         if all(weight.parameter.grad is None for weight in weights):
             return False
+        self._begin_update()
+        self._begin_change("step()")
+        for weight in weights:
+            if weight.trained is not weight.parameter:
+                weight.trained.grad = None  # so that it is freed as soon as its last chunk is stepped
         if self.config.max_grad_norm is not None:
             self.grad_norm = nn.utils.clip_grad_norm_(
                 [weight.parameter for weight in weights], self.config.max_grad_norm
             )
-        self._begin_update()
         with self._hooks.stepping():
             self._residencies[self.active_group].step(weights, self.param_groups, self._applying)
         return True
@@ -550,6 +567,7 @@ class HiFT(CheckpointedSliver):
 
     def _begin_update(self) -> None:
         self._check_step()  # stepped gradients change weights in the backward, before `step` checks
+        self._check_whole()
         self._check_host_memory()
         if self._waiting is not None:
             self._waiting.arrive(self.active_group)
@@ -707,7 +725,7 @@ class HiFT(CheckpointedSliver):
         """Return the state that `state_dict` returns on one process. If weights are sharded, tensors are local shards.
 
         Raises:
-            RuntimeError: If an update is open: with stepped gradients, between a backward and its `step`.
+            RuntimeError: If an update has failed, or is open: with stepped gradients, between a backward and `step`.
         """
         self._check_no_update_is_open()
         state = {name: values for each in self._residencies for name, values in each.export().items()}
@@ -741,8 +759,9 @@ class HiFT(CheckpointedSliver):
 
     def _check_no_update_is_open(self) -> None:
         self._check_not_delegated()
-        if self._in_backward is not None and self._in_backward.is_open:
-            raise RuntimeError("an update is open: a backward has stepped weights. Call step() before state_dict()")
+        self._check_whole()
+        if self._in_backward is not None:
+            self._in_backward.check_closed()
 
     @property
     def has_own_files(self) -> bool:
@@ -764,6 +783,9 @@ class HiFT(CheckpointedSliver):
         check_header(state_dict, self._header())
         check_accepted(state_dict["param_groups"], self.param_groups, self.base)
         check_weights(state_dict["state"], self.trained_weights, self._meter)
+        if self._half_done is not None:
+            self._drop_gradients()
+        self._begin_change("load_state_dict()")
         if self._in_backward is not None:
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
@@ -776,8 +798,17 @@ class HiFT(CheckpointedSliver):
             self._waiting.forget_codes()
         if not self.is_detached:
             self._activate()
+        self._end_change()
         if self.uses_sidecar:
             self._fill_placeholder()
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of an update that is half done."""
+        for weight in self.trained_weights:
+            drop_gradient(weight)
+            weight.trained.grad = None
+        if self._host_gradients is not None:
+            self._host_gradients.end_update()
 
     def _parameters_of_state(self) -> list[torch.nn.Parameter]:
         return [weight.trained for weight in self.trained_weights]

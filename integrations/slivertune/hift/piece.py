@@ -1,5 +1,6 @@
 """Slices of weights that one instance of the base optimizer steps together."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -232,15 +233,7 @@ class Instance:
                 one.leaf.grad = gradient
 
     def _group_of(self, one: Slice) -> dict[str, Any]:
-        """Return the hyperparameters of a slice that is stepped in tiles, or raise if its rule does not hold."""
-        assert one.rule is not None
-        group = next(inner for inner, index in self._param_groups() if index == one.weight.param_group)
-        if (name := unmet(one.rule, group)) is not None:
-            raise ValueError(
-                f"{name}={group[name]!r} was set after the first step, and {one.weight.name} is stepped in tiles, "
-                f"which needs {name}={one.rule.settings.get(name, 'a number')!r}. Set it when HiFT is built"
-            )
-        return group
+        return next(inner for inner, index in self._param_groups() if index == one.weight.param_group)
 
     def _step_in_tiles(
         self, one: Slice, gradient: torch.Tensor, group: dict[str, Any], rounding: StochasticRounding | None
@@ -310,3 +303,22 @@ class Piece:
         self.instance = Instance(base.build(groups, leaves), indices, in_tiles)
         self.instance.restore(param_groups, own)
         return self.instance
+
+
+def check_rules(pieces: Sequence[Piece], param_groups: ParamGroups) -> None:
+    """Check that the rules of slices that are stepped in tiles still hold for the hyperparameters.
+
+    Args:
+        pieces: Chunks of a group.
+        param_groups: Param groups of the optimizer.
+
+    Raises:
+        ValueError: If a hyperparameter has changed for which a rule does not hold, with its name.
+    """
+    for one in itertools.chain.from_iterable(piece.slices for piece in pieces):
+        group = param_groups[one.weight.param_group]
+        if one.rule is not None and (name := unmet(one.rule, group)) is not None:
+            raise ValueError(
+                f"{name}={group[name]!r} was set after the first step, and {one.weight.name} is stepped in tiles, "
+                f"which needs {name}={one.rule.settings.get(name, 'a number')!r}. Set it when HiFT is built"
+            )

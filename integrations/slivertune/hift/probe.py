@@ -80,7 +80,8 @@ class StepMeter:
     def __init__(self, base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], config: HiFTConfig) -> None:
         self.base = base
         self.config = config
-        self._param_groups = param_groups
+        self.param_groups = param_groups
+        """Hyperparameters by param group."""
         self._measured: dict[tuple[Any, ...], StepNeeds] = {}
         self._compiled: set[tuple[Any, ...]] = set()
         """Kinds of tiles whose steps are compiled."""
@@ -109,7 +110,7 @@ class StepMeter:
         # An offloaded exact weight is loaded contiguous.
         if rule is None or not (is_whole and is_large) or not (parameter.is_contiguous() or weight.is_waiting):
             return None
-        return rule if dtype in rule.dtypes and unmet(rule, self._param_groups[weight.param_group]) is None else None
+        return rule if dtype in rule.dtypes and unmet(rule, self.param_groups[weight.param_group]) is None else None
 
     def steps_copy(self, weight: Weight) -> bool:
         """Return whether a copy of a 16-bit weight in fp32 is stepped. Without a master, tiles need no copy."""
@@ -142,7 +143,7 @@ class StepMeter:
                     "compile_step='always' compiles steps, and TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set. "
                     "Unset it, or set compile_step='never'"
                 )
-            parameter, group = weight.parameter, self._param_groups[weight.param_group]
+            parameter, group = weight.parameter, self.param_groups[weight.param_group]
             dtype = torch.float32 if self.steps_master(weight) else parameter.dtype
             is_rounded = self.config.master == "stochastic" and dtype == torch.bfloat16
             try:
@@ -218,7 +219,7 @@ class StepMeter:
     def _measure(self, stands_for: Weight, zeros: torch.Tensor) -> StepNeeds:
         weight = torch.nn.Parameter(zeros)
         weight.grad = torch.zeros_like(weight)
-        group = self._param_groups[stands_for.param_group]
+        group = self.param_groups[stands_for.param_group]
         optimizer = self.base.build([{**group, "params": [weight]}], [(weight, stands_for.parameter)])
         optimizer.step()  # the first step creates the state
         claim(weight, "parameters")

@@ -10,7 +10,7 @@ from slivertune.core.ledger import claim
 from slivertune.hift.cutting import cut_group
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import flatten_state, unflatten_state
-from slivertune.hift.piece import Instance, OwnHyperparameters, ParamGroups, Piece, Slice, Weight
+from slivertune.hift.piece import Instance, OwnHyperparameters, ParamGroups, Piece, Slice, Weight, check_rules
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.stochastic_rounding import StochasticRounding, rounding_of
@@ -72,9 +72,11 @@ class ResidentGroup:
 
         Raises:
             OSError: If the state has no room. Nothing was stepped then.
+            ValueError: If a hyperparameter has changed for which the rule of steps in tiles does not hold, nor then.
         """
         self._rounding = rounding_of(self._meter.config, update)
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
+        check_rules(self._pieces, self._meter.param_groups)
 
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Step weights from their gradients, and drop the gradients.

@@ -31,7 +31,7 @@ from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.offload_buffer import Copy, NewBuffer, OffloadedState, waiting_bytes
 from slivertune.hift.offloaded_gradient import OffloadedGradient
-from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight, drop_gradient
+from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight, check_rules, drop_gradient
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, ResidentGroup, WeightState
 from slivertune.hift.rotation import LearningRate
@@ -114,6 +114,7 @@ class StreamedGroup(ResidentGroup):
             self._offloaded, self._offloaded_from = offloaded, self._device()
             self._is_first_turn = True
         self._offloaded.load()
+        check_rules(self._pieces, self._meter.param_groups)
 
     @override
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:

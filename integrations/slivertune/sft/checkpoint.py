@@ -50,13 +50,15 @@ def check_header(
         )
 
 
-def check_weight(weight: SparseWeight, state: Mapping[str, Any], oldest: int) -> None:
+def check_weight(weight: SparseWeight, state: Mapping[str, Any], oldest: int, *, is_whole: bool = True) -> None:
     """Check one tensor's saved state, its pretrained values included.
 
     Args:
         weight: The tensor as this optimizer has it.
         state: Saved state of the tensor.
         oldest: Largest age of a trained weight.
+        is_whole: Whether the optimizer's own positions and pretrained values are right. They are not after a failed
+            step: then the model has to hold the values.
 
     Raises:
         StateMismatchError: If something is wrong; it names the tensor and the fault.
@@ -94,7 +96,7 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any], oldest: int) ->
     except ValueError as error:
         raise StateMismatchError(f"the saved state of {name}: {error}") from error
     if not target.is_4bit:
-        _check_base(weight, state)
+        _check_base(weight, state, is_whole=is_whole)
 
 
 def _check_tensors(
@@ -116,11 +118,11 @@ def _check_tensors(
         check_sign(f"{key!r} of {name}", key, tensor)
 
 
-def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:
+def _check_base(weight: SparseWeight, state: Mapping[str, Any], *, is_whole: bool) -> None:
     """Check that the model holds the pretrained values of the deltas, or already their sum with the deltas."""
     indices, base, delta = (state[key].to(weight.pretrained.device) for key in ("indices", "base", "delta"))
     present = weight.pretrained.read(indices)
-    own_base = weight.base_values()
+    own_base = weight.base_values() if is_whole else None
     if weight.merged and own_base is not None:
         present[contains(weight.indices, indices)] = own_base[contains(indices, weight.indices)]
     merged = (base.float() + delta).to(base.dtype)

@@ -200,8 +200,10 @@ class SFT(CheckpointedSliver):
         """Copy the positions and deltas of every tensor, by parameter name: int32 and fp32, shape (n,).
 
         Raises:
-            RuntimeError: If other code has set trained entries of the weights since the last step.
+            RuntimeError: If other code has set trained entries of the weights since the last step, or if an update may
+                be half done.
         """
+        self._check_whole()
         return copy_deltas(self._weights)
 
     def positions(self) -> dict[str, torch.Tensor]:
@@ -209,7 +211,12 @@ class SFT(CheckpointedSliver):
         return {weight.name: weight.indices for weight in self._weights}
 
     def base_values(self) -> dict[str, torch.Tensor]:
-        """Copy the pretrained values at the positions of `deltas`, by parameter name, without 4-bit weights."""
+        """Copy the pretrained values at the positions of `deltas`, by parameter name, without 4-bit weights.
+
+        Raises:
+            RuntimeError: If an update may be half done.
+        """
+        self._check_whole()
         return copy_base_values(self._weights)
 
     def save_pretrained(self, folder: str | Path, *, base_model_name: str | None = None) -> None:
@@ -223,11 +230,13 @@ class SFT(CheckpointedSliver):
 
         Raises:
             ValueError: If a delta is not finite.
+            RuntimeError: As `deltas`.
 
         Example:
             >>> optimizer.save_pretrained("deltas/law")
             >>> handle = slivertune.deltas.apply(base_model, "deltas/law")
         """
+        self._check_whole()
         writes = self._gradient_sync.communicator.is_first
         save(folder, self.model, self._weights, self.config, writes=writes, base_model_name=base_model_name)
 
@@ -252,7 +261,7 @@ class SFT(CheckpointedSliver):
         Raises:
             RuntimeError: If other ranks train too and the gradients were not averaged over them, if a checkpoint's
                 placeholder was loaded without the state that belongs to it, if a trained tensor was replaced or cast,
-                or after `detach`.
+                if an earlier step failed, so that its update may be half done, or after `detach`.
         """
         if not self._hooks.is_on:
             raise RuntimeError("step() was called after detach(), which ends SFT's training. Build a new SFT to go on")
@@ -263,6 +272,7 @@ class SFT(CheckpointedSliver):
         self._check_awaited()
         if closure is None and self._has_gradient() and self._is_initialising():
             return None
+        self._check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -278,6 +288,13 @@ class SFT(CheckpointedSliver):
                 "synchronise gradients. Step only if accelerator.sync_gradients is true, and drop the gradients of a "
                 "backward that raised with zero_grad()"
             )
+        self._begin_change("step()")
+        self._update()
+        self._end_change()
+        return loss
+
+    def _update(self) -> None:
+        """Update the deltas from their gradients, drop these, and reselect weights if it is time."""
         self.grad_norm = self.clip_(self.config.max_grad_norm or math.inf)
         self._reselection.end_estimates(self._updates, self._delta_parameters)
         for weight in self._weights:
@@ -290,7 +307,6 @@ class SFT(CheckpointedSliver):
             self._reselection.reselect(self._updates, self.param_groups[0])
             self._gradient_sync.communicator.compare(self._updates, self.positions())
         self._reselection.open_phases(self._updates)
-        return loss
 
     def _has_gradient(self) -> bool:
         return any(weight.phi.grad is not None for weight in self._weights)
@@ -313,7 +329,7 @@ class SFT(CheckpointedSliver):
     def detach(self, *, merge: bool = True) -> None:
         """Remove everything that SFT put on the model, and restore `requires_grad`.
 
-        A second call does nothing.
+        A second call does nothing. After a failed step the weights stay as they are, which a warning says.
 
         Args:
             merge: Whether the weights hold the deltas afterwards, in either form. Otherwise they hold their pretrained
@@ -331,14 +347,17 @@ class SFT(CheckpointedSliver):
                 f"{quantised[0]} is a 4-bit weight: most deltas would vanish and inactive weights change if it were "
                 "quantised again. Save deltas(), call detach(merge=False), and merge them into the 16-bit model"
             )
-        if merge:
+        if self._half_done is not None:
+            warnings.warn(f"detach() leaves the weights as they are: {self._half_done}", stacklevel=2)
+        elif merge:
             self._hooks.check_shards()
         else:
             for weight in self._weights:
                 weight.adopt()
         self._hooks.take_off()
-        for weight in self._weights:
-            weight.merge() if merge else weight.write_base()
+        if self._half_done is None:
+            for weight in self._weights:
+                weight.merge() if merge else weight.write_base()
         self._hooks.restore_requires_grad()
         release(self.model.parameters(), self)
 
@@ -359,7 +378,11 @@ class SFT(CheckpointedSliver):
             pretrained: Factory of the reader and writer of a tensor's pretrained values from then on.
             with_delta_parameters: Whether the deltas become parameters of the model again; not if an engine that holds
                 the model would take them for its own.
+
+        Raises:
+            RuntimeError: If an update may be half done.
         """
+        self._check_whole()
         self._hooks.take_off()
         for weight in self._weights:
             weight.adopt()
@@ -408,7 +431,11 @@ class SFT(CheckpointedSliver):
 
         It includes an open estimation phase, and is the same on every rank. Tensors may be live, as in torch: save or
         copy them before the next step.
+
+        Raises:
+            RuntimeError: If an update has failed, so that it may be half done.
         """
+        self._check_whole()
         return {
             "state": {weight.name: weight.state_dict() for weight in self._weights},
             "param_groups": [
@@ -435,7 +462,12 @@ class SFT(CheckpointedSliver):
         saved = state_dict["state"]
         betas = state_dict["param_groups"][0].get("betas")
         for weight in self._weights:
-            check_weight(weight, saved[weight.name], COUNT_LIMIT if betas is None else age_limit(tuple(betas)))
+            oldest = COUNT_LIMIT if betas is None else age_limit(tuple(betas))
+            check_weight(weight, saved[weight.name], oldest, is_whole=self._half_done is None)
+        if self._half_done is not None:
+            for weight in self._weights:
+                weight.forget()
+        self._begin_change("load_state_dict()")
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
         self._updates = state_dict["sft"]["updates"]
         self.zero_grad()
@@ -445,6 +477,7 @@ class SFT(CheckpointedSliver):
         self._reselection.open_phases(self._updates)
         for weight in self._weights:
             weight.load_estimates(saved[weight.name])
+        self._end_change()
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> torch.Tensor:

@@ -338,6 +338,13 @@ class SparseWeight:
             **({"estimates": estimates} if estimates else {}),
         }
 
+    def forget(self) -> None:
+        """Have no active entries, so that the weight's present bits count as pretrained values in what is loaded."""
+        self._positions.set(torch.zeros(0, dtype=torch.int32, device=self.device))
+        self.phi.grad = None
+        self.phi.data = self.phi.data[:0].clone()
+        self.kept_base = None if self.kept_base is None else self.kept_base[:0].clone()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a copy of a checked state, and write its bits into the weight."""
         device = self.pretrained.device

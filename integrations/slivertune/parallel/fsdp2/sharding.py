@@ -25,8 +25,6 @@ class ShardedWeight(Weight):
     def take_gradient(self) -> None:
         self.follow()
         gradient: Any = self.trained.grad
-        # Handed over, so that it is freed as soon as its last chunk is stepped.
-        self.trained.grad = None
         self.parameter.grad = None if gradient is None else gradient.to_local()
 
     def follow(self) -> None:
