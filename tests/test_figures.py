@@ -49,6 +49,7 @@ from tests.helpers.kept_results import (
     read_rows_file,
     reselection_seconds,
     result,
+    rows_of,
     sft_peak,
     spread_of_sst2,
     sst2_at_rate,
@@ -57,7 +58,6 @@ from tests.helpers.kept_results import (
     waiting_differences,
     waiting_range,
     way_8b,
-    ways_in_dense_time,
     weights_of_plan_time,
 )
 from tests.helpers.launching import run_python
@@ -522,12 +522,6 @@ def gate_errors(rows: str) -> list[float]:
 
 
 FULL_ROWS = ("full", "full-fp32", "full-nearest", "full-masters", "full-adamw", "full-adamw-masters")
-
-
-def rows_of(beginning: str) -> list[str]:
-    """Rows with a planned time whose names begin so."""
-    return [name for name in ways_in_dense_time() if name.startswith(beginning)]
-
 
 CLAIMS: list[tuple[str, str, Callable[[], bool]]] = [
     (

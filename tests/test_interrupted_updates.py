@@ -17,6 +17,7 @@ from transformers.optimization import Adafactor
 import slivertune
 from tests.helpers.models import Batch, assert_same_bits, differing, small_decoder, token_batches, weights
 from tests.helpers.ranks import quick
+from tests.helpers.reference import train
 from tests.hift.cases import hift_over
 from tests.sft.runs import over
 
@@ -30,7 +31,7 @@ LAST = 3
 ADAFACTOR = {"scale_parameter": False, "relative_step": False}
 RUNS: dict[str, dict[str, Any]] = {
     "HiFT": {"stream_bytes": 4096, "max_grad_norm": 0.1},
-    "HiFT, several updates a turn": {"stream_bytes": 4096, "steps_per_group": 2, "prefetch_bytes": 16384},
+    "HiFT, several updates per turn": {"stream_bytes": 4096, "steps_per_group": 2, "prefetch_bytes": 16384},
     "HiFT, on the device": {"state": "device", "layers_per_group": 5},
     "HiFT, on disk": {"state": "disk", "state_dir": "state"},
     "HiFT, discarded": {"state": "discard"},
@@ -56,13 +57,6 @@ def built(name: str, folder: Path) -> tuple[Any, Any]:
     if name == "HiFT, in tiles":
         return hift_over(model, Adafactor, lr=1e-2, **ADAFACTOR, **settings)
     return hift_over(model, torch.optim.AdamW, lr=1e-2, **settings)
-
-
-def update(model: Any, optimizer: Any, batch: Batch) -> None:
-    """An update, from the backward on."""
-    model(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class Calls:
@@ -125,18 +119,15 @@ def test_an_interrupted_step_is_refused_or_goes_on_to_the_same_bits(name: str, n
     batches = token_batches(TOTAL)
     whole, uninterrupted = built(name, tmp_path / "whole")
     calls = Calls()
-    for index, batch in enumerate(batches):
-        if index == INTERRUPTED:
-            stepped(whole, uninterrupted, batch, name, calls)
-            uninterrupted.zero_grad()
-        else:
-            update(whole, uninterrupted, batch)
+    train(whole, uninterrupted, batches, INTERRUPTED)
+    stepped(whole, uninterrupted, batches[INTERRUPTED], name, calls)
+    uninterrupted.zero_grad()
+    train(whole, uninterrupted, batches, TOTAL - INTERRUPTED - 1, start=INTERRUPTED + 1)
     refused = 0
     drawn = random.Random(name).sample(range(1, calls.number + 1), num_places)
     for place in [*drawn, *range(calls.number - LAST, calls.number + 1)]:
         model, optimizer = built(name, tmp_path / str(place))
-        for batch in batches[:INTERRUPTED]:
-            update(model, optimizer, batch)
+        train(model, optimizer, batches, INTERRUPTED)
         kept, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         calls = Calls(place)
         try:
@@ -151,8 +142,7 @@ def test_an_interrupted_step_is_refused_or_goes_on_to_the_same_bits(name: str, n
             model.load_state_dict(kept)
             optimizer.load_state_dict(saved)
         optimizer.zero_grad()
-        for batch in batches[optimizer.updates :]:
-            update(model, optimizer, batch)
+        train(model, optimizer, batches, TOTAL - optimizer.updates, start=optimizer.updates)
         assert optimizer.updates == TOTAL, place
         assert_same_bits(model, whole)
     assert refused, "no interruption was refused"

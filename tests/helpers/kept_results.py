@@ -221,6 +221,11 @@ def ways_in_dense_time() -> list[str]:
     return list(read_rows_file()["equal_time"])
 
 
+def rows_of(*beginnings: str) -> list[str]:
+    """Rows that have a planned time and whose names begin so."""
+    return [each for each in ways_in_dense_time() if each.startswith(beginnings)]
+
+
 def all_but(*names: str) -> list[str]:
     """Rows that have a planned time, without some."""
     return [each for each in ways_in_dense_time() if each not in names]

@@ -478,9 +478,8 @@ class HiFT(CheckpointedSliver):
             return
         if not is_stepped:
             rotation.warn_of_skip(self.groups)
-            self._begin_change("step()")
-        elif self._in_backward is not None:
-            self._begin_change("step()")
+        self._begin_change("step()")
+        if self._in_backward is not None:
             self._in_backward.end()
         self._pass_on(is_stepped=is_stepped)
         self._end_change()

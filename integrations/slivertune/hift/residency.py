@@ -71,8 +71,8 @@ class ResidentGroup:
             update: Number of updates before this one.
 
         Raises:
-            OSError: If the state has no room. Nothing was stepped then.
-            ValueError: If a hyperparameter has changed for which the rule of steps in tiles does not hold, nor then.
+            OSError: If the state has no room. After any error here, nothing was stepped.
+            ValueError: If a hyperparameter has changed for which the rule of steps in tiles does not hold.
         """
         self._rounding = rounding_of(self._meter.config, update)
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
