@@ -37,6 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "HiFT, discarded": {"state": "discard"},
     "HiFT, gradients on the host": {"gradients": "host", "max_grad_norm": 0.1, "layers_per_group": 2},
     "HiFT, stepped": {"gradients": "stepped", "layers_per_group": 2},
+    "HiFT, layers above": {"gradients": "stepped", "layers_per_group": 2, "inactive": "above", "master": "stochastic"},
     "HiFT, nf4": {"waiting": "nf4", "layers_per_group": 2},
     "HiFT, weights on the host": {"weights": "host", "layers_per_group": 2},
     "HiFT, in tiles": {"master": "stochastic", "state": "device", "layers_per_group": 5},
@@ -90,7 +91,7 @@ def watched(calls: Calls) -> Iterator[None]:
 def stepped(model: Any, optimizer: Any, batch: Batch, name: str, calls: Calls) -> None:
     """An update whose step, with stepped gradients its backward, too, is watched."""
     loss = model(**batch).loss
-    if name == "HiFT, stepped":
+    if RUNS[name].get("gradients") == "stepped":
         with watched(calls):
             loss.backward()
             optimizer.step()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers.optimization import Adafactor
 
 from tests.helpers.models import Batch
 
@@ -74,6 +75,8 @@ class NaiveHiFT:
         master: `fp32` for optimizers that work on fp32 copies, `none` on copies in the weights' own dtype, `stochastic`
             on fp32 copies that each step makes of bf16 weights and rounds again.
         seed: Seed of that rounding.
+        above: Share of the learning rate at which groups above the active one take Adafactor's first step. None: they
+            stay.
         split: Parameter groups; one with every parameter when None.
         options: Keyword arguments of the optimizer.
     """
@@ -89,6 +92,7 @@ class NaiveHiFT:
         discard: bool = False,
         master: str = "fp32",
         seed: int = 0,
+        above: float | None = None,
         split: Split | None = None,
         **options: Any,
     ) -> None:
@@ -102,6 +106,7 @@ class NaiveHiFT:
         self.discard = discard
         self.master = master
         self.seed = seed
+        self.above = above
         self.split: Split = split if split is not None else [(list(self.parameters), {})]
         self.updates = 0
         self.held: list[Any] = []
@@ -113,13 +118,24 @@ class NaiveHiFT:
         )
 
     @property
+    def active_index(self) -> int:
+        return self.order[self.updates // self.steps_per_group % len(self.groups)]
+
+    @property
     def active(self) -> list[str]:
-        return self.groups[self.order[self.updates // self.steps_per_group % len(self.groups)]]
+        return self.groups[self.active_index]
+
+    @property
+    def names_above(self) -> list[str]:
+        """Parameters that step beside the active group."""
+        above = [] if self.above is None else self.groups[self.active_index + 1 :]
+        return [name for group in above for name in group]
 
     def keep_active_gradients(self) -> None:
         """Throw away what HiFT would never have computed."""
+        kept = {*self.active, *self.names_above}
         for name, parameter in self.parameters.items():
-            if name not in self.active:
+            if name not in kept:
                 parameter.grad = None
 
     def step(self, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -131,7 +147,7 @@ class NaiveHiFT:
         inner = self._optimizer_of_active_group()
         for name in self.active:
             master = self.masters[name]
-            if self.is_rounded(name):
+            if self.is_rounded(name) or self.above is not None:
                 master.data.copy_(self.parameters[name])
             master.grad = gradients[name].to(master.dtype) if name in gradients else None
         for group in inner.param_groups:
@@ -146,9 +162,22 @@ class NaiveHiFT:
                 if self.is_rounded(name):
                     stepped = naive_rounding(stepped, self.seed, self.updates, name)
                 self.parameters[name].copy_(stepped)
+        for name in self.names_above:
+            if name in gradients:
+                self.step_above(name, gradients[name])
         self.zero_grad()
         self.carrier.step()
         self.updates += 1
+
+    def step_above(self, name: str, gradient: torch.Tensor) -> None:
+        """Let a new Adafactor take one step."""
+        assert self.above is not None
+        rate = next(self.held[index] for index, (names, _) in enumerate(self.split) if name in names)
+        stepped = nn.Parameter(self.parameters[name].detach().float().clone())
+        stepped.grad = gradient.float()
+        Adafactor([stepped], lr=self.above * float(rate), scale_parameter=False, relative_step=False).step()
+        rounded = naive_rounding(stepped, self.seed, self.updates, name) if self.is_rounded(name) else stepped
+        self.parameters[name].data.copy_(rounded)
 
     def is_rounded(self, name: str) -> bool:
         return self.master == "stochastic" and self.parameters[name].dtype == torch.bfloat16
@@ -158,7 +187,7 @@ class NaiveHiFT:
             parameter.grad = None
 
     def _optimizer_of_active_group(self) -> torch.optim.Optimizer:
-        index = self.order[self.updates // self.steps_per_group % len(self.groups)]
+        index = self.active_index
         fresh_turn = self.updates % self.steps_per_group == 0
         if index in self.inner and not (self.discard and fresh_turn):
             return self.inner[index]

@@ -41,6 +41,7 @@ CONFIG: dict[str, tuple[Any, ...]] = {
     "weights": ("device", "host"),
     "resident_bytes": (0, 15_000),
     "max_grad_norm": (None, 0.1),
+    "inactive": ("frozen", "above"),
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     **CONFIG,
@@ -59,15 +60,23 @@ ILLEGAL: tuple[Row, ...] = (
     {"state": "device", "prefetch_bytes": 60_000},
     {"state": "device", "prefetch_bytes": 10**9},
     *({"waiting": form, "state": state} for form in ("int8", "nf4") for state in ("device", "discard")),
+    *({"inactive": "above", "gradients": place} for place in ("device", "host")),
+    *({"inactive": "above", "waiting": form} for form in ("int8", "nf4")),
+    *({"inactive": "above", **other} for other in ({"weights": "host"}, {"resident_bytes": 15_000})),
+    {"inactive": "above", "max_grad_norm": 0.1},
 )
-NOTHING_TO_ROUND: Row = {"master": "stochastic", "dtype": "fp32"}
+NOT_WITH_DTYPE: tuple[Row, ...] = (
+    {"master": "stochastic", "dtype": "fp32"},
+    *({"inactive": "above", "master": master, "dtype": "bf16"} for master in ("fp32", "none")),
+)
+"""Rows that HiFT refuses by the model's dtype."""
 SEED = 5
 MORE = 2
 """Turns after the first cycle."""
 
 
 def is_legal(row: Row) -> bool:
-    return not any(pair.items() <= row.items() for pair in (*ILLEGAL, NOTHING_TO_ROUND))
+    return not any(pair.items() <= row.items() for pair in (*ILLEGAL, *NOT_WITH_DTYPE))
 
 
 def table() -> list[Row]:
@@ -163,6 +172,7 @@ def reference(row: Row, model: nn.Module, order: list[int]) -> Any:
         master=row["master"],
         seed=SEED,
         discard=row["state"] == "discard",
+        above=HiFTConfig().inactive_rate if row["inactive"] == "above" else None,
         **({} if row["waiting"] is None else {"form": row["waiting"]}),
         **{**options, **kernels_of(row)},
     )

@@ -203,6 +203,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             master="fp32" if request.precision in ("fp32", "mixed") else request.master_kind,
             stream_bytes=request.stream_bytes,
             gradients=request.gradients,
+            inactive=request.inactive,
             waiting=request.waiting,
             weights=request.weights,
             resident_bytes=request.resident_bytes,

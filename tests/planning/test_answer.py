@@ -49,6 +49,7 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "save_total_limit": (None, 2),
     "master": (None, "fp32", "none", "stochastic"),
     "gradients": ("device", "host", "stepped"),
+    "inactive": ("frozen", "above"),
     "compile_step": ("auto", "always", "never"),
     "prefetch_bytes": (0, 2**20),
     "weights": ("device", "host"),
@@ -141,6 +142,7 @@ def test_the_command_of_all_layers_is_that_of_full() -> None:
         {"precision": "mixed_hi", "state": "disk", "state_ram_bytes": 2**30},
         {"precision": "bf16", "state": "device"},
         {"gradients": "stepped"},
+        {"gradients": "stepped", "inactive": "above"},
         FULL,
         {**FULL, "batch_size": 2, "keep_activations": 1, "stream_bytes": 0},
         {"gradients": "host"},
@@ -176,6 +178,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
             "state",
             "state_ram_bytes",
             "gradients",
+            "inactive",
             "waiting",
             "weights",
         )

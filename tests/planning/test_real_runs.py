@@ -102,6 +102,14 @@ def test_steps_in_tiles_are_as_planned(compile_step: Any) -> None:
         check(paper_request(precision="bf16", gradient_checkpointing=True, **settings), LLAMA)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_steps_of_layers_above_are_as_planned(accumulation: int) -> None:
+    settings: dict[str, Any] = {"gradients": "stepped", "inactive": "above", "layers_per_group": 2, **SIZES}
+    request = paper_request(precision="fp32", gradient_accumulation_steps=accumulation, **settings)
+    with mock.patch.object(tiled_steps, "TILE_ELEMENTS", 2000):
+        check(request, LLAMA)
+
+
 def test_the_default_schedule_is_as_planned() -> None:
     check(PlanRequest(precision="mixed_hi", gradient_checkpointing=True, **SIZES), LLAMA)
 

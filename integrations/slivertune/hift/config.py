@@ -24,6 +24,7 @@ GradientPlace = Literal["device", "host", "stepped"]
 WeightPlace = Literal["device", "host"]
 WaitingForm = Literal["int8", "nf4"]
 CompileChoice = Literal["auto", "always", "never"]
+InactiveLayers = Literal["frozen", "above"]
 LayersPerGroup = Annotated[float | Literal["all", "auto"], Spelling(value_name="N|SHARE|all|auto", read=layers_or_auto)]
 
 ALL_LAYERS: Mapping[str, Any] = MappingProxyType(
@@ -144,6 +145,14 @@ class HiFTConfig:
     They are beside the slots of the others (two blocks, and those of the largest group). `auto` (default) is 0 in the
     first cycle. On a CUDA device it is then the memory that the first cycle left free, less the largest group's state
     and 1/16 of the device."""
+    inactive: InactiveLayers = "frozen"
+    """Steps of idle layers. `above` also steps the layers above the active group in each update (BREAD).
+
+    Idle layers are `frozen` by default. Gradients of the layers above the active group cost no further pass of the
+    backward. With `above`, each of them takes a step without state, as the first of Adafactor, inside the backward.
+    Needs `gradients="stepped"`, and fp32 weights or `master="stochastic"`."""
+    inactive_rate: float = 1.0
+    """With `inactive=above`, learning rate of the layers above the active group, as a share of the active group's."""
     compile_step: CompileChoice = "auto"
     """Compilation, by torch.compile, of Adafactor's steps in tiles. `auto` compiles on a CUDA device with Triton.
 
@@ -206,6 +215,7 @@ class HiFTConfig:
             ("master", MasterKind),
             ("gradients", GradientPlace),
             ("weights", WeightPlace),
+            ("inactive", InactiveLayers),
             ("compile_step", CompileChoice),
         ):
             check_choice(name, getattr(self, name), get_args(choices))
@@ -222,6 +232,24 @@ class HiFTConfig:
             self._check_waiting(self.waiting)
         self._check_gradients()
         self._check_weights()
+        self._check_inactive()
+
+    def _check_inactive(self) -> None:
+        check_number("inactive_rate", self.inactive_rate)
+        if not self.inactive_rate > 0:
+            raise ValueError(
+                f'inactive_rate={self.inactive_rate!r} must be a number over 0. Use inactive="frozen" for no steps'
+            )
+        if self.inactive == "frozen":
+            return
+        for name, needed in (("gradients", "stepped"), ("waiting", None), ("weights", "device")):
+            value = getattr(self, name)
+            if value != needed:
+                way_out = f"Leave {name} out" if needed is None else f'Set {name}="{needed}"'
+                raise ValueError(
+                    f'inactive="above" steps idle weights inside the backward, exact and on the device, and {name}='
+                    f'"{value}" does not allow that. {way_out}, or use inactive="frozen"'
+                )
 
     def _check_weights(self) -> None:
         if self.weights == "device":

@@ -83,7 +83,8 @@ class BackwardSteps:
     Args:
         weights: Trained weights of all groups.
         begin: Function to call before the first weight of an update. If it fails, nothing was updated.
-        step_weight: Function that steps one weight from its gradient, and frees the gradient.
+        step_weight: Function that steps one weight from its gradient, frees the gradient, and returns whether its norm
+            counts: those of the active group do.
         is_accumulating: Function that returns whether the running backward is not its update's last.
         host_gradients: Function that returns the owner of the gradients of earlier backward passes.
         load_gradients: Function to call when the last backward begins; loads gradients that are offloaded.
@@ -93,7 +94,7 @@ class BackwardSteps:
         self,
         weights: Mapping[str, Weight],
         begin: Callable[[], None],
-        step_weight: Callable[[Weight], None],
+        step_weight: Callable[[Weight], bool],
         *,
         is_accumulating: Callable[[], bool],
         host_gradients: Callable[[], HostGradients],
@@ -180,7 +181,8 @@ class BackwardSteps:
         assert gradient is not None
         norm = None if isinstance(gradient, OffloadedGradient) else norm_of(gradient)
         try:
-            self._step_weight(weight)
+            if not self._step_weight(weight):
+                return
             if isinstance(gradient, OffloadedGradient):
                 norm = norm_of(torch.stack(gradient.part_norms))
             assert norm is not None

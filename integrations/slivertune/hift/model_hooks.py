@@ -78,6 +78,8 @@ class ModelHooks:
         self._handles: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
         self._active: dict[int, nn.Parameter] = {}
+        self._free: set[int] = set()
+        """Parameters that require a gradient, by `id`: those of the active group and those that step beside them."""
         self._on_forward = on_forward
         self._on_forward_end = on_forward_end
         self._on_lack_of_memory = on_lack_of_memory
@@ -131,16 +133,23 @@ class ModelHooks:
             parameter.requires_grad_(True)
         self._outermost = None
         self.end_update()
-        self._active = {}
+        self._active, self._free = {}, set()
 
-    def activate(self, weights: Iterable[Weight], on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Begin the turn of a group, which alone has gradients.
+    def activate(
+        self,
+        weights: Iterable[Weight],
+        on_gradient: Callable[[torch.Tensor], None],
+        beside: Sequence[Weight] = (),
+    ) -> None:
+        """Begin the turn of a group.
 
         Args:
             weights: Weights of the group.
-            on_gradient: Function to call with each of its parameters when its gradient is complete.
+            on_gradient: Function to call with each parameter whose gradient is complete.
+            beside: Other weights that have gradients. An update needs none of them.
         """
         self._active = {id(weight.trained): weight.trained for weight in weights}
+        self._free = self._active.keys() | {id(weight.trained) for weight in beside}
         self.end_update()
 
         def note_gradient(parameter: torch.Tensor) -> None:
@@ -157,12 +166,13 @@ class ModelHooks:
         for hook in self._gradient_hooks:
             hook.remove()
         for key, (_, parameter) in self._trained.items():
-            parameter.requires_grad_(key in self._active)
-            if key not in self._active:
+            parameter.requires_grad_(key in self._free)
+            if key not in self._free:
                 parameter.grad = None
         self._gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(note_gradient) for parameter in self._active.values()
         ]
+        self._gradient_hooks += [weight.trained.register_post_accumulate_grad_hook(on_gradient) for weight in beside]
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -188,9 +198,9 @@ class ModelHooks:
     def settle(self) -> None:
         """Restore the parameters that others have frozen or unfrozen, as an adapter does with its own when switched on.
 
-        Gradients that arrived outside of the active group are dropped, so that no norm counts them.
+        Gradients that arrived in frozen parameters are dropped, so that no norm counts them.
         """
-        settle_requires_grad((parameter, key in self._active) for key, (_, parameter) in self._trained.items())
+        settle_requires_grad((parameter, key in self._free) for key, (_, parameter) in self._trained.items())
 
     def has_brought_gradient(self) -> bool:
         """Return whether a gradient of the active group came from a backward, and was not set by hand."""

@@ -28,6 +28,7 @@ from slivertune.hift.config import HiFTConfig
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
+from slivertune.hift.layers_above import LayersAbove
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.piece import Weight, drop_gradient
@@ -203,6 +204,10 @@ class HiFT(CheckpointedSliver):
             self._meter,
             self._prefetcher.slots_of,
         )
+        self._above: LayersAbove | None = None
+        if self.config.inactive == "above":
+            of_groups = [residency.weights for residency in self._residencies]
+            self._above = LayersAbove(of_groups, self.config, len(self.param_groups))
         self._waiting: WaitingLayers | None = None
         if self.config.waiting is not None:
             self._check_host_memory()
@@ -244,7 +249,7 @@ class HiFT(CheckpointedSliver):
         self._activate()
 
     def _activate(self) -> None:
-        """Begin the turn of the active group, which alone has gradients."""
+        """Begin the turn of the active group, which alone has gradients unless the layers above it step, too."""
         residency = self._residencies[self.active_group]
         if self._disk is not None:
             self._disk.begin_turn(self.rotation.coming_groups)
@@ -253,7 +258,8 @@ class HiFT(CheckpointedSliver):
         if self._streamed is not None:
             self._streamed.begin_turn(self.active_group)
         if self._in_backward is not None:
-            self._hooks.activate(residency.weights, self._in_backward.on_gradient)
+            above = [] if self._above is None else self._above.begin_turn(self.active_group)
+            self._hooks.activate(residency.weights, self._in_backward.on_gradient, above)
         elif self.config.gradients == "host":
             self._hooks.activate(residency.weights, partial(HiFT._offload_gradient, weakref.proxy(self)))
         else:
@@ -265,18 +271,24 @@ class HiFT(CheckpointedSliver):
         self._residencies[self.active_group].prefetch(in_backward=True)
 
     def _gradients_on_host(self) -> HostGradients:
-        """Return the owner of the active group's gradients on the host."""
-        weights = self._residencies[self.active_group].weights
+        """Return the owner of the gradients on the host: of the active group, and of the layers above if they step."""
+        reached = self._residencies[self.active_group :] if self._above else [self._residencies[self.active_group]]
+        weights = [weight for residency in reached for weight in residency.weights]
         streams = self._prefetcher.slots_of(weights[0].device).streams
         if self._host_gradients is None or self._host_gradients.streams is not streams:
             self._check_host_memory()
             self._host_gradients = HostGradients(
                 streams,
                 in_flight_bytes=self.config.stream_bytes,
-                num_bytes=max(bytes_of(residency.weights) for residency in self._residencies),
+                num_bytes=self._most_gradient_bytes(),
             )
         self._host_gradients.begin_turn(weights)
         return self._host_gradients
+
+    def _most_gradient_bytes(self) -> int:
+        """Return the bytes of the most gradients that an update has on the host."""
+        sizes = [bytes_of(residency.weights) for residency in self._residencies]
+        return max(sizes) if self._above is None else sum(sizes)
 
     def _begin_last_backward(self) -> None:
         """Begin an update's last backward, which steps: load offloaded gradients of earlier ones with their chunks."""
@@ -476,7 +488,7 @@ class HiFT(CheckpointedSliver):
         if not is_stepped and not missed:
             rotation.note_idle_step(self.groups)
             return
-        if not is_stepped:
+        if missed:
             rotation.warn_of_skip(self.groups)
         self._begin_change("step()")
         if self._in_backward is not None:
@@ -574,6 +586,8 @@ class HiFT(CheckpointedSliver):
             self._streamed.begin_step()
         self._residencies[self.active_group].begin(stays=not self.rotation.ends_turn, update=self.rotation.updates)
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
+        if self._above is not None:
+            self._above.begin(self.rotation.updates, self._applying)
 
     def _check_host_memory(self) -> None:
         if not self._has_host_memory:
@@ -588,9 +602,14 @@ class HiFT(CheckpointedSliver):
             self._disk.begin_turn(self.rotation.coming_groups)
 
     @torch.no_grad()
-    def _step_weight(self, weight: Weight) -> None:
+    def _step_weight(self, weight: Weight) -> bool:
+        """Step a weight inside the backward, and return whether it is one of the active group."""
         with self._hooks.stepping():
+            if self._above is not None and self._above.holds(weight):
+                self._above.step(weight)
+                return False
             self._residencies[self.active_group].step((weight,), self.param_groups, self._applying)
+            return True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

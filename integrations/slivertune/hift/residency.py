@@ -113,6 +113,12 @@ class ResidentGroup:
             for one in rounded:
                 one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
 
+    def forget_state(self) -> None:
+        """Forget all state of the steps since `begin`, so that the next step begins it again."""
+        for piece in self._pieces:
+            if piece.instance is not None:
+                piece.instance.optimizer.state.clear()
+
     def end(self) -> None:
         """Release everything that is kept on the device from one `step` of an update to the next."""
 

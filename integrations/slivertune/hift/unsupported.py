@@ -2,7 +2,7 @@
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, WaitingForm, WeightPlace
+from slivertune.hift.config import GradientPlace, InactiveLayers, MasterKind, StatePlace, WaitingForm, WeightPlace
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
@@ -65,6 +65,21 @@ def clash_with_layout(
     if clash is None and name == "ZeRO":
         clash = _clash_with_engine(base.optimizer_class, state, master)
     return clash
+
+
+def clash_of_rounding(inactive: InactiveLayers, master: MasterKind) -> str | None:
+    """Return why HiFT can't train bf16 weights with these settings, and the way out, or None if it can.
+
+    Args:
+        inactive: Setting of `HiFTConfig`.
+        master: Setting of `HiFTConfig`.
+    """
+    if inactive == "frozen" or master == "stochastic":
+        return None
+    return (
+        f"inactive='above' steps bf16 weights themselves, and with master='{master}' their small updates would be "
+        "lost. Set master='stochastic', or train fp32 weights"
+    )
 
 
 def _clash_of_shards(base: BaseOptimizer, layout: str) -> str | None:

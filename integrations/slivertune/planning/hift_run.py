@@ -48,6 +48,7 @@ _NAMED_ALIKE = (
     "state_ram_bytes",
     "stream_bytes",
     "gradients",
+    "inactive",
     "compile_step",
     "waiting",
     "prefetch_bytes",
@@ -250,6 +251,8 @@ class HiFTRun:
                 if isinstance(value, torch.Tensor):
                     num_bytes["master" if key == "master" else "state"] += value.nbytes
         num_parameters = sum(parameter.numel() for parameter in parameters)
+        above = self.optimizer.groups[group.index + 1 :] if self._request.inactive == "above" else []
+        with_gradients = [*parameters, *(each for higher in above for each in self._parameters_of(higher))]
         if self._request.state == "discard":
             # The state was offloaded between the turn's updates, and is discarded now.
             waiting = self.waiting_bytes(peak, group)
@@ -259,7 +262,7 @@ class HiFTRun:
             peak,
             name=_name_of(group),
             num_parameters=num_parameters,
-            gradient_bytes=self._meter.bytes_of(parameters),
+            gradient_bytes=self._meter.bytes_of(with_gradients),
             largest_gradient_bytes=max(self._meter.bytes_of([each]) for each in parameters),
             state_bytes=num_bytes["state"],
             master_bytes=num_bytes["master"],

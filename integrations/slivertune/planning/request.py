@@ -21,12 +21,13 @@ from slivertune.hift.config import (
     CompileChoice,
     GradientPlace,
     HiFTConfig,
+    InactiveLayers,
     MasterKind,
     StatePlace,
     WaitingForm,
     WeightPlace,
 )
-from slivertune.hift.unsupported import clash_with_layout
+from slivertune.hift.unsupported import clash_of_rounding, clash_with_layout
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
@@ -89,6 +90,7 @@ class PlanRequest:
     state: StatePlace = _HIFT.state
     master: MasterKind | None = None
     gradients: GradientPlace = _HIFT.gradients
+    inactive: InactiveLayers = _HIFT.inactive
     compile_step: CompileChoice = _HIFT.compile_step
     state_ram_bytes: Bytes = _HIFT.state_ram_bytes
     save_total_limit: int | None = None
@@ -330,7 +332,11 @@ class PlanRequest:
             return refusal
         if self.load_in_4bit and self.method == "sft":
             return clash_of_4bit(self.layout, "each target with load_in_4bit")
-        if self.method != "hift" or self.layout == "single":
+        if self.method != "hift":
+            return None
+        if self.has_bf16_weights and (clash := clash_of_rounding(self.inactive, self.master_kind)) is not None:
+            return clash
+        if self.layout == "single":
             return None
         optimizer_class, arguments = optimizer_of(self.optimizer)
         clash = clash_with_layout(

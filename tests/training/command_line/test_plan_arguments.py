@@ -34,6 +34,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "chunked_cross_entropy": False,
         "token_ratio": 0.25,
         "layers_per_group": 4,
+        "inactive": "frozen",
         "compile_step": "never",
         "layers": ("a.*", "b+c"),
         "state": "disk",

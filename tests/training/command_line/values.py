@@ -9,6 +9,7 @@ _VALUES = {
     "weights": "host",
     "selection": "momentum",
     "master": "fp32",
+    "inactive": "frozen",
     "sft_momentum": "0.5",
     "lora_dropout": "0.5",
     "reselection_interval": "20",

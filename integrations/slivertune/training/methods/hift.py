@@ -183,6 +183,8 @@ class HiFTMethod(SliverMethod):
         lines = [f"  groups  {groups if hift.num_groups > 1 else f'one of all {num_layers} layers, in each update'}"]
         if hift.config.waiting is not None:
             lines.append(f"  layers  idle ones in {hift.config.waiting}, also in evaluation; saved weights are exact")
+        if hift.config.inactive == "above" and hift.num_groups > 1:
+            lines.append(f"  layers  those above the group step, too, at {hift.config.inactive_rate:g} of its rate")
         return lines
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:

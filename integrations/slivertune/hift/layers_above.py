@@ -1,0 +1,88 @@
+"""Steps of the layers above the active group (`inactive="above"`), in the backward that trains the group.
+
+A backward down to the group passes through these layers anyway (BREAD, Luo et al., NeurIPS 2025). Each step is the
+first of transformers' Adafactor: it depends on this gradient alone, so that no state lasts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.config import HiFTConfig
+from slivertune.hift.piece import Weight
+from slivertune.hift.probe import StepMeter
+from slivertune.hift.residency import ResidentGroup
+from slivertune.hift.rotation import LearningRate
+from slivertune.hift.unsupported import clash_of_rounding
+
+
+class LayersAbove:
+    """Owner of the steps of all weights above the active group.
+
+    Args:
+        groups: Trained weights of each group, bottom of the model first.
+        config: HiFT's settings.
+        num_param_groups: Param groups of the user's optimizer.
+
+    Raises:
+        ValueError: If a weight is bf16 and not rounded stochastically.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Weight]], config: HiFTConfig, num_param_groups: int) -> None:
+        from transformers.optimization import Adafactor  # takes seconds to import
+
+        dtypes = {weight.parameter.dtype for weights in groups for weight in weights}
+        if torch.bfloat16 in dtypes and (clash := clash_of_rounding(config.inactive, config.master)) is not None:
+            raise ValueError(clash)
+        base = BaseOptimizer.of_class(Adafactor, {"scale_parameter": False, "relative_step": False, "lr": 0.0}, None)
+        self._share = config.inactive_rate
+        self._param_groups = [dict(base.defaults) for _ in range(num_param_groups)]
+        # There is no state to offload.
+        on_device = replace(
+            config, inactive="frozen", state="device", state_dir=None, state_ram_bytes=0, prefetch_bytes="auto"
+        )
+        meter = StepMeter(base, self._param_groups, on_device)
+        self._groups = [ResidentGroup(weights, meter) for weights in groups]
+        self._group_of = {weight.name: index for index, weights in enumerate(groups) for weight in weights}
+        self._active = 0
+        self._rates: list[LearningRate] = []
+
+    def begin_turn(self, active: int) -> list[Weight]:
+        """Begin the turn of a group, and return the weights above it.
+
+        Args:
+            active: Index of the group.
+        """
+        self._active = active
+        return [weight for group in self._groups[active + 1 :] for weight in group.weights]
+
+    def begin(self, update: int, applied: Sequence[LearningRate]) -> None:
+        """Prepare an update.
+
+        Args:
+            update: Number of updates before this one.
+            applied: Learning rates of the active group, one per param group.
+
+        Raises:
+            ValueError: If the base optimizer chooses its learning rate by itself.
+        """
+        if any(rate is None for rate in applied):
+            raise ValueError(
+                "inactive='above' takes a share of the learning rate, and this optimizer chooses it by itself (lr=None)"
+                ". Give it one, or use inactive='frozen'"
+            )
+        self._rates = [self._share * float(rate) for rate in applied if rate is not None]
+        for group in self._groups[self._active + 1 :]:
+            group.begin(stays=False, update=update)
+
+    def holds(self, weight: Weight) -> bool:
+        """Return whether a weight is above the active group."""
+        return self._group_of[weight.name] > self._active
+
+    def step(self, weight: Weight) -> None:
+        """Step a weight above the active group from its gradient, and drop the gradient."""
+        group = self._groups[self._group_of[weight.name]]
+        group.step((weight,), self._param_groups, self._rates)
+        group.forget_state()
