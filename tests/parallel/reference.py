@@ -109,7 +109,7 @@ class OneProcess:
     def run(self, until: int, *, skip: Sequence[int] = ()) -> OneProcess:
         """Train until so many batches are done; at those in `skip` (an overflow) nothing is applied."""
         for batch in range(self.batches, until):
-            gradients = self.mean_gradients(batch, self.rotation.active)
+            gradients = self.mean_gradients(batch, [*self.rotation.active, *self.rotation.names_above])
             if not gradients:
                 active = self.groups.index(self.rotation.active)
                 self.skipped[active] = self.skipped.get(active, 0) + 1

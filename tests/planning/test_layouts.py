@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from slivertune.core.layout import Layout
+from slivertune.hift.config import ALL_LAYERS
 from slivertune.parallel.ddp import gradient_sync
 from slivertune.planning import layouts
 from slivertune.planning.layouts import LayerSizes, sizes_of
@@ -119,6 +120,20 @@ TOLERANCE = 0.03
 """For small tensors of the engines, and the batch."""
 RARELY: dict[str, Any] = {"estimation_steps": 2, "reselection_interval": 100}
 """SFT: two updates in an estimation phase, and many outside."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"layers_per_group": 2}, {"inactive": "above"}, ALL_LAYERS], ids=str)
+def test_steps_in_the_backward_under_ddp_are_as_planned(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", BUCKET_BYTES)
+    own = {"gradients": "stepped", "master": "stochastic", **settings}
+    shape: dict[str, Any] = {"batch_size": 2, "seq_length": 64, "stream_bytes": 2**18, "layout": "ddp", "num_gpus": 2}
+    request = paper_request(precision="bf16", gradient_checkpointing=True, **own, **shape)
+    plan = make_plan(request, LLAMA)
+    for (peaks,) in run_ranks(all_peaks_on_rank, 2, [request]):
+        assert plan.peak_bytes == pytest.approx(max(peaks), rel=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from slivertune.hift.gradient_placeholder import GradientPlaceholder
 from slivertune.hift.host_gradients import HostGradients
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.piece import Weight
+from slivertune.hift.unsupported import STEPPED_ONCE
 
 
 class SteppedGradient(GradientPlaceholder):
@@ -107,9 +108,13 @@ class BackwardSteps:
         self._host_gradients = host_gradients
         self._load_gradients = load_gradients
         self._stepped: set[str] = set()
+        self._arrived: set[str] = set()
+        """Weights whose gradients were accumulated on this rank since the last update."""
         self._running: set[int] = set()
         self._broken: str | None = None
         self._hooks: list[RemovableHandle] = []
+        self.waits_for_means = False
+        """Whether a complete gradient is this rank's alone, and `on_mean` follows."""
 
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on a model. An open update stays open."""
@@ -140,21 +145,36 @@ class BackwardSteps:
         Raises:
             RuntimeError: If it was stepped already in this update, or an earlier error left the update half done.
         """
-        weight = self._weight_of[id(parameter)]
-        if parameter.grad is None:
+        weight, gradient = self._weight_of[id(parameter)], parameter.grad
+        is_first = weight.name not in self._arrived
+        self._arrived.add(weight.name)
+        # Its mean may have come first, and with it the step.
+        is_in_mean = self.waits_for_means and is_first and isinstance(gradient, SteppedGradient)
+        if gradient is None or is_in_mean:
             return
         if self._broken is not None or weight.name in self._stepped:
             self._refuse_second(weight)
         self.watch_backward()
         if self._is_accumulating():
+            if self.waits_for_means:
+                parameter.grad = None
+                raise RuntimeError(STEPPED_ONCE)
             assert isinstance(parameter, nn.Parameter)
             self._host_gradients().take(parameter)
             return
-        claim(parameter.grad, "gradients")
+        claim(gradient, "gradients")
+        if not self.waits_for_means:
+            self._begin_and_step(weight)
+
+    def on_mean(self, parameter: nn.Parameter) -> None:
+        """Step a weight whose gradient is the mean over all ranks."""
+        self._begin_and_step(self._weight_of[id(parameter)])
+
+    def _begin_and_step(self, weight: Weight) -> None:
         try:
             self._begin_once()
         except BaseException:
-            parameter.grad = None
+            weight.parameter.grad = None
             raise
         self._step_now(weight)
 
@@ -227,11 +247,13 @@ class BackwardSteps:
     def end(self) -> None:
         """Forget the weights of an update that was closed, when it is counted."""
         self._stepped.clear()
+        self._arrived.clear()
 
     def forget(self) -> None:
         """Forget an open update, since all weights and state are replaced."""
         self._drop_stepped()
         self._stepped.clear()
+        self._arrived.clear()
         self._running.clear()
         self._broken = None
 

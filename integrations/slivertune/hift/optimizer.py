@@ -700,6 +700,18 @@ class HiFT(CheckpointedSliver):
         """
         self._backward_listeners.append(listener)
 
+    def wait_for_means(self) -> Callable[[nn.Parameter], None]:
+        """Let stepped gradients wait until they are the mean over all ranks.
+
+        Returns:
+            Function to call, inside the backward, with each parameter whose gradient is the mean. It does nothing if
+            gradients are not stepped.
+        """
+        if self._in_backward is None:
+            return lambda parameter: None
+        self._in_backward.waits_for_means = True
+        return self._in_backward.on_mean
+
     def delegate_to(self, engine: str) -> None:
         """Let an engine step the groups in HiFT's place.
 

@@ -7,6 +7,13 @@ from slivertune.hift.config import GradientPlace, InactiveLayers, MasterKind, St
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
 
+STEPPED_ONCE = (
+    "gradients='stepped' takes one backward per update on several ranks, which average the gradients in it, and this "
+    "run accumulates several. Set gradients='host', which takes about as little device memory, or one micro-batch"
+)
+"""Refusal of gradient accumulation."""
+
+
 def clash_with_layout(
     layout: Layout,
     base: BaseOptimizer,
@@ -42,13 +49,13 @@ def clash_with_layout(
             f"weights='host' brings whole blocks to one device, and {name} shards them. Set weights='device' and "
             f"let {name} keep them on the host ({own}), or use one device or DDP"
         )
-    if gradients == "stepped":
-        return (
-            f"gradients='stepped' updates a tensor before the other ranks' gradients have arrived. Under {name}, set "
-            "gradients='device'" + (", or 'host'" if layout == "ddp" else "")
-        )
     if layout == "ddp":
         return None
+    if gradients == "stepped":
+        return (
+            f"gradients='stepped' steps whole tensors inside the backward, and {name} shards their gradients. Set "
+            "gradients='device', or use DDP"
+        )
     if waiting is not None:
         return (
             f"waiting='{waiting}' is not available under {name}, whose ranks hold shards of exact weights. Leave it "

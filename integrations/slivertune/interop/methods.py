@@ -14,6 +14,7 @@ from slivertune.core.refused_pairs import refuse_together
 from slivertune.core.sliver import Sliver
 from slivertune.core.typed_command import setting_name
 from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift.unsupported import STEPPED_ONCE
 from slivertune.hift.unsupported_optimizers import refuse_name
 from slivertune.interop.checkpoints import load_state
 from slivertune.sft import SFT, SFTConfig
@@ -79,6 +80,8 @@ def check_hift_settings(
         ValueError: If there is such a pair.
     """
     waiting, weights, gradients = settings.waiting, settings.weights, settings.gradients
+    if gradients == "stepped" and training.gradient_accumulation_steps > 1 and training.world_size > 1:
+        raise ValueError(STEPPED_ONCE)
     gradients_written = written("gradients", gradients)
     refuse_together(
         {

@@ -23,6 +23,7 @@ from slivertune.planning.counter import beside_computation
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
+from slivertune.planning.layouts import averaged_in_buckets
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.plan import GroupPlan, Phase
@@ -322,6 +323,8 @@ class PlannedHiFT(PlannedMethod):
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""
         run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
+        if layout == "ddp" and request.gradients == "stepped":
+            averaged_in_buckets(model, run.optimizer.wait_for_means())
         return partial(self._measure, run, model, layout)
 
     def _measure(

@@ -284,6 +284,19 @@ def _watch_reduce_bucket(model: nn.Module, num_elements: int, stack: ExitStack) 
         stack.callback(each.register_post_accumulate_grad_hook(arrived).remove)
 
 
+def averaged_in_buckets(
+    model: nn.Module, on_mean: Callable[[nn.Parameter], None] = lambda parameter: None
+) -> BucketedAllReduce:
+    """Let a model's gradients pass through buckets, as if they were averaged over ranks.
+
+    Args:
+        model: The model.
+        on_mean: Function to call with each parameter whose gradient has passed.
+    """
+    alone, nothing = Heartbeat("planning"), _NoOtherRank()
+    return BucketedAllReduce(model, model.parameters(), alone, on_mean=on_mean, start_mean=lambda flat: nothing)
+
+
 @contextmanager
 def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) -> Iterator[None]:
     """Attach the stand-in of a layout's engine to a model inside this context.
@@ -309,12 +322,10 @@ def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) ->
             for module in model.modules():
                 if isinstance(module, nn.Linear):
                     stack.callback(module.register_forward_hook(_keep_input).remove)
-        elif layout != "single" and method.averages_in_buckets:
+        # An optimizer that steps in the backward is told of each mean, and its run attaches the buckets.
+        elif layout != "single" and method.averages_in_buckets and request.gradients != "stepped":
             if layout == "ddp" or method.steps_itself:
-                alone, nothing = Heartbeat("planning"), _NoOtherRank()
-                stack.callback(
-                    BucketedAllReduce(model, model.parameters(), alone, start_mean=lambda flat: nothing).remove
-                )
+                stack.callback(averaged_in_buckets(model).remove)
             else:
                 _watch_reduce_bucket(model, bucket_elements, stack)
         yield

@@ -27,7 +27,7 @@ from slivertune.hift.config import (
     WaitingForm,
     WeightPlace,
 )
-from slivertune.hift.unsupported import clash_of_rounding, clash_with_layout
+from slivertune.hift.unsupported import STEPPED_ONCE, clash_of_rounding, clash_with_layout
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
@@ -338,6 +338,8 @@ class PlanRequest:
             return clash
         if self.layout == "single":
             return None
+        if self.gradients == "stepped" and self.gradient_accumulation_steps > 1:
+            return STEPPED_ONCE
         optimizer_class, arguments = optimizer_of(self.optimizer)
         clash = clash_with_layout(
             self.layout,

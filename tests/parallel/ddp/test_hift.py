@@ -1,14 +1,20 @@
-"""HiFT under DDP with a GradScaler and with gradients on the host, which only this layout can have."""
+"""HiFT under DDP with a GradScaler, gradients on the host, and steps in the backward: only this layout has them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
 from slivertune import HiFT, HiFTConfig
+from slivertune.core.checkpointing import enable_checkpointing
+from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.ddp.hift import share_hift
-from tests.helpers.models import differing, tiny_llama, weights
+from tests.helpers.models import LAYERS, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import naive_groups
 from tests.parallel.reference import ADAMW, OneProcess, batch_of
@@ -85,3 +91,75 @@ def test_gradients_on_the_host_are_exchanged_once_an_update_and_equal_those_of_t
         assert differing(host["weights"], device["weights"]) == []
         assert host["norms"] == device["norms"] and min(host["norms"]) > 0.05
         assert host["sent"] == device["sent"] > 0
+
+
+STEPPED: dict[str, dict[str, Any]] = {
+    "bf16, masters": {"layers_per_group": 2},
+    "fp32, whole tensors": {"layers_per_group": 2, "stream_bytes": 0},
+    "bf16, all layers": {"layers_per_group": LAYERS, "state": "device", "master": "stochastic"},
+    "bf16, reentrant checkpointing": {"layers_per_group": 2, "steps_per_group": 2},
+    "bf16, tied": {"layers_per_group": 2},
+}
+
+
+def in_a_backward(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Two cycles, stepped after the backward and in it; some of rank 1's batches do not reach the embedding."""
+    results: dict[str, Any] = {}
+    for name, settings in STEPPED.items():
+        for gradients in ("stepped", "device"):
+            model: Any = tiny_llama(torch.bfloat16 if "bf16" in name else torch.float32, tied="tied" in name)
+            if "reentrant" in name:
+                enable_checkpointing(model, {"use_reentrant": True})
+            config = HiFTConfig.paper(gradients=gradients, **{"stream_bytes": 20_000, **settings})  # type: ignore[arg-type]
+            hift = HiFT(model, torch.optim.AdamW, config=config, **ADAMW)
+            with mock.patch.object(gradient_sync, "BUCKET_BYTES", 10_000):
+                share_hift(model, hift)
+            norms = []
+            for update in range(2 * hift.cycle_length):
+                with unreached(model.model.embed_tokens) if rank == 1 and update % 3 == 0 else nullcontext():
+                    model(**batch_of(update, 0, rank)).loss.backward()
+                norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+                hift.step()
+            results[f"{name}, {gradients}"] = {"weights": weights(model), "norms": norms, "updates": hift.updates}
+    return results
+
+
+@contextmanager
+def unreached(module: torch.nn.Module) -> Iterator[None]:
+    """Cut the backward off above a module."""
+    handle = module.register_forward_hook(lambda module, inputs, output: output.detach())
+    yield
+    handle.remove()
+
+
+def test_steps_in_the_backward_wait_for_the_mean_and_give_the_bits_of_steps_after_it() -> None:
+    for each in run_ranks(in_a_backward, 2):
+        for name in STEPPED:
+            stepped, after = each[f"{name}, stepped"], each[f"{name}, device"]
+            assert differing(stepped["weights"], after["weights"]) == [], name
+            assert stepped["norms"] == after["norms"] and min(after["norms"]) > 0
+            assert stepped["updates"] == after["updates"] > 0
+
+
+def above(rank: int, num_ranks: int) -> dict[str, Any]:
+    """A cycle and a turn, the layers above stepping, too; then micro-batches."""
+    model = tiny_llama()
+    config = HiFTConfig.paper(gradients="stepped", inactive="above")
+    hift = HiFT(model, torch.optim.AdamW, config=config, **ADAMW)
+    with mock.patch.object(gradient_sync, "BUCKET_BYTES", 10_000):
+        share_hift(model, hift)
+    for update in range(LAYERS + 2):
+        model(**batch_of(update, 0, rank)).loss.backward()
+        hift.step()
+    found = weights(model)
+    with hift.accumulating(), pytest.raises(RuntimeError, match=r"one backward per update on several ranks.*'host'"):
+        model(**batch_of(0, 0, rank)).loss.backward()
+    return {"weights": found, "after": differing(weights(model), found)}
+
+
+def test_layers_above_step_by_their_means_and_micro_batches_are_refused() -> None:
+    model = tiny_llama()
+    rate = HiFTConfig().inactive_rate
+    OneProcess(model, naive_groups(model, 1), ranks=2, lr_of=lambda updates: 1.0, above=rate).run(LAYERS + 2)
+    for each in run_ranks(above, 2):
+        assert differing(each["weights"], weights(model)) == each["after"] == []

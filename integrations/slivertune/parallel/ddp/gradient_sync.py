@@ -71,6 +71,8 @@ class BucketedAllReduce:
         heartbeat: Explains a failed collective.
         is_due: Whether the backward pass that begins now ends with a synchronization; the same on every rank.
         meet: Function called when such a pass begins; raises before any averaging if the ranks' positions differ.
+        on_mean: Function called, inside the backward pass, with each parameter whose whole gradient is the mean now;
+            in the same order on every rank.
         bucket_bytes: Bytes per bucket; larger gradients are split. None uses `BUCKET_BYTES`.
         start_mean: Function that starts replacing a flat tensor by its mean over the ranks and returns an object with
             `wait`; None uses an all-reduce of the default process group.
@@ -84,6 +86,7 @@ class BucketedAllReduce:
         *,
         is_due: Callable[[], bool] = lambda: True,
         meet: Callable[[], None] = lambda: None,
+        on_mean: Callable[[nn.Parameter], None] = lambda parameter: None,
         bucket_bytes: int | None = None,
         start_mean: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
@@ -92,6 +95,7 @@ class BucketedAllReduce:
         self._heartbeat = heartbeat
         self._is_due = is_due
         self._meet = meet
+        self._on_mean = on_mean
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._handles: list[RemovableHandle] = [model.register_forward_hook(self._mark_outputs)]
         for parameter in self._parameters:
@@ -148,9 +152,9 @@ class BucketedAllReduce:
                 self._of_parameter[parameter].append(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
+        while len(self._under_way) >= _MOST_UNDER_WAY:
+            self._settle_first()
         with self._heartbeat.guard("averaging gradients"):
-            while len(self._under_way) >= _MOST_UNDER_WAY:
-                self._under_way.popleft().settle()
             flat = bucket.fill()
             if self._start_mean is not None:
                 bucket.work = self._start_mean(flat)
@@ -170,9 +174,17 @@ class BucketedAllReduce:
         self._is_running = False
 
     def _settle_all(self) -> None:
+        while self._under_way:
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        """Wait for the first mean in flight, and tell of the parameters of which it is the last part."""
+        bucket = self._under_way.popleft()
         with self._heartbeat.guard("averaging gradients"):
-            while self._under_way:
-                self._under_way.popleft().settle()
+            bucket.settle()
+        for parameter in bucket.parameters if not bucket.is_stale else ():
+            if parameter.grad is not None and all(each.is_settled for each in self._of_parameter[parameter]):
+                self._on_mean(parameter)
 
 
 class _Bucket:
@@ -190,6 +202,8 @@ class _Bucket:
         self.work: Any = None
         """Handle of the averaging in flight."""
         self._was_started = False
+        self.is_settled = False
+        """Whether the parts of the gradients are the mean, and nothing was added to them since."""
         self.is_stale = False
         """Whether a gradient changed after it was copied: a parameter used inside and outside a reentrant checkpoint
         gets its gradient in two parts."""
@@ -202,7 +216,7 @@ class _Bucket:
     def arrived(self, parameter: nn.Parameter) -> None:
         """Note that a gradient was accumulated."""
         self.missing.discard(parameter)
-        self.is_stale = self._was_started
+        self.is_stale, self.is_settled = self._was_started, False
 
     def fill(self) -> torch.Tensor:
         """Copy the gradients into a flat tensor. Missing gradients count as zeros."""
@@ -231,6 +245,7 @@ class _Bucket:
         flat, self._flat, self.work = self._flat, None, None
         if self.is_stale:
             return
+        self.is_settled = True
         for (parameter, _, _), count in zip(self._parts, flat[-len(self._parts) :], strict=True):
             # Checked only if this rank has no gradient: it makes the host wait for the device.
             if parameter.grad is None and count > 0:
