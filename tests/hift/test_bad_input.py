@@ -58,6 +58,11 @@ HEAD = ["model.norm", "lm_head"]
         ({"prefetch_bytes": 1.5}, "prefetch_bytes=1.5 must be an integer"),
         ({"state": "disk"}, "state_dir"),
         ({"state": "host", "state_dir": "somewhere"}, "somewhere.*disk"),
+        (
+            {"inactive": "above", "gradients": "stepped", "inactive_rate": 0.0},
+            "inactive_rate=0.0 must be a number over",
+        ),
+        ({"inactive_rate": 0.5}, 'inactive_rate=0.5.*inactive="frozen"'),
         ({"state_ram_bytes": 5}, 'state_ram_bytes=5.*state="host".*state="disk"'),
         ({"state": "disk", "state_dir": "d", "state_ram_bytes": -1}, "state_ram_bytes=-1"),
         ({"master": "split"}, "'split' was removed: fp32 trains with the same bits.* Use that"),

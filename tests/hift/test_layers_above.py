@@ -12,6 +12,7 @@ from transformers.optimization import Adafactor
 
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.hift import tiled_steps
+from slivertune.hift.piece import Slice
 from tests.helpers.models import (
     LAYERS,
     assert_same_bits,
@@ -117,9 +118,44 @@ def test_a_batch_that_reaches_the_layers_above_alone_counts_and_is_said() -> Non
     with said() as messages:
         model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output.detach())
         train(model, hift, token_batches(1), 1)
-    assert any("no gradient reached group 0" in message for message in messages)
-    assert hift.updates == 1 and hift.active_group == 1
+    assert any("group 0 (model.embed_tokens.weight): only the layers above it step" in each for each in messages)
+    assert hift.updates == 1 and hift.active_group == 1 and hift.skipped_turns == {}
     assert set(differing(weights(model), before)) == before.keys() - {"model.embed_tokens.weight"}
+    with said() as messages:
+        train(model, hift, token_batches(LAYERS), LAYERS - 1, start=1)
+    assert any("no batch of a whole cycle reached group 0" in each for each in messages)
+
+
+def test_a_step_that_failed_leaves_no_state_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"gradients": "stepped", "inactive": "above", "master": "stochastic"}
+    whole, other = hift_over(small_decoder(torch.bfloat16), "SGD", **settings)
+    train(whole, other, token_batches(1), 1)
+    model, hift = hift_over(small_decoder(torch.bfloat16), "SGD", **settings)
+    kept, state = weights(model), hift.state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(Slice, "write_weight", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, hift, token_batches(1), 1)
+    model.load_state_dict(kept)
+    hift.load_state_dict(state)
+    train(model, hift, token_batches(1), 1)
+    assert_same_bits(whole, model)
+
+
+def stopped(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_gradients_of_an_update_that_is_given_up_are_dropped(turn: int) -> None:
+    model, hift = trained(small_decoder(), updates=turn)
+    states = [weights(model), hift.state_dict()]
+    model, hift = hift_over(small_decoder(), "SGD", lr=1e-2, **ABOVE)
+    with hift.accumulating():
+        model(**token_batches(1)[0]).loss.backward()
+    model.load_state_dict(states[0])
+    hift.load_state_dict(states[1])
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
 
 
 @pytest.mark.parametrize("master", ["fp32", "none"])
@@ -130,12 +166,9 @@ def test_bf16_weights_need_stochastic_rounding(master: str) -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), token_batches(1), 1)  # nothing is left attached
 
 
-def test_an_optimizer_that_chooses_its_rate_is_refused_before_anything_is_stepped() -> None:
-    model, _ = hift_over(small_decoder(), "transformers Adafactor", **ABOVE)
-    before = weights(model)
+def test_an_optimizer_that_chooses_its_rate_is_refused() -> None:
     with pytest.raises(ValueError, match=r"share of the learning rate.*lr=None"):
-        model(**token_batches(1)[0]).loss.backward()
-    assert differing(weights(model), before) == []
+        hift_over(small_decoder(), "transformers Adafactor", **ABOVE)
 
 
 def test_one_group_of_all_layers_has_none_above() -> None:

@@ -148,11 +148,14 @@ class HiFTConfig:
     inactive: InactiveLayers = "frozen"
     """Steps of idle layers. `above` also steps the layers above the active group in each update (BREAD).
 
-    Idle layers are `frozen` by default. Gradients of the layers above the active group cost no further pass of the
-    backward. With `above`, each of them takes a step without state, as the first of Adafactor, inside the backward.
-    Needs `gradients="stepped"`, and fp32 weights or `master="stochastic"`."""
+    Idle layers are `frozen` by default. The backward passes through the layers above the active group anyway. With
+    `above`, it also computes their gradients, and each takes a step without state, as the first of Adafactor. Needs
+    `gradients="stepped"`, and fp32 weights or `master="stochastic"`."""
     inactive_rate: float = 1.0
-    """With `inactive=above`, learning rate of the layers above the active group, as a share of the active group's."""
+    """With `inactive=above`, learning rate of the layers above the active group, as a share of the active group's.
+
+    Their steps move an element by about the rate, as Adam's do. A base optimizer that scales its rate otherwise (SGD,
+    Prodigy, Adafactor with `scale_parameter`) needs a share of its own."""
     compile_step: CompileChoice = "auto"
     """Compilation, by torch.compile, of Adafactor's steps in tiles. `auto` compiles on a CUDA device with Triton.
 
@@ -236,6 +239,11 @@ class HiFTConfig:
 
     def _check_inactive(self) -> None:
         check_number("inactive_rate", self.inactive_rate)
+        if self.inactive == "frozen" and self.inactive_rate != 1.0:
+            raise ValueError(
+                f'inactive_rate={self.inactive_rate!r} is for layers that step, and inactive="frozen" steps none. '
+                'Leave it out, or set inactive="above"'
+            )
         if not self.inactive_rate > 0:
             raise ValueError(
                 f'inactive_rate={self.inactive_rate!r} must be a number over 0. Use inactive="frozen" for no steps'

@@ -4,8 +4,9 @@ A backward down to the group passes through these layers anyway (BREAD, Luo et a
 first of transformers' Adafactor: it depends on this gradient alone, so that no state lasts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from slivertune.hift.config import HiFTConfig
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import ResidentGroup
-from slivertune.hift.rotation import LearningRate
+from slivertune.hift.rotation import LearningRate, scheduled_lr
 from slivertune.hift.unsupported import clash_of_rounding
 
 
@@ -24,30 +25,32 @@ class LayersAbove:
     Args:
         groups: Trained weights of each group, bottom of the model first.
         config: HiFT's settings.
-        num_param_groups: Param groups of the user's optimizer.
+        param_groups: Those of the user's optimizer.
 
     Raises:
-        ValueError: If a weight is bf16 and not rounded stochastically.
+        ValueError: If a weight is bf16 and not rounded stochastically, or the base optimizer has no learning rate.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Weight]], config: HiFTConfig, num_param_groups: int) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[Weight]], config: HiFTConfig, param_groups: Sequence[Mapping[str, Any]]
+    ) -> None:
         from transformers.optimization import Adafactor  # takes seconds to import
 
+        _rates(scheduled_lr(param_groups))
         dtypes = {weight.parameter.dtype for weights in groups for weight in weights}
         if torch.bfloat16 in dtypes and (clash := clash_of_rounding(config.inactive, config.master)) is not None:
             raise ValueError(clash)
         base = BaseOptimizer.of_class(Adafactor, {"scale_parameter": False, "relative_step": False, "lr": 0.0}, None)
         self._share = config.inactive_rate
-        self._param_groups = [dict(base.defaults) for _ in range(num_param_groups)]
+        self._param_groups = [dict(base.defaults) for _ in param_groups]
         # There is no state to offload.
-        on_device = replace(
-            config, inactive="frozen", state="device", state_dir=None, state_ram_bytes=0, prefetch_bytes="auto"
-        )
+        on_device = replace(config, state="device", state_dir=None, state_ram_bytes=0, prefetch_bytes="auto")
         meter = StepMeter(base, self._param_groups, on_device)
+        meter.compile_steps(each for weights in groups for each in weights)
         self._groups = [ResidentGroup(weights, meter) for weights in groups]
         self._group_of = {weight.name: index for index, weights in enumerate(groups) for weight in weights}
         self._active = 0
-        self._rates: list[LearningRate] = []
+        self._applied: list[float] = []
 
     def begin_turn(self, active: int) -> list[Weight]:
         """Begin the turn of a group, and return the weights above it.
@@ -66,14 +69,9 @@ class LayersAbove:
             applied: Learning rates of the active group, one per param group.
 
         Raises:
-            ValueError: If the base optimizer chooses its learning rate by itself.
+            ValueError: If the base optimizer has no learning rate any more.
         """
-        if any(rate is None for rate in applied):
-            raise ValueError(
-                "inactive='above' takes a share of the learning rate, and this optimizer chooses it by itself (lr=None)"
-                ". Give it one, or use inactive='frozen'"
-            )
-        self._rates = [self._share * float(rate) for rate in applied if rate is not None]
+        self._applied = [self._share * rate for rate in _rates(applied)]
         for group in self._groups[self._active + 1 :]:
             group.begin(stays=False, update=update)
 
@@ -84,5 +82,14 @@ class LayersAbove:
     def step(self, weight: Weight) -> None:
         """Step a weight above the active group from its gradient, and drop the gradient."""
         group = self._groups[self._group_of[weight.name]]
-        group.step((weight,), self._param_groups, self._rates)
-        group.forget_state()
+        group.forget_state()  # of the last step, which may have failed
+        group.step((weight,), self._param_groups, self._applied)
+
+
+def _rates(given: Sequence[LearningRate]) -> list[float]:
+    if None in given:
+        raise ValueError(
+            "inactive='above' takes a share of the learning rate, and this optimizer chooses it by itself (lr=None). "
+            "Give it one, or use inactive='frozen'"
+        )
+    return [float(rate) for rate in given if rate is not None]

@@ -167,7 +167,7 @@ class ModelHooks:
             hook.remove()
         for key, (_, parameter) in self._trained.items():
             parameter.requires_grad_(key in self._free)
-            if key not in self._free:
+            if key not in self._active:
                 parameter.grad = None
         self._gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(note_gradient) for parameter in self._active.values()

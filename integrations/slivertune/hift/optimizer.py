@@ -207,7 +207,7 @@ class HiFT(CheckpointedSliver):
         self._above: LayersAbove | None = None
         if self.config.inactive == "above":
             of_groups = [residency.weights for residency in self._residencies]
-            self._above = LayersAbove(of_groups, self.config, len(self.param_groups))
+            self._above = LayersAbove(of_groups, self.config, self.param_groups)
         self._waiting: WaitingLayers | None = None
         if self.config.waiting is not None:
             self._check_host_memory()
@@ -440,7 +440,8 @@ class HiFT(CheckpointedSliver):
         """Update the active group from its gradients, drop them, and pass the turn on.
 
         If a backward ran since the last step and no gradient reached the group, its step passes without an update: no
-        weight and no state changes, and `skipped_turns` counts it. A step without a backward, or with dropped
+        weight and no state changes, and `skipped_turns` counts it. If the layers above have stepped, it is an update. A
+        step without a backward, or with dropped
         gradients, does not count: nothing changes, the turn stays. With stepped gradients the weights are updated
         already, and this passes the turn on. Zero gradients at rate 0 that no backward has brought come from
         `torch.distributed.checkpoint`: nothing changes.
@@ -489,16 +490,16 @@ class HiFT(CheckpointedSliver):
             rotation.note_idle_step(self.groups)
             return
         if missed:
-            rotation.warn_of_skip(self.groups)
+            rotation.warn_of_skip(self.groups, others_step=is_stepped)
         self._begin_change("step()")
         if self._in_backward is not None:
             self._in_backward.end()
-        self._pass_on(is_stepped=is_stepped)
+        self._pass_on(is_stepped=is_stepped, is_reached=not missed)
         self._end_change()
         rotation.warn_of_unreached(self.groups)
 
-    def _pass_on(self, *, is_stepped: bool) -> None:
-        """End an update, or a skipped one, and pass the turn on."""
+    def _pass_on(self, *, is_stepped: bool, is_reached: bool) -> None:
+        """End an update, or a skipped one, and pass the turn on. The layers above may step in it alone."""
         rotation, residency = self.rotation, self._residencies[self.active_group]
         if is_stepped:
             residency.end()
@@ -507,7 +508,7 @@ class HiFT(CheckpointedSliver):
         if self.config.state == "discard" and rotation.ends_turn:
             residency.discard()
         if is_stepped:
-            rotation.advance(self._applying)
+            rotation.advance(self._applying, is_reached=is_reached)
         else:
             rotation.skip(scheduled_lr(self.param_groups))
         if self._residencies[self.active_group] is not residency:
@@ -813,7 +814,7 @@ class HiFT(CheckpointedSliver):
         check_header(state_dict, self._header())
         check_accepted(state_dict["param_groups"], self.param_groups, self.base)
         check_weights(state_dict["state"], self.trained_weights, self._meter)
-        if self._half_done is not None:
+        if self._half_done is not None or self._in_backward is not None:
             self._drop_gradients()
         self._begin_change("load_state_dict()")
         if self._in_backward is not None:

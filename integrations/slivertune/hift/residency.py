@@ -114,7 +114,7 @@ class ResidentGroup:
                 one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
 
     def forget_state(self) -> None:
-        """Forget all state of the steps since `begin`, so that the next step begins it again."""
+        """Forget all state, but keep the chunks, so that the next step begins it again."""
         for piece in self._pieces:
             if piece.instance is not None:
                 piece.instance.optimizer.state.clear()

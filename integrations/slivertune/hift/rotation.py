@@ -177,9 +177,16 @@ class Rotation:
             return self.held_lr
         return [own_copy(lr) for lr in scheduled]
 
-    def advance(self, applied: list[LearningRate]) -> None:
-        """Count one update with these learning rates."""
+    def advance(self, applied: list[LearningRate], *, is_reached: bool = True) -> None:
+        """Count one update.
+
+        Args:
+            applied: Its learning rates.
+            is_reached: Whether a gradient reached the active group; else only the layers above stepped.
+        """
         self._begin_step(applied)
+        if not is_reached:
+            self._count_in_cycle()
         self.updates += 1
 
     def skip(self, scheduled: Sequence[LearningRate]) -> None:
@@ -190,24 +197,33 @@ class Rotation:
         """
         group = self.active_group
         self._begin_step(self.to_apply(scheduled))
+        self._count_in_cycle()
         self.skipped[group] = self.skipped.get(group, 0) + 1
+
+    def _count_in_cycle(self) -> None:
+        group = self.active_group
         self.skipped_in_cycle[group] = self.skipped_in_cycle.get(group, 0) + 1
 
-    def warn_of_skip(self, groups: Sequence[Group]) -> None:
+    def warn_of_skip(self, groups: Sequence[Group], *, others_step: bool = False) -> None:
         """Warn, once per group, that a step of the active group passes because no gradient has reached it.
 
         Args:
             groups: All groups, by index.
+            others_step: Whether the layers above have stepped.
         """
         group = self.active_group
         if group not in self.warned_of_skip:
             self.warned_of_skip.add(group)
             first, *others = groups[group].parameter_names
+            follows = (
+                "only the layers above it step in its turn"
+                if others_step
+                else "its turn passes without an update. optimizer.skipped_turns counts such steps"
+            )
             warnings.warn(
-                f"no gradient reached group {group} ({f'{first} and {len(others)} more' if others else first}): its "
-                "turn passes without an update. optimizer.skipped_turns counts such steps, and this warning comes once "
-                "per group. If torch.utils.checkpoint runs a function of these weights, pass use_reentrant=False: "
-                "use_reentrant=True loses their gradients",
+                f"no gradient reached group {group} ({f'{first} and {len(others)} more' if others else first}): "
+                f"{follows}. This warning comes once per group. If torch.utils.checkpoint runs a function of these "
+                "weights, pass use_reentrant=False: use_reentrant=True loses their gradients",
                 UserWarning,
                 stacklevel=5,
             )

@@ -264,7 +264,7 @@ class HiFTRun:
             name=_name_of(group),
             num_parameters=num_parameters,
             gradient_bytes=self._meter.bytes_of(with_gradients),
-            largest_gradient_bytes=max(self._meter.bytes_of([each]) for each in parameters),
+            largest_gradient_bytes=max(self._meter.bytes_of([each]) for each in with_gradients),
             state_bytes=num_bytes["state"],
             master_bytes=num_bytes["master"],
             indices=tuple(member.index for member in members),

@@ -127,11 +127,13 @@ class _Update:
         self._largest = part * group.largest_gradient_bytes if moves else 0.0
         # A chunk has room for gradients and weights cast to fp32, and for gradients that are loaded from the host.
         num_casts = 2 if request.master_kind == "stochastic" else bool(group.master_bytes)
-        in_piece = self._state + self._gradients + part * _FP32 * group.num_parameters * num_casts
+        # Gradients of layers above the group are not among them.
+        own = min(self._gradients, part * group.num_parameters * (2 if request.has_bf16_weights else _FP32))
+        in_piece = self._state + own + part * _FP32 * group.num_parameters * num_casts
         share = min(1.0, request.stream_bytes / in_piece) if request.stream_bytes and in_piece else 1.0
         self._num_pieces = 1 / share
         self._piece = share * self._state
-        in_slot = share * (self._state + self._gradients)
+        in_slot = share * (self._state + own)
         self._slots = int(request.prefetch_bytes // in_slot) if in_slot else 0
         self._queued = 0.0 if request.state == "discard" else min(self._state, self._slots * self._piece)
         """Bytes of state that are prefetched at the same time, and so are written back together."""
