@@ -53,6 +53,24 @@ def test_the_base_optimizer_is_the_trainers_own(tmp_path: Path) -> None:
     assert ours == theirs
 
 
+def test_settings_of_the_base_optimizer_that_the_trainer_passes_over_are_set(tmp_path: Path) -> None:
+    def made(**options: Any) -> Any:
+        return attach_sliver(make_trainer(tmp_path, max_grad_norm=0.0, **options), HiFTConfig.all_layers(master="none"))
+
+    adafactor = made(optim="adafactor", optim_args="decay_rate=-0.5, clip_threshold=2,relative_step=false")
+    found = [(group["decay_rate"], group["clip_threshold"], group["eps"]) for group in adafactor.param_groups]
+    assert found == [(-0.5, 2, (1e-30, 1e-3))] * 2
+    assert [group["amsgrad"] for group in made(optim="adamw_torch", optim_args="amsgrad=True").param_groups] == [
+        True
+    ] * 2
+    for optim_args, text in (
+        ("threshold=2", "'threshold=2', and Adafactor takes beta1, "),
+        ("decay_rate=x", "'decay_rate=x'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            made(optim="adafactor", optim_args=optim_args)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -224,7 +224,7 @@ def test_an_impossible_fit_is_code_2_and_the_size_that_it_names_fits(
     assert captured.out == ""
     error = captured.err.splitlines()[-1]
     assert error.startswith("slivertune plan: error: no setting that may change makes this fit 500.0 MiB. The smallest")
-    assert error.endswith(". Not changed, as you set it: --weights")
+    assert error.endswith(". Not changed, as the command sets it: --weights")
     smallest = error.partition("(")[2].partition(" bytes")[0].replace(",", "")
     assert main([*words, "--fit", smallest]) == 0
 

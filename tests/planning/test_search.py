@@ -293,7 +293,7 @@ def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does()
         find(2 * GIB, batch_size=4, weights="device", waiting=None, precision="mixed_hi")
     text = str(caught.value)
     assert text.startswith("no setting that may change makes this fit 2.00 GiB. The smallest GPU that would do has 1")
-    assert "--weights" in text and "Not changed, as you set it" in text
+    assert "--weights" in text and "Not changed, as the command sets it" in text
     match = re.search(r"\(([\d,]+) bytes", text)
     assert match is not None
     smallest = int(match[1].replace(",", ""))
@@ -304,7 +304,9 @@ def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does()
 
 
 def test_an_impossible_fit_of_the_host_names_what_waits_there() -> None:
-    with pytest.raises(DoesNotFitError, match=r"and 60\.00 GiB of host memory, as asked\. Not changed, as you set it"):
+    with pytest.raises(
+        DoesNotFitError, match=r"and 60\.00 GiB of host memory, as asked\. Not changed, as the command sets it"
+    ):
         find(40 * GIB, host=GIB, state="host", master="fp32", precision="mixed_hi", optimizer="adamw")
 
 

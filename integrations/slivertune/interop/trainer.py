@@ -23,6 +23,7 @@ from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.loss_weights import KeepLossWeights, load_loss_weights, loss_weights, with_loss
 from slivertune.interop.losses import attach_tokens
 from slivertune.interop.methods import Notes, method_of
+from slivertune.interop.optim_args import set_passed_over
 from slivertune.interop.training_metrics import metrics_of
 from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.layout import layout_of
@@ -155,7 +156,9 @@ class Attachment:
         """Make the Trainer's own optimizer, with its class and its rules for weight decay."""
         try:
             with self._own_optimizer_class():
-                return self.trainer.create_optimizer()
+                made = self.trainer.create_optimizer()
+            set_passed_over(made, self.trainer.args.optim_args)
+            return made
         finally:
             self.trainer.optimizer = None
 

@@ -52,7 +52,7 @@ def describe_impossible(
         if name in fixed
     }
     if in_the_way:
-        text += f". Not changed, as you set it: {', '.join(f'--{name}' for name in in_the_way)}"
+        text += f". Not changed, as the command sets it: {', '.join(f'--{name}' for name in in_the_way)}"
     return text
 
 
