@@ -202,9 +202,15 @@ def test_all_micro_batches_count_though_two_are_run(method: str) -> None:
     ("layers", "keep", "checkpointing"),
     quick([(1, 0, False), (2, 0, False), (1, 0, True), (2, 0, True), (1, 1, True)], [(2, 0, False), (1, 1, True)]),
 )
-def test_hifts_backward_reaches_from_the_head_down_to_the_group(layers: int, keep: int, checkpointing: bool) -> None:
-    settings = {"chunked_cross_entropy": False, "gradient_checkpointing": checkpointing, "keep_activations": keep}
-    plan = plan_of(method="hift", precision="mixed_hi", layers_per_group=layers, **settings)
+@pytest.mark.parametrize("inactive", ["frozen", "above"])
+def test_hifts_backward_reaches_from_the_head_down_to_the_group(
+    layers: int, keep: int, checkpointing: bool, inactive: str
+) -> None:
+    settings: dict[str, Any] = {"chunked_cross_entropy": False, "gradient_checkpointing": checkpointing}
+    settings |= {"keep_activations": keep, "precision": "mixed_hi"}
+    if inactive == "above":
+        settings |= {"inactive": "above", "gradients": "stepped", "precision": "bf16", "master": "stochastic"}
+    plan = plan_of(method="hift", layers_per_group=layers, **settings)
     assert sum(each.share for each in plan.updates) == pytest.approx(1)
     scores = 2 * HIDDEN * TOKENS * TOKENS // 2  # of one product of all heads
     inputs, weights = 2 * TOKENS * IN_BLOCK + 5 * scores, 2 * TOKENS * IN_BLOCK
@@ -213,6 +219,8 @@ def test_hifts_backward_reaches_from_the_head_down_to_the_group(layers: int, kee
     indices = [index for group in plan.groups for index in group.indices]
     for index, update in zip(indices, plan.updates, strict=True):
         first, last = index * layers, min((index + 1) * layers, NUM_BLOCKS + 2) - 1
+        if inactive == "above":
+            last = NUM_BLOCKS + 1
         trained = [block for block in range(NUM_BLOCKS) if first <= block + 1 <= last]
         reached = [block for block in range(NUM_BLOCKS) if block + 1 >= first]
         expected = head * (2 if last == NUM_BLOCKS + 1 else 1)  # whose norm trains as well
