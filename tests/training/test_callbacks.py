@@ -14,6 +14,7 @@ from slivertune.core.manifest import MANIFEST_NAME, find_damage
 from slivertune.hift import HiFTConfig
 from slivertune.interop import attach
 from slivertune.sft import SFTConfig
+from slivertune.training import callbacks
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.folders import checkpoint_folders, read_facts
 from tests.helpers.models import assert_same_bits, tiny_llama
@@ -241,6 +242,19 @@ def test_an_update_that_is_made_in_the_backward_is_stopped_before_it(value: floa
         trainer.train()
     assert len(watch.weights) == 2
     assert all(torch.equal(a, b) for a, b in zip(watch.weights[-1], model.parameters(), strict=True))
+
+
+def test_all_ranks_stop_before_a_backward_that_one_of_them_must_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callbacks, "are_on_any_rank", lambda flags, device, doing: [True] * len(flags))
+    model = tiny_llama()
+    guard = NonFiniteGuard(10, lambda line: pytest.fail(line), stops=True)
+    trainer = make_trainer(tmp_path, guard, model=model, max_grad_norm=0.0)
+    attach(trainer, HiFTConfig.paper(gradients="stepped"))
+    with pytest.raises(RuntimeError, match=r"the loss of another rank is not finite, .*can't skip an update"):
+        trainer.train()
+    assert_same_bits(model, tiny_llama())
 
 
 def test_the_norm_of_gradients_that_were_stepped_in_the_backward_is_logged_as_any(tmp_path: Path) -> None:

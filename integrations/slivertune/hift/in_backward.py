@@ -157,26 +157,41 @@ class BackwardSteps:
         self.watch_backward()
         if self._is_accumulating():
             if self.waits_for_means:
-                parameter.grad = None
+                self._drop_waiting()
                 raise RuntimeError(STEPPED_ONCE)
             assert isinstance(parameter, nn.Parameter)
             self._host_gradients().take(parameter)
             return
         claim(gradient, "gradients")
-        if not self.waits_for_means:
+        if not self.waits_for_means or not parameter.numel():  # an empty gradient is in no mean
             self._begin_and_step(weight)
 
     def on_mean(self, parameter: nn.Parameter) -> None:
-        """Step a weight whose gradient is the mean over all ranks."""
-        self._begin_and_step(self._weight_of[id(parameter)])
+        """Step a weight whose gradient is the mean over all ranks.
+
+        Raises:
+            RuntimeError: As `on_gradient`.
+        """
+        weight = self._weight_of[id(parameter)]
+        if self._broken is not None or weight.name in self._stepped:
+            self._refuse_second(weight)
+        self._begin_and_step(weight)
 
     def _begin_and_step(self, weight: Weight) -> None:
         try:
             self._begin_once()
         except BaseException:
             weight.parameter.grad = None
+            self._drop_waiting()
             raise
         self._step_now(weight)
+
+    def _drop_waiting(self) -> None:
+        """Drop the gradients of a backward that has stepped nothing, which wait for their means."""
+        self._arrived.clear()
+        if self.waits_for_means:
+            for weight in self._weight_of.values():
+                weight.parameter.grad = None
 
     def _refuse_second(self, weight: Weight) -> None:
         # The rest of this backward must not be stepped either.
@@ -272,6 +287,8 @@ class BackwardSteps:
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         if not self._stepped and torch.is_grad_enabled() and running_backward() == NO_BACKWARD:
             # These backward passes failed before they stepped anything.
+            if self._running:
+                self._drop_waiting()
             self._running.clear()
 
     def watch_backward(self) -> None:
@@ -283,10 +300,15 @@ class BackwardSteps:
         task = running_backward()
         if task == NO_BACKWARD or task in self._running:
             return
-        if not self._running and not self._is_accumulating():
-            self._load_gradients()
+        if not self._running:
+            if self.waits_for_means and self._stepped:
+                self._broken = self._broken or STEPPED_ONCE
+                raise RuntimeError(self._broken)
+            if not self._is_accumulating():
+                self._load_gradients()
         self._running.add(task)
-        at_end_of_backward(lambda: self._running.discard(task))
+        # After the other functions at that time, in which the last means come.
+        at_end_of_backward(lambda: at_end_of_backward(lambda: self._running.discard(task)))
 
 
 def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:

@@ -8,10 +8,10 @@ _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "z
 
 
 STEPPED_ONCE = (
-    "gradients='stepped' takes one backward per update on several ranks, which average the gradients in it, and this "
-    "run accumulates several. Set gradients='host', which takes about as little device memory, or one micro-batch"
+    "gradients='stepped' takes one backward per update under DDP, which averages the gradients in it, and this run has "
+    "several. Use one micro-batch per update, or gradients='host' with state='host', which need little more memory"
 )
-"""Refusal of gradient accumulation."""
+"""Refusal of several backward passes per update."""
 
 
 def clash_with_layout(

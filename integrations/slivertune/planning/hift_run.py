@@ -324,7 +324,8 @@ class PlannedHiFT(PlannedMethod):
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""
         run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
         if layout == "ddp" and request.gradients == "stepped":
-            averaged_in_buckets(model, run.optimizer.wait_for_means())
+            trained = [weight.trained for weight in run.optimizer.trained_weights]
+            averaged_in_buckets(model, trained, run.optimizer.wait_for_means())
         return partial(self._measure, run, model, layout)
 
     def _measure(

@@ -17,7 +17,7 @@ own buckets are real, but without other ranks. The ledger counts all of them.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -285,16 +285,19 @@ def _watch_reduce_bucket(model: nn.Module, num_elements: int, stack: ExitStack) 
 
 
 def averaged_in_buckets(
-    model: nn.Module, on_mean: Callable[[nn.Parameter], None] = lambda parameter: None
+    model: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    on_mean: Callable[[nn.Parameter], None] = lambda parameter: None,
 ) -> BucketedAllReduce:
     """Let a model's gradients pass through buckets, as if they were averaged over ranks.
 
     Args:
         model: The model.
+        parameters: Its parameters, in the order that ranks have.
         on_mean: Function to call with each parameter whose gradient has passed.
     """
     alone, nothing = Heartbeat("planning"), _NoOtherRank()
-    return BucketedAllReduce(model, model.parameters(), alone, on_mean=on_mean, start_mean=lambda flat: nothing)
+    return BucketedAllReduce(model, parameters, alone, on_mean=on_mean, start_mean=lambda flat: nothing)
 
 
 @contextmanager
@@ -325,7 +328,7 @@ def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) ->
         # An optimizer that steps in the backward is told of each mean, and its run attaches the buckets.
         elif layout != "single" and method.averages_in_buckets and request.gradients != "stepped":
             if layout == "ddp" or method.steps_itself:
-                stack.callback(averaged_in_buckets(model).remove)
+                stack.callback(averaged_in_buckets(model, model.parameters()).remove)
             else:
                 _watch_reduce_bucket(model, bucket_elements, stack)
         yield

@@ -122,11 +122,8 @@ class NonFiniteGuard(TrainerCallback):
             computed = compute_loss(*args, **kwargs)
             loss = computed[0] if isinstance(computed, tuple) else computed
             if loss.requires_grad:
-                if self._stops and not bool(loss.isfinite().all()):
-                    raise RuntimeError(
-                        f"the loss is {loss.detach().float().sum().item()}, and --gradients stepped can't skip an "
-                        "update. Lower --learning_rate, look for broken rows, or use --gradients host"
-                    )
+                if self._stops:
+                    _stop_unless_finite(loss.detach())
                 self._losses.append(loss.detach())
             return computed
 
@@ -249,6 +246,18 @@ class NonFiniteGuard(TrainerCallback):
             if not math.isfinite(value):
                 return f"{name} is {value}"
         return None
+
+
+def _stop_unless_finite(loss: torch.Tensor) -> None:
+    """Raise an error, on all ranks, if a loss is not finite on one of them. A collective."""
+    is_finite = bool(loss.isfinite().all())
+    (stops,) = are_on_any_rank([not is_finite], loss.device, "looking for losses that are not finite")
+    if stops:
+        found = "the loss of another rank is not finite" if is_finite else f"the loss is {loss.float().sum().item()}"
+        raise RuntimeError(
+            f"{found}, and --gradients stepped can't skip an update. Lower --learning_rate, look for broken rows, or "
+            "use --gradients host"
+        )
 
 
 def _updates_of(optimizer: Any) -> int | None:

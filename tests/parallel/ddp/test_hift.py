@@ -152,7 +152,7 @@ def above(rank: int, num_ranks: int) -> dict[str, Any]:
         model(**batch_of(update, 0, rank)).loss.backward()
         hift.step()
     found = weights(model)
-    with hift.accumulating(), pytest.raises(RuntimeError, match=r"one backward per update on several ranks.*'host'"):
+    with hift.accumulating(), pytest.raises(RuntimeError, match=r"one backward per update under DDP.*'host'"):
         model(**batch_of(0, 0, rank)).loss.backward()
     return {"weights": found, "after": differing(weights(model), found)}
 
@@ -163,3 +163,50 @@ def test_layers_above_step_by_their_means_and_micro_batches_are_refused() -> Non
     OneProcess(model, naive_groups(model, 1), ranks=2, lr_of=lambda updates: 1.0, above=rate).run(LAYERS + 2)
     for each in run_ranks(above, 2):
         assert differing(each["weights"], weights(model)) == each["after"] == []
+
+
+def after_failures(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Updates after a beginning that failed, a mean that failed, and a second backward; and one that is refused."""
+    found: dict[str, Any] = {}
+    for name in ("whole", "begin", "mean", "second"):
+        model: Any = tiny_llama()
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(gradients="stepped", layers_per_group=2), **ADAMW)
+        with mock.patch.object(gradient_sync, "BUCKET_BYTES", 10_000):
+            share_hift(model, hift)
+
+        def update(index: int, model: Any = model, hift: HiFT = hift) -> None:
+            model(**batch_of(index, 0, rank)).loss.backward()
+            hift.step()
+
+        update(0)
+        if name == "begin":
+            with (
+                mock.patch.object(HiFT, "_check_host_memory", side_effect=OSError("full")),
+                pytest.raises(OSError, match="full"),
+            ):
+                update(1)
+        if name == "mean":
+            # The last means come when the backward has ended.
+            failing = mock.patch.object(BucketedAllReduce, "_settle_all", side_effect=KeyboardInterrupt)
+            with failing, pytest.raises(KeyboardInterrupt):
+                update(1)
+            model.zero_grad()
+            with pytest.raises(RuntimeError, match=r"did not end.*Load the last checkpoint") as error:
+                hift.step()
+            found[name] = str(error.value)
+            continue
+        if name == "second":
+            model(**batch_of(1, 0, rank)).loss.backward()
+            with pytest.raises(RuntimeError, match="one backward per update"):
+                model(**batch_of(1, 0, rank)).loss.backward()
+            continue
+        update(1)
+        update(2)
+        found[name] = weights(model)
+    return found
+
+
+def test_after_a_failure_under_ddp_the_next_update_is_whole_or_refused() -> None:
+    for each in run_ranks(after_failures, 2):
+        assert differing(each["begin"], each["whole"]) == []
+        assert "weights of its group were stepped" in each["mean"]
