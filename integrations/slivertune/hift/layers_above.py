@@ -25,7 +25,7 @@ class LayersAbove:
     Args:
         groups: Trained weights of each group, bottom of the model first.
         config: HiFT's settings.
-        param_groups: Those of the user's optimizer.
+        param_groups: Param groups of the user's optimizer.
 
     Raises:
         ValueError: If a weight is bf16 and not rounded stochastically, or the base optimizer has no learning rate.
