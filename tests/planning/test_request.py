@@ -67,9 +67,18 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
         *(
             (
                 {"layout": layout, "num_gpus": 2, "gradients": "stepped"},
-                f"other ranks' .* Under {name}, set gradients='device'",
+                f"and {name} shards their gradients. Set gradients='device', or use DDP",
             )
             for layout, name in NAMES.items()
+            if layout != "ddp"
+        ),
+        (
+            {"layout": "ddp", "num_gpus": 2, "gradients": "stepped", "gradient_accumulation_steps": 2},
+            "one backward per update under DDP.*Use one micro-batch",
+        ),
+        (
+            {"precision": "mixed_hi", "gradients": "stepped", "inactive": "above"},
+            "bf16 weights .*master='fp32'.*Set master='stochastic'",
         ),
         *(
             (

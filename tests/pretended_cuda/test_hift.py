@@ -120,7 +120,7 @@ def test_bits_are_those_of_a_dense_model_and_nothing_races(row: Row, tmp_path: P
     comes_back = row["state"] in ("host", "disk") or (row["state"] == "discard" and row["steps_per_group"] > 1)
     if comes_back or row["gradients"] == "host":
         assert min(copied.values()) > 0 < found["registered"]
-    elif row["gradients"] == "device":
+    elif row["gradients"] == row["weights"] == "device":
         assert max(copied.values()) == 0
     if comes_back:
         # SGD's chunks have the least state for an element, so there are fewer of them.

@@ -239,14 +239,14 @@ class HiFTConfig:
 
     def _check_inactive(self) -> None:
         check_number("inactive_rate", self.inactive_rate)
+        if not self.inactive_rate > 0:
+            raise ValueError(
+                f'inactive_rate={self.inactive_rate!r} must be a number over 0. Use inactive="frozen" for no steps'
+            )
         if self.inactive == "frozen" and self.inactive_rate != 1.0:
             raise ValueError(
                 f'inactive_rate={self.inactive_rate!r} is for layers that step, and inactive="frozen" steps none. '
                 'Leave it out, or set inactive="above"'
-            )
-        if not self.inactive_rate > 0:
-            raise ValueError(
-                f'inactive_rate={self.inactive_rate!r} must be a number over 0. Use inactive="frozen" for no steps'
             )
         if self.inactive == "frozen":
             return
