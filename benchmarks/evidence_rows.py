@@ -86,11 +86,14 @@ def verdict(relation: str, names: Sequence[str], of_task: Mapping[str, MeasuredR
         of_task: What the rows of a task came to.
 
     Returns:
-        `held`, `not held` or `not decided` and the figures; nothing where a row or its seeds are missing.
+        `held`, `not held` or `not decided` and the figures; if a row has one seed, the figures of that alone; nothing
+        where a row is missing.
     """
     known = [of_task[name] for name in names if name in of_task]
-    if len(known) < len(names) or min(len(each.values) for each in known) < 2:
+    if len(known) < len(names):
         return ""
+    if min(len(each.values) for each in known) < 2:
+        return f"one seed: {'; '.join(mean_and_range(each.figure, each.values[:1]) for each in known)}"
     differ = any(one.differs(other) for one, other in itertools.combinations(known, 2))
     is_better = known[0].is_better(known[1])
     if relation == "better" and not differ:

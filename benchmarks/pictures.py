@@ -100,14 +100,15 @@ def draw_evidence(shown: dict[str, dict[str, Any]]) -> Any:
         axes.set_title(panel["title"], fontsize=10, loc="left")
         style_axes(axes, "x")
     handles = [Line2D([], [], color=colour, marker="o", label=name) for name, colour in _METHODS.items()]
-    (num_seeds,) = {len(values) for panel in shown.values() for values in panel["rows"].values()}
+    counts = [len(values) for panel in shown.values() for values in panel["rows"].values()]
+    seeds = f"{min(counts)} to {max(counts)}" if len({*counts}) > 1 else f"{counts[0]}"
     figure.legend(
         handles=handles,
         loc="outside lower center",
         ncols=len(handles),
         frameon=False,
         fontsize=9,
-        title=f"Dot: mean of {num_seeds} seeds. Bar: their range. Grey line: dense. The best row is on top.",
+        title=f"Dot: mean of {seeds} seeds. Bar: their range. Grey line: dense. The best row is on top.",
         title_fontsize=9,
     )
     return figure

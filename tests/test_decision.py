@@ -1,6 +1,5 @@
 """Rows of the decision table follow from the kept results; rows differ if the ranges of their seeds do not overlap."""
 
-import statistics
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,6 @@ from tests.helpers.kept_results import (
     peak_of,
     result,
     rows_of,
-    seeds_of,
     ways_in_dense_time,
 )
 
@@ -36,13 +34,9 @@ def nothing_learned_more_than_dense() -> bool:
     return True
 
 
-def docstrings_as_good_and_sst2_below() -> bool:
-    below = statistics.fmean(seeds_of("sst2", "dense")) - statistics.fmean(seeds_of("sst2", "lora-64"))
-    return (
-        not any(is_worse("retrieval", name, "dense") for name in ("lora-64", "sft-ag"))
-        and is_worse("sst2", "lora-64", "dense")
-        and round(100 * below, 1) == 0.7
-    )
+def as_good_as_dense_where_there_is_little_to_learn() -> bool:
+    pairs = [("retrieval", "lora-64"), ("retrieval", "sft-ag"), ("sst2", "lora-64")]
+    return not any(is_worse(task, name, "dense") for task, name in pairs)
 
 
 def exact_weights_are_no_better() -> bool:
@@ -51,17 +45,17 @@ def exact_weights_are_no_better() -> bool:
 
 
 def tokentune_saves_and_learns_less() -> bool:
-    pairs = [("language", "tokens-chunks", "dense"), ("sst2", "tokens-chunks", "dense")]
-    pairs += [("language", "lora-64-tokens", "lora-64"), ("language", "hift-1-tokens", "hift-1")]
-    return all(
-        is_worse(task, kept, whole) and peak_of(task, kept) < 0.8 * peak_of(task, whole) for task, kept, whole in pairs
+    pairs = [("tokens-chunks", "dense"), ("lora-64-tokens", "lora-64"), ("hift-1-tokens", "hift-1")]
+    tasks = [("language", *pair) for pair in pairs] + [("sst2", "tokens-chunks", "dense")]
+    return all(is_worse("language", *pair) for pair in pairs) and all(
+        peak_of(task, kept) < 0.8 * peak_of(task, whole) for task, kept, whole in tasks
     )
 
 
 def state_in_8_bits_is_as_good_in_dense_training() -> bool:
     """Whether it is, and whether it still is the only row of 8-bit state: one of HiFT would change the cell."""
     of_8_bits = {row["name"] for rows in result("quality").values() for row in rows if "8bit" in row["options"]}
-    of_8_bits.discard("full-sign")  # whose steps read no state
+    of_8_bits -= {"full-sign", "full-lion", "full-8bit"}  # whose state is on the device, or is not read
     return not is_worse("language", "dense-8bit", "dense") and of_8_bits == {"dense-8bit"}
 
 
@@ -89,8 +83,8 @@ REASONS: dict[tuple[str, str, str], Callable[[], bool]] = {
     (
         "Retrieval, or a small result file",
         "LoRA or SFT (`--method sft`)",
-        "As good as dense on docstrings (retrieval). On SST-2 LoRA is 0.7 points below dense",
-    ): docstrings_as_good_and_sst2_below,
+        "As good as dense on docstrings (retrieval); LoRA also on SST-2",
+    ): as_good_as_dense_where_there_is_little_to_learn,
     (
         "16-bit weights do not fit",
         "LoRA or SFT (`--load_in_4bit`), HiFT (`--waiting nf4`)",
@@ -99,7 +93,7 @@ REASONS: dict[tuple[str, str, str], Callable[[], bool]] = {
     (
         "Activations do not fit",
         "Checkpointing, then TokenTune (`--token_ratio 0.3`)",
-        "Less memory than dense; learned less from as many updates",
+        "Less memory than dense; learned less of the language reference",
     ): tokentune_saves_and_learns_less,
     (
         "HiFT, and host memory is short",
@@ -121,6 +115,6 @@ def test_each_reason_is_that_of_a_row() -> None:
 
 
 def test_reasons_of_an_earlier_table_do_not_hold() -> None:
-    assert is_worse("sst2", "lora-64", "dense")  # "as good as dense" on a small task
+    assert not is_worse("sst2", "lora-64", "dense")  # "0.7 points below dense", by three seeds of dense
     assert not is_least("dense", 4096, ways_in_dense_time())  # "others learn less" at 4,096 tokens
     assert not is_least("hift-2-stays", 4096, [])  # a quarter of the layers there

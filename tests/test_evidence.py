@@ -60,7 +60,8 @@ def test_three_are_alike_only_if_no_two_differ() -> None:
 
 def test_nothing_is_said_of_what_was_not_run_or_had_one_seed() -> None:
     assert verdict("better", ("one", "other"), {"one": measured(*LOW)}) == ""
-    assert verdict("better", ("one", "other"), {"one": measured(*LOW), "other": measured(3.0)}) == ""
+    one_seed = verdict("better", ("one", "other"), {"one": measured(*LOW), "other": measured(3.0)})
+    assert one_seed == f"one seed: {LOW[0]:.3f}; 3.000"
 
 
 def test_each_claim_is_of_rows_that_are_asked_for_or_kept() -> None:

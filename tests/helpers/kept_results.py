@@ -208,12 +208,16 @@ def is_worse(task: str, name: str, other: str) -> bool:
 
 
 def in_dense_time(first: str, tokens: int, card: str = "4090") -> list[float]:
-    """Losses of the longest run of a row whose updates fit the planned time of dense's, tokens being those of an 8B."""
+    """Losses of the longest run of a row whose updates fit the planned time of dense's, tokens being those of an 8B.
+
+    Nothing if no run is as short as that.
+    """
     way = read_rows_file()["equal_time"][first]["way"]
     allowed = planned_seconds(card, "all", tokens) / planned_seconds(card, way, tokens)
-    names = [row["name"] for row in result("quality")["language"] if row["name"].rpartition("-x")[0] == first]
-    fitting = [name for name in (first, *names) if times_as_many_updates(name) <= allowed]
-    return learned(max(fitting, key=times_as_many_updates))
+    names = [row["name"] for row in result("quality")["language"]]
+    names = [name for name in names if first in (name, name.rpartition("-x")[0])]
+    fitting = [name for name in names if times_as_many_updates(name) <= allowed]
+    return learned(max(fitting, key=times_as_many_updates)) if fitting else []
 
 
 def ways_in_dense_time() -> list[str]:
@@ -235,7 +239,7 @@ def is_least(first: str, tokens: int, others: list[str]) -> bool:
     """Whether a way's losses in dense's time are below those of all others; dense has its own."""
     found = learned("dense") if first == "dense" else in_dense_time(first, tokens)
     rest = [in_dense_time(name, tokens) for name in others] + ([learned("dense")] if first != "dense" else [])
-    return all(max(found) < min(each) for each in rest)
+    return all(max(found) < min(each) for each in rest if each)
 
 
 def differ(first: list[float], second: list[float]) -> bool:
