@@ -10,6 +10,7 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.core.checkpointing import enable_checkpointing
-from slivertune.hift.in_backward import SteppedGradient
+from slivertune.hift.in_backward import BackwardSteps, SteppedGradient
 from slivertune.hift.streamed import StreamedGroup
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
@@ -492,3 +493,22 @@ def test_accelerate_runs_it_as_any_optimizer() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_bits(model, expected)
+
+
+def test_a_backward_that_ends_before_its_first_step_is_refused_or_forgotten_by_the_next() -> None:
+    batch = token_batches(1)[0]
+    clean, other = hift_over(small_decoder(), "AdamW", gradients="stepped")
+    train(clean, other, [batch], 1)
+    for is_stepped in (True, False):
+        model, hift = hift_over(small_decoder(), "AdamW", gradients="stepped")
+        fails = mock.patch.object(BackwardSteps, "_begin_and_step", side_effect=KeyboardInterrupt)
+        with fails, pytest.raises(KeyboardInterrupt):
+            model(**batch).loss.backward()
+        if is_stepped:
+            with pytest.raises(
+                RuntimeError, match=r"did not end .*before a weight was stepped.*Load the last checkpoint"
+            ):
+                hift.step()
+            continue
+        train(model, hift, [batch], 1)
+        assert_same_bits(model, clean)

@@ -187,10 +187,10 @@ class BackwardSteps:
         self._step_now(weight)
 
     def _drop_waiting(self) -> None:
-        """Drop the gradients of a backward that has stepped nothing, which wait for their means."""
+        """Drop the gradients of a backward that has stepped nothing, but not the sums of earlier ones."""
         self._arrived.clear()
-        if self.waits_for_means:
-            for weight in self._weight_of.values():
+        for weight in self._weight_of.values():
+            if not isinstance(weight.parameter.grad, OffloadedGradient):
                 weight.parameter.grad = None
 
     def _refuse_second(self, weight: Weight) -> None:
@@ -240,11 +240,14 @@ class BackwardSteps:
         """
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        if self._stepped and self._running:
-            self._broken = (
-                f"the backward of this update did not end (an error, or Ctrl-C), after {len(self._stepped)} weights of "
-                f"its group were stepped, {next(iter(self._stepped))} among them. {RECOVERY}"
+        has_gradients = any(weight.parameter.grad is not None for weight in self._weight_of.values())
+        if self._running and (self._stepped or has_gradients):
+            stepped = (
+                f"after {len(self._stepped)} weights of its group were stepped, {next(iter(self._stepped))} among them"
+                if self._stepped
+                else "before a weight was stepped"
             )
+            self._broken = f"the backward of this update did not end (an error, or Ctrl-C), {stepped}. {RECOVERY}"
             raise RuntimeError(self._broken)
         # Gradients of earlier backward passes, whose weights the last one has not reached.
         for weight in [w for w in self._weight_of.values() if isinstance(w.parameter.grad, OffloadedGradient)]:
