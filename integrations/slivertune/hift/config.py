@@ -243,12 +243,12 @@ class HiFTConfig:
             raise ValueError(
                 f'inactive_rate={self.inactive_rate!r} must be a number over 0. Use inactive="frozen" for no steps'
             )
-        if self.inactive == "frozen" and self.inactive_rate != 1.0:
-            raise ValueError(
-                f'inactive_rate={self.inactive_rate!r} is for layers that step, and inactive="frozen" steps none. '
-                'Leave it out, or set inactive="above"'
-            )
         if self.inactive == "frozen":
+            if self.inactive_rate != 1.0:
+                raise ValueError(
+                    f'inactive_rate={self.inactive_rate!r} is for layers that step, and inactive="frozen" steps none. '
+                    'Leave it out, or set inactive="above"'
+                )
             return
         for name, needed in (("gradients", "stepped"), ("waiting", None), ("weights", "device")):
             value = getattr(self, name)

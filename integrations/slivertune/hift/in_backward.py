@@ -240,8 +240,7 @@ class BackwardSteps:
         """
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        has_gradients = any(weight.parameter.grad is not None for weight in self._weight_of.values())
-        if self._running and (self._stepped or has_gradients):
+        if self._running and (self._stepped or self._with_gradient()):
             stepped = (
                 f"after {len(self._stepped)} weights of its group were stepped, {next(iter(self._stepped))} among them"
                 if self._stepped
@@ -254,13 +253,15 @@ class BackwardSteps:
             self._begin_once()  # if it fails, the gradient stays for the next call
             self._step_now(weight)
         self._drop_stepped()
-        given = [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
-        if given:
+        if given := self._with_gradient():
             raise RuntimeError(
                 f"{given[0]} has a gradient that did not come from a backward, and gradients='stepped' steps only "
                 "inside the backward. Set gradients='device' to set gradients by hand"
             )
         return bool(self._stepped)
+
+    def _with_gradient(self) -> list[str]:
+        return [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
 
     def end(self) -> None:
         """Forget the weights of an update that was closed, when it is counted."""
@@ -270,8 +271,7 @@ class BackwardSteps:
     def forget(self) -> None:
         """Forget an open update, since all weights and state are replaced."""
         self._drop_stepped()
-        self._stepped.clear()
-        self._arrived.clear()
+        self.end()
         self._running.clear()
         self._broken = None
 

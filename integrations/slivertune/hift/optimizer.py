@@ -441,10 +441,9 @@ class HiFT(CheckpointedSliver):
 
         If a backward ran since the last step and no gradient reached the group, its step passes without an update: no
         weight and no state changes, and `skipped_turns` counts it. If the layers above have stepped, it is an update. A
-        step without a backward, or with dropped
-        gradients, does not count: nothing changes, the turn stays. With stepped gradients the weights are updated
-        already, and this passes the turn on. Zero gradients at rate 0 that no backward has brought come from
-        `torch.distributed.checkpoint`: nothing changes.
+        step without a backward, or with dropped gradients, does not count: nothing changes, the turn stays. With
+        stepped gradients the weights are updated already, and this passes the turn on. Zero gradients at rate 0 that no
+        backward has brought come from `torch.distributed.checkpoint`: nothing changes.
 
         Args:
             closure: Function that evaluates the model again and returns the loss; called once, before the update.

@@ -21,14 +21,12 @@ def set_passed_over(optimizer: Optimizer, optim_args: str | None) -> None:
     kind = type(optimizer)
     if not optim_args or not kind.__module__.startswith(_OF_SCALARS):
         return
+    known = sorted(key for key, value in optimizer.defaults.items() if isinstance(value, bool | int | float | None))
     for setting in optim_args.replace(" ", "").split(","):
         name, _, text = setting.partition("=")
-        known = {
-            key: value for key, value in optimizer.defaults.items() if isinstance(value, bool | int | float | None)
-        }
         if name not in known:
             raise ValueError(
-                f"optim_args has {setting!r}, and {kind.__name__} takes {', '.join(sorted(known))} there. Name one of "
+                f"optim_args has {setting!r}, and {kind.__name__} takes {', '.join(known)} there. Name one of "
                 "these, or build the optimizer yourself: HiFT.wrap(optimizer, model)"
             )
         value = _number(setting, text)
