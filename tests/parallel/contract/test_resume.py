@@ -264,6 +264,8 @@ ELSEWHERE: list[tuple[int, str, Layout, Layout, str]] = [
     (1, "hift", "ddp", "single", "bf16"),
     (1, "hift", "fsdp2", "fsdp2", "bf16"),
     (1, "hift", "fsdp2", "single", "bf16"),
+    (1, "hift", "fsdp2", "fsdp2", "rounded stochastically"),
+    *((1, "hift", layout, "single", "rounded stochastically") for layout in ("ddp", "fsdp2")),
     (2, "hift", "fsdp2", "ddp", "bf16"),
     *((num_ranks, "hift", layout, layout, "bare") for num_ranks in (1, 3) for layout in ZERO),
     *(
@@ -281,7 +283,11 @@ ELSEWHERE: list[tuple[int, str, Layout, Layout, str]] = [
 ]
 """Number of ranks, method, layout of the two that have saved, that of these, and case."""
 QUICK_ELSEWHERE = [
-    *((1, "hift", layout, "single", "bf16") for layout in ("ddp", "fsdp2")),
+    *(
+        (1, "hift", layout, "single", name)
+        for layout in ("ddp", "fsdp2")
+        for name in ("bf16", "rounded stochastically")
+    ),
     (1, "hift", "zero2", "zero2", "bare"),
 ]
 

@@ -8,9 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers.optimization import Adafactor
 
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
+from slivertune.hift import tiled_steps
 from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.ddp.hift import share_hift
@@ -93,15 +95,23 @@ def test_gradients_on_the_host_are_exchanged_once_an_update_and_equal_those_of_t
         assert host["sent"] == device["sent"] > 0
 
 
+OF_ADAMW: dict[str, Any] = {"optimizer_class": torch.optim.AdamW, **ADAMW}
+ADAFACTOR: dict[str, Any] = {
+    "optimizer_class": Adafactor,
+    "lr": 1e-2,
+    "scale_parameter": False,
+    "relative_step": False,
+}
 STEPPED: dict[str, dict[str, Any]] = {
     "bf16, masters": {"layers_per_group": 2},
     "fp32, whole tensors": {"layers_per_group": 2, "stream_bytes": 0},
-    "bf16, all layers": {"layers_per_group": LAYERS, "state": "device", "master": "stochastic"},
+    "bf16, all layers, Adafactor in tiles": {"layers_per_group": LAYERS, "state": "device", "master": "stochastic"},
     "bf16, reentrant checkpointing": {"layers_per_group": 2, "steps_per_group": 2},
     "bf16, tied": {"layers_per_group": 2},
 }
 
 
+@mock.patch.object(tiled_steps, "TILE_ELEMENTS", 500)
 def in_a_backward(rank: int, num_ranks: int) -> dict[str, Any]:
     """Two cycles, stepped after the backward and in it; some of rank 1's batches do not reach the embedding."""
     results: dict[str, Any] = {}
@@ -111,7 +121,7 @@ def in_a_backward(rank: int, num_ranks: int) -> dict[str, Any]:
             if "reentrant" in name:
                 enable_checkpointing(model, {"use_reentrant": True})
             config = HiFTConfig.paper(gradients=gradients, **{"stream_bytes": 20_000, **settings})  # type: ignore[arg-type]
-            hift = HiFT(model, torch.optim.AdamW, config=config, **ADAMW)
+            hift = HiFT(model, **(ADAFACTOR if "Adafactor" in name else OF_ADAMW), config=config)
             with mock.patch.object(gradient_sync, "BUCKET_BYTES", 10_000):
                 share_hift(model, hift)
             norms = []

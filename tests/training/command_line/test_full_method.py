@@ -40,7 +40,7 @@ def train(*words: str, folder: Path) -> Any:
     ("words", "others"),
     [
         ("", {}),
-        ("--optim adamw_torch --state host", {"optim": "adamw_torch", "state": "host"}),
+        ("--optim adamw_bnb_8bit --state host", {"optim": "adamw_bnb_8bit", "state": "host"}),
         ("--gradients host --max_grad_norm 1", {"gradients": "host", "max_grad_norm": 1.0, "state": None}),
         ("--gradient_checkpointing false", {"activation_checkpointing": False}),
         ("--weights_dtype bf16", {"weights_dtype": "bf16", "bf16": None}),
@@ -101,7 +101,7 @@ def test_a_sweep_replaces_what_it_means() -> None:
         ("--preset paper", "--preset paper does not go with --method full, .* --method hift"),
         ("--load_in_4bit true", "--load_in_4bit does not go with --method full, .* lora or sft"),
         ("--bf16 false", "--bf16 false does not go with --method full, .* Use --weights_dtype fp32"),
-        ("--max_grad_norm 1", "--max_grad_norm 1.* 'host' gradients, .* 2 bytes of host memory per"),
+        ("--max_grad_norm 1", r"--max_grad_norm 1.*default is 1\.0.* 'host' gradients, .* 2 bytes of host memory per"),
     ],
 )
 def test_options_that_contradict_it_are_refused_with_the_way_out_by_both(
