@@ -164,12 +164,14 @@ def _allowed(points: Points, way: str, tokens: int) -> float | None:
 
 
 def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) -> list[str]:
-    """Return the row of the most updates that fit, its figure, and that against dense; nothing if no row fits."""
+    """Return the best row whose updates fit, its figure, and that against dense; nothing if no row fits."""
     names = [name for name in of_task if re.fullmatch(rf"{first}(-x[\d.]+)?", name)]
     fitting = [name for name in names if times_as_many_updates(name) <= allowed]
     if not fitting:
         return []
-    name = max(fitting, key=times_as_many_updates)
+    name = fitting[0]
+    for other in fitting[1:]:
+        name = other if of_task[other].is_better(of_task[name]) else name
     one, dense = of_task[name], of_task["dense"]
     beyond = (
         f"{one.mean / dense.mean - 1:+.1%}" if one.figure == "loss" else f"{100 * (one.mean - dense.mean):+.1f} points"

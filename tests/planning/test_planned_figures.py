@@ -73,6 +73,15 @@ def test_models_larger_than_the_card_need_what_the_page_of_hift_says(capfd: pyte
         assert f"{found['need_bytes'] / GIB:.1f}" == said, model
 
 
+def test_the_seconds_of_full_with_and_without_compiled_tiles_are_planned(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama-3.1-8b", "--method", "full", "--batch_size", "1", "--seq_length", "512", "--gpu", "4090")
+    compiled, uncompiled = (
+        plan(capfd, *words, "--compile_step", choice)["time"]["seconds_per_update"] for choice in ("auto", "never")
+    )
+    begin = "Llama-3.1-8B at 1 x 512 tokens is then planned at"
+    assert f"{begin} {compiled:.2f} s per update on a 4090, uncompiled at {uncompiled:.2f} s." in words_of(HIFT)
+
+
 def test_the_table_of_long_sequences_is_planned(capfd: pytest.CaptureFixture[str]) -> None:
     common = (
         "--model",
