@@ -101,7 +101,15 @@ def test_at_equal_time_the_best_run_that_fits_counts(monkeypatch: pytest.MonkeyP
         for place, (setting, each) in enumerate(seconds.items())
         for tokens in (512, 4096, 32768)
     ]
-    rows = {"dense": 1.0, "hift-1": 2.0, "hift-1-x3": 1.4, "hift-1-x4": 1.5, "hift-1-x8": 1.2, "hift-2": 1.9, "hift-4": 1.8}
+    rows = {
+        "dense": 1.0,
+        "hift-1": 2.0,
+        "hift-1-x3": 1.4,
+        "hift-1-x4": 1.5,
+        "hift-1-x8": 1.2,
+        "hift-2": 1.9,
+        "hift-4": 1.8,
+    }
     rows |= {"hift-4-x2": 1.01, "lora-16-x4": 0.5, "lora-64": 1.3, "lora-64-x8": 0.99}
     monkeypatch.setattr(planned_map, "kept", lambda name: {"points": points})
     of_task: dict[str, Any] = {name: measured(loss, loss) for name, loss in rows.items()}
