@@ -380,6 +380,10 @@ OTHER_REFUSALS = {
         "optimizer={} does not go with method={}": "any method by name, in one request",
     },
     "sft/config.py": {"{} set the same thing": "one setting, given twice"},
+    "training/layerwise_lr.py": {
+        "--layerwise_lr_decay {} gives rates to the optimizer that --optim names, and {} has one of its own. Leave out "
+        "one of the two": "an option and the maker of the optimizer",
+    },
     "training/methods/hift.py": {
         "--gpu {} takes effect only with --layers_per_group auto": "an option that completes another"
     },

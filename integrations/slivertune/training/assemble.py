@@ -1,6 +1,7 @@
 """Builds a run that is ready to train from checked arguments: model, data, method, Trainer and callbacks."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_mo
 from slivertune.training.embedded.built_in import REFERENCE, built_in_of, counts_answers
 from slivertune.training.folders import read_facts
 from slivertune.training.interruption import Interruption
+from slivertune.training.layerwise_lr import LayerwiseTrainer
 from slivertune.training.ledger_lines import LedgerLines
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
@@ -171,7 +173,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     marker = CheckpointMarker(facts, training.save_total_limit)
     training.save_total_limit = None
     guard = NonFiniteGuard(arguments.run.non_finite_limit, display.say, stops=method.steps_in_backward)
-    trainer = Trainer(
+    trainer = _trainer_class(arguments)(
         model=model,
         args=training,
         processing_class=source.tokenizer,
@@ -251,6 +253,14 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     )
 
 
+def _trainer_class(arguments: TrainArguments) -> Callable[..., Trainer]:
+    """Return the Trainer, or the one whose optimizer has learning rates by layer."""
+    decay = arguments.run.layerwise_lr_decay
+    if decay == 1:
+        return Trainer
+    return partial(LayerwiseTrainer, decay=decay, layers=getattr(arguments.method.options, "layers", None))
+
+
 def _attach_tiles(model: Any, tile_size: int | None, layout: str) -> TokenTilesHandle | None:
     if tile_size is None:
         return None
@@ -270,6 +280,7 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "method": arguments.method.name,
         **arguments.method.facts(),
         "load_in_4bit": arguments.model.load_in_4bit or None,
+        "layerwise_lr_decay": None if arguments.run.layerwise_lr_decay == 1 else arguments.run.layerwise_lr_decay,
         "token_ratio": arguments.tokens.token_ratio,
         "token_pattern": arguments.tokens.token_pattern,
         "built_in_dataset": None if built_in_of(arguments.data.dataset) is None else arguments.data.dataset,

@@ -35,7 +35,15 @@ NEITHER_MEMORY_NOR_TIME = {
     *("label_words", "truncate", "skip_empty_rows", "max_train_samples", "preprocessing_num_workers"),
     *("train_sampling_strategy", "length_column_name", "remove_unused_columns", "label_names"),
     # Numbers of the update rule, and which group, weights or tokens have their turn; not how many.
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "adam_beta1", "adam_beta2"),
+    *(
+        "learning_rate",
+        "layerwise_lr_decay",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "adam_beta1",
+        "adam_beta2",
+    ),
     *("adam_epsilon", "max_grad_norm", "inactive_rate", "lora_alpha", "order", "token_pattern", "seed", "data_seed"),
     *("average_tokens_across_devices", "non_finite_limit", "max_steps"),
     # Which weights, and where files lie.

@@ -18,6 +18,7 @@ from slivertune.core.refused_pairs import refuse_together
 from slivertune.training.early_stopping import check_early_stopping
 from slivertune.training.embedded.built_in import DATES, built_in_of, counts_answers
 from slivertune.training.folders import Goal, RunFolder, choose_run_folder
+from slivertune.training.layerwise_lr import check_layerwise_lr
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
@@ -136,6 +137,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     check_pairs(values)
     _check_kept(run, training)
     check_early_stopping(run.early_stopping_patience, training)
+    check_layerwise_lr(run.layerwise_lr_decay, training, own_optimizer_of=method.name if method.is_optimizer else None)
     return TrainArguments(
         method=method,
         run=run,

@@ -52,6 +52,9 @@ class RunArguments:
     default batches are not tiled."""
     non_finite_limit: int = 10
     """Stop after this many updates in a row with a loss or gradient that is not finite."""
+    layerwise_lr_decay: float = 1.0
+    """Learning rate of each layer over that of the layer above, such as 0.8. The top layer has --learning_rate, so try
+    twice the usual one. 1 gives all layers one rate. Methods with an optimizer of their own (sft) do not take it."""
     early_stopping_patience: int | None = None
     """Stop after this many evaluations in a row that are no better than the best. Needs --eval_strategy, and
     --load_best_model_at_end or --metric_for_best_model."""
@@ -66,6 +69,10 @@ class RunArguments:
     def __post_init__(self) -> None:
         if self.non_finite_limit < 1:
             raise ValueError(f"non_finite_limit={self.non_finite_limit} must be at least 1. Leave it out for 10")
+        if not 0 < self.layerwise_lr_decay <= 1:
+            raise ValueError(
+                f"layerwise_lr_decay={self.layerwise_lr_decay} must lie in (0, 1]. Leave it out for one rate"
+            )
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(
                 f"early_stopping_patience={self.early_stopping_patience} must be at least 1. Leave it out to train "

@@ -32,6 +32,7 @@ _MOST_CHOICES = 12
 """Maximum number of choices that the short help lists for an option."""
 _OF_TRAINING = (
     "learning_rate",
+    "layerwise_lr_decay",
     "num_train_epochs",
     "max_steps",
     "per_device_train_batch_size",
