@@ -2,7 +2,7 @@
 
 Each commit is checked out into a worktree of its own, and trains a tiny Llama in bf16 on CPUs, alone and on two ranks
 under DDP, FSDP2 and ZeRO-1, 2 and 3, with clipping, and most cells with accumulation; `same_bits_run.py` has the table
-of methods and settings. What one commit refuses the other must refuse.
+of methods and settings. What the new commit refuses the old one must refuse, too.
 
     python benchmarks/same_bits.py main~3 main                    # all cells, two cores, twelve minutes
     python benchmarks/same_bits.py main~3 main --layouts single --output trial.json
@@ -40,19 +40,24 @@ def main() -> int:
     chosen += ["--methods", *options.methods] if options.methods else []
     commits = {name: resolve(name) for name in (options.old, options.new)}
     found = [run(commits[name], chosen) for name in (options.old, options.new)]
-    different = differing(*found)
+    old, new = found
+    refused = [{cell for cell, ranks in each.items() if any("refused" in one for one in ranks)} for each in found]
+    accepted = sorted(refused[0] - refused[1])
+    different = [cell for cell in differing(old, new) if cell not in accepted]
     write_json(
         options.output,
         {
             "old": commits[options.old],
             "new": commits[options.new],
             "environment": record_environment(),
-            "num_cells": len(found[1]),
-            "refused": sorted(cell for cell, ranks in found[1].items() if any("refused" in each for each in ranks)),
+            "num_cells": len(new),
+            "refused": sorted(refused[1]),
+            "accepted": accepted,
             "different": different,
         },
     )
-    print(f"{len(found[1]) - len(different)} of {len(found[1])} cells have the same bits; {options.output}")
+    same = len(new) - len(different) - len(accepted)
+    print(f"{same} of {len(new)} cells have the same bits, {len(accepted)} were refused before; {options.output}")
     for cell in different:
         print(f"different: {cell}")
     return 1 if different else 0

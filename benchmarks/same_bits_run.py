@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def run_cell(layout: str, cell: Cell) -> list[dict[str, Any]]:
-    """Return what each rank came to; "refused" is the class of the error, if the layout does not support the method."""
+    """Return what each rank came to; "refused" is there if the layout does not support the method."""
     ended = faults.fork(1 if layout == "single" else 2, work, layout, cell)
     return ended.need_reports()
 
@@ -115,8 +115,10 @@ def work(rank: int, num_ranks: int, folder: Path, layout: str, cell: Cell) -> No
     join(rank, num_ranks, folder)
     try:
         result = train(layout, cell, folder)
-    except ValueError as error:
-        result = {"refused": type(error).__name__}
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "one backward per update under DDP" not in str(error):
+            raise
+        result = {"refused": True}
     report(rank, num_ranks, folder, result)
 
 

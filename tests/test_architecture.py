@@ -381,8 +381,7 @@ OTHER_REFUSALS = {
     },
     "sft/config.py": {"{} set the same thing": "one setting, given twice"},
     "training/layerwise_lr.py": {
-        "--layerwise_lr_decay {} gives rates to the optimizer that --optim names, and {} has one of its own. Leave out "
-        "one of the two": "an option and the maker of the optimizer",
+        "{}. Leave out one of the two": "an option and what else sets the rates",
     },
     "training/methods/hift.py": {
         "--gpu {} takes effect only with --layers_per_group auto": "an option that completes another"

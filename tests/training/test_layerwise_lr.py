@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from slivertune import HiFTConfig, attach
 from slivertune.training.layerwise_lr import LayerwiseTrainer, check_layerwise_lr, split_by_layer
@@ -95,7 +96,7 @@ def test_a_parameter_that_is_not_of_the_model_is_refused() -> None:
     [
         (["--layerwise_lr_decay", "0"], "layerwise_lr_decay=0.0 must lie in (0, 1]"),
         (["--layerwise_lr_decay", "1.5"], "layerwise_lr_decay=1.5 must lie in (0, 1]"),
-        (["--method", "sft", "--layerwise_lr_decay", "0.8"], "and --method sft has one of its own"),
+        (["--method", "sft", "--layerwise_lr_decay", "0.8"], "and --method sft sets those of all"),
     ],
 )
 def test_what_it_can_not_do_is_refused(words: list[str], message: str, runs: Runs) -> None:
@@ -103,11 +104,55 @@ def test_what_it_can_not_do_is_refused(words: list[str], message: str, runs: Run
     assert message in runs.complaint(*words[2 if words[0] == "--method" else 0 :], method=method)
 
 
-def test_an_optimizer_of_deepspeed_is_refused() -> None:
-    arguments: Any = SimpleNamespace(hf_deepspeed_config=SimpleNamespace(config={"optimizer": {"type": "Adam"}}))
-    with pytest.raises(ValueError, match="and this DeepSpeed config has one of its own"):
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_deepspeed_config_that_sets_the_rates_is_refused(section: str, tmp_path: Path) -> None:
+    config = {section: {"type": "its own"}}
+    arguments = quiet_arguments(tmp_path)
+    arguments.hf_deepspeed_config = SimpleNamespace(config=config)
+    with pytest.raises(ValueError, match=f"and the {section} section of this DeepSpeed config sets those of all"):
         check_layerwise_lr(DECAY, arguments, own_optimizer_of=None)
     check_layerwise_lr(1.0, arguments, own_optimizer_of="sft")
+    # As `accelerate launch` gives it.
+    trainer: Any = LayerwiseTrainer(model=tiny_llama(), args=quiet_arguments(tmp_path), decay=DECAY, layers=None)
+    trainer.accelerator = SimpleNamespace(
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+    )
+    with pytest.raises(ValueError, match=f"and the {section} section"):
+        trainer.create_optimizer()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("optim", name) for name in ("lomo", "galore_adamw_layerwise")),
+        *(("lr_scheduler_type", name) for name in ("reduce_lr_on_plateau", "greedy")),
+    ],
+)
+def test_what_sets_one_rate_for_all_is_refused(name: str, value: str, tmp_path: Path) -> None:
+    arguments = quiet_arguments(tmp_path)
+    setattr(arguments, name, value)
+    with pytest.raises(ValueError, match=f"and --{name} {value} sets those of all"):
+        check_layerwise_lr(DECAY, arguments, own_optimizer_of=None)
+
+
+def test_a_second_call_changes_no_rate(tmp_path: Path) -> None:
+    trainer: Any = LayerwiseTrainer(model=tiny_llama(), args=quiet_arguments(tmp_path), decay=DECAY, layers=None)
+    before = rates_of(trainer.model, trainer.create_optimizer())
+    assert rates_of(trainer.model, trainer.create_optimizer()) == before and len(set(before.values())) == LAYERS
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+def test_the_top_layer_that_trains_has_the_rate() -> None:
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=LR)
+    split_by_layer(optimizer, model, DECAY)
+    assert [group["lr"] for group in optimizer.param_groups] == [LR * DECAY**depth for depth in range(LAYERS - 2)]
+
+
+def test_a_model_whose_blocks_are_not_found_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"needs the order of the layers: .*or leave out --layerwise_lr_decay"):
+        split_by_layer(torch.optim.SGD(model.parameters(), lr=LR), model, DECAY)
 
 
 def test_a_run_is_resumed_with_its_rates_alone(runs: Runs) -> None:

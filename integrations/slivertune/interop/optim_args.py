@@ -16,12 +16,16 @@ def set_passed_over(optimizer: Optimizer, optim_args: str | None) -> None:
         optim_args: The Trainer's argument, such as `decay_rate=-0.5,clip_threshold=2`.
 
     Raises:
-        ValueError: If the optimizer has no such hyperparameter, or none that is a number.
+        ValueError: If the optimizer has no such hyperparameter, or none that is a number, or it is the learning rate.
     """
     kind = type(optimizer)
     if not optim_args or not kind.__module__.startswith(_OF_SCALARS):
         return
-    known = sorted(key for key, value in optimizer.defaults.items() if isinstance(value, bool | int | float | None))
+    known = sorted(
+        key
+        for key, value in optimizer.defaults.items()
+        if key != "lr" and isinstance(value, bool | int | float | None)  # the Trainer has set the learning rate
+    )
     for setting in optim_args.replace(" ", "").split(","):
         name, _, text = setting.partition("=")
         if name not in known:

@@ -234,6 +234,7 @@ def _settings(run: Run) -> dict[str, Any]:
         **{name: getattr(training, name) for name in names},
         "optim": run.method.optimizer_name(training),
         "lr_scheduler_type": enum_value(training.lr_scheduler_type),
+        "layerwise_lr_decay": run.arguments.run.layerwise_lr_decay,
         "weights": precision.loading,
         "autocast": precision.autocast,
         "max_length": run.task.max_length,

@@ -53,8 +53,9 @@ class RunArguments:
     non_finite_limit: int = 10
     """Stop after this many updates in a row with a loss or gradient that is not finite."""
     layerwise_lr_decay: float = 1.0
-    """Learning rate of each layer over that of the layer above, such as 0.8. The top layer has --learning_rate, so try
-    twice the usual one. 1 gives all layers one rate. Methods with an optimizer of their own (sft) do not take it."""
+    """Learning rate of each layer over that of the next layer above that trains, such as 0.8. The top one has
+    --learning_rate, so try twice the usual one. 1 gives all layers one rate. For methods whose optimizer is that of
+    --optim, so not for sft."""
     early_stopping_patience: int | None = None
     """Stop after this many evaluations in a row that are no better than the best. Needs --eval_strategy, and
     --load_best_model_at_end or --metric_for_best_model."""

@@ -309,7 +309,9 @@ def describe(run: Run) -> None:
     if run.tiles is not None:
         say(f"  tiles   of {arguments.run.token_tile_size:,} tokens in {len(run.tiles.paths)} MLPs and norms")
     schedule = enum_value(training.lr_scheduler_type)
-    say(f"  rate    {training.learning_rate:g}, {run.method.optimizer_name(training)}, {schedule} schedule")
+    decay = arguments.run.layerwise_lr_decay
+    by_layer = "" if decay == 1 else f", times {decay:g} from layer to layer below"
+    say(f"  rate    {training.learning_rate:g}{by_layer}, {run.method.optimizer_name(training)}, {schedule} schedule")
     say(f"  writes  {training.output_dir}")
     is_own_rate = arguments.model.model_name_or_path is None or "learning_rate" in arguments.given
     notes = run.method.notes(model, learning_rate=None if is_own_rate else training.learning_rate)
