@@ -18,7 +18,7 @@ from slivertune import HiFT, HiFTConfig, Ledger, TokenTune
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams, Direction, Event
 from slivertune.hift import host_room
-from slivertune.hift.host_gradients import HostGradients, OffloadedGradient
+from slivertune.hift.host_gradients import GradientMemory, OffloadedGradient
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
     LAYERS,
@@ -200,7 +200,7 @@ def test_a_small_gradient_does_not_wait_for_a_large_one_that_leaves() -> None:
     large, small, medium = (nn.Parameter(torch.zeros(count)) for count in (1000, 2, 20))
     weights: Any = [SimpleNamespace(parameter=each) for each in (large, small, medium)]
     streams = NotedStreams(torch.device("cpu"))
-    gradients = HostGradients(streams, in_flight_bytes=80, num_bytes=2**14)
+    gradients = GradientMemory(streams, in_flight_bytes=80, num_bytes=2**14)
     gradients.begin_turn(weights)
     waits = []
     for parameter in (large, small, medium):
