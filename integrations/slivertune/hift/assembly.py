@@ -31,7 +31,7 @@ from slivertune.hift.waiting_weight import WaitingWeight
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """What HiFT is put together of."""
+    """Parts of one HiFT over one model, and what it must know of them."""
 
     states: Sequence[ResidentGroup]
     """Owners of all groups' masters and state, by index."""
@@ -85,7 +85,7 @@ def assemble(
         weights: Trained weights by name.
         meter: Meter of the base optimizer's steps, with HiFT's settings.
         param_groups: Param groups of the user's optimizer.
-        steps: What the route of gradients calls.
+        steps: Functions that the route of gradients calls.
 
     Raises:
         ValueError: If a setting does not fit the model.

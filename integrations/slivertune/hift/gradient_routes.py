@@ -17,7 +17,7 @@ from slivertune.hift.piece import Weight, drop_gradient
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """What a route calls to update the active group."""
+    """Functions by which a route updates the active group."""
 
     begin: Callable[[], None]
     """Begin an update, before its first weight is stepped. If it fails, nothing was updated."""
@@ -33,12 +33,12 @@ class DeviceGradients(Part):
     """Gradients stay on the device until `step` (`gradients="device"`).
 
     Args:
-        steps: What a route calls.
+        steps: Functions that a route calls.
         max_norm: Largest norm, to which gradients are clipped. None does not clip.
     """
 
     refusal_of_scaler: str | None = None
-    """Text of the error of a GradScaler, which unscales gradients after the backward; None if it may."""
+    """Text of the error of a GradScaler, which unscales gradients after the backward. None lets it."""
     takes_closures = True
     """Whether the backward may run inside `step`."""
     _turn: Turn
@@ -112,5 +112,5 @@ class DeviceGradients(Part):
         return nullcontext()
 
     def wait_for_means(self) -> Callable[[nn.Parameter], None]:
-        """Let gradients that are stepped in the backward wait for their means; see `HiFT.wait_for_means`."""
+        """Let gradients that are stepped in the backward wait for their means (`HiFT.wait_for_means`)."""
         return lambda parameter: None

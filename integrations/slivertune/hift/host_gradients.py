@@ -20,7 +20,7 @@ class HostGradients(DeviceGradients):
     """Gradients are offloaded as soon as they are complete, and stepped after the backward.
 
     Args:
-        steps: What it calls.
+        steps: Functions that it calls.
         max_norm: Largest norm, as in `DeviceGradients`.
         slots_of: Function that returns the slots of a device, with its copy streams.
         check_room: Function that raises if the host has no room for gradients; called before they get memory.

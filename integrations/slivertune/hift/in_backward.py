@@ -87,7 +87,7 @@ class SteppedGradients(DeviceGradients):
     at the next gradient.
 
     Args:
-        steps: What it calls.
+        steps: Functions that it calls.
         weights: Trained weights of all groups.
         earlier: Route of the gradients of an update's earlier backward passes.
         above: Owner of the steps of the layers above the active group, if these step, too.
