@@ -12,7 +12,7 @@ from torch import nn
 from slivertune.hift.disk import Disk
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
 from slivertune.hift.host_gradients import HostGradients, bytes_of
-from slivertune.hift.host_room import check_host_room
+from slivertune.hift.host_room import HostRoom
 from slivertune.hift.in_backward import SteppedGradients
 from slivertune.hift.layers_above import LayersAbove
 from slivertune.hift.offload_buffer import host_buffer, mapped_buffer, waiting_bytes
@@ -47,8 +47,8 @@ class Assembly:
     """Holder of the blocks that are offloaded."""
     has_files: bool
     """Whether groups' state is stored in files."""
-    check_host_room: Callable[[], None]
-    """Function that raises MemoryError if the host has no room for what is offloaded, before its first update."""
+    room: HostRoom
+    """Room on the host for what is offloaded, to take before the first update."""
 
     def waiting_weight(self, parameter: torch.Tensor) -> WaitingWeight | None:
         """Return the holder of a parameter that is quantised between its turns, or None."""
@@ -76,6 +76,7 @@ def assemble(
     meter: StepMeter,
     param_groups: Sequence[Mapping[str, Any]],
     steps: Steps,
+    coming: Sequence[int],
 ) -> Assembly:
     """Build the parts of one HiFT over one model.
 
@@ -86,6 +87,7 @@ def assemble(
         meter: Meter of the base optimizer's steps, with HiFT's settings.
         param_groups: Param groups of the user's optimizer.
         steps: Functions that the route of gradients calls.
+        coming: All groups in the order of their next turns.
 
     Raises:
         ValueError: If a setting does not fit the model.
@@ -101,13 +103,11 @@ def assemble(
     of_groups = [[weights[name] for name in group.parameter_names] for group in groups]
     sizes = partial(_sizes, of_groups, meter)
     prefetcher = Prefetcher(config.prefetch_bytes, shares_bus=streamed is not None)
-    states, disk = _states(of_groups, meter, prefetcher, sizes)
-    check_room = partial(check_host_room, states, meter, disk)
+    states, disk = _states(of_groups, meter, prefetcher, sizes, coming)
+    room = HostRoom(states, meter, disk)
     quantised = None
     if config.waiting is not None:
-        check_room()
-        if disk is not None:
-            disk.open()
+        room.take()
         offloaded = [each for each in states if isinstance(each, StreamedGroup)]
         home = None if streamed is None else streamed.device
         quantised = WaitingLayers(model, config.waiting, prefetcher, home, offloaded)
@@ -119,7 +119,7 @@ def assemble(
         steps,
         config.max_grad_norm,
         slots_of=prefetcher.slots_of,
-        check_room=check_room,
+        take_room=room.take,
         in_flight_bytes=config.stream_bytes,
         num_bytes=(max if above is None else sum)(bytes_of(weights) for weights in of_groups),
     )
@@ -138,7 +138,7 @@ def assemble(
         quantised=quantised,
         streamed=streamed,
         has_files=disk is not None,
-        check_host_room=check_room,
+        room=room,
     )
 
 
@@ -147,7 +147,11 @@ def _sizes(groups: Sequence[Sequence[Weight]], meter: StepMeter) -> list[int]:
 
 
 def _states(
-    groups: Sequence[Sequence[Weight]], meter: StepMeter, prefetcher: Prefetcher, sizes: Callable[[], list[int]]
+    groups: Sequence[Sequence[Weight]],
+    meter: StepMeter,
+    prefetcher: Prefetcher,
+    sizes: Callable[[], list[int]],
+    coming: Sequence[int],
 ) -> tuple[Sequence[ResidentGroup], Disk | None]:
     """Build the owners of all groups' state, and the `Disk` that they share if each has a file.
 
@@ -161,7 +165,7 @@ def _states(
     if any(weight.trained is not weight.parameter for weights in groups for weight in weights):
         folder = Path(config.state_dir or ".")
         return [StreamedGroup(each, meter, slots_of, lambda streams: mapped_buffer(folder)) for each in groups], None
-    disk = Disk(config, sizes)
+    disk = Disk(config, sizes, coming)
     owners = [
         StreamedGroup(weights, meter, slots_of, partial(disk.new_buffer, group)) for group, weights in enumerate(groups)
     ]

@@ -23,7 +23,7 @@ from slivertune.core.ledger import claim
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.group_file import GroupFile, make_files
 from slivertune.hift.offload_buffer import Name, OffloadBuffer, host_buffer
-from slivertune.hift.parts import Part, Turn, Update
+from slivertune.hift.parts import Part, Turn
 
 NUM_BUFFERS = 2
 """Groups in host memory: the active group, and the previous group until it is written, then the next."""
@@ -49,12 +49,13 @@ class Disk(Part):
     Args:
         config: HiFT's settings.
         sizes: Function that returns the bytes of each group, by index.
+        coming: All groups in the order of their first turns.
     """
 
-    def __init__(self, config: HiFTConfig, sizes: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, config: HiFTConfig, sizes: Callable[[], Sequence[int]], coming: Sequence[int]) -> None:
         self._config = config
         self._sizes = sizes
-        self._coming: Sequence[int] = ()
+        self._coming = coming
         self.files: dict[int, GroupFile] | None = None
         """Files by group, None before `open`."""
         self._buffers: list[_HostBuffer] = []
@@ -78,9 +79,8 @@ class Disk(Part):
         self._expect(turn.coming)
 
     @override
-    def begin_step(self, update: Update) -> None:
-        """Open the files, and retry failed exchanges. Raises OSError if one fails again, until it succeeds."""
-        self.open()
+    def check_step(self) -> None:
+        """Retry failed exchanges. Raises OSError if one fails again, and at each call until it succeeds."""
         for buffer in self._buffers:
             if buffer.exchange is not None and buffer.exchange.done() and buffer.exchange.exception() is not None:
                 self._begin_exchange(buffer, buffer.file).result()

@@ -3,8 +3,8 @@
 `HostGradients` offloads them until the step, and `SteppedGradients` steps each weight inside the backward.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -107,9 +107,10 @@ class DeviceGradients(Part):
             drop_gradient(weight)
             weight.trained.grad = None
 
-    def accumulating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
         """Mark backward passes inside the context as not the last of their update."""
-        return nullcontext()
+        yield
 
     def wait_for_means(self) -> Callable[[nn.Parameter], None]:
         """Let gradients that are stepped in the backward wait for their means (`HiFT.wait_for_means`)."""

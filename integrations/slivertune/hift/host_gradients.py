@@ -23,7 +23,7 @@ class HostGradients(DeviceGradients):
         steps: Functions that it calls.
         max_norm: Largest norm, as in `DeviceGradients`.
         slots_of: Function that returns the slots of a device, with its copy streams.
-        check_room: Function that raises if the host has no room for gradients; called before they get memory.
+        take_room: Function that raises if the host has no room for gradients, to call before they get memory.
         in_flight_bytes: Bytes of gradients in flight beside the largest.
         num_bytes: Bytes of the most gradients that an update has; see `bytes_of`.
     """
@@ -39,13 +39,13 @@ class HostGradients(DeviceGradients):
         max_norm: float | None,
         *,
         slots_of: Callable[[torch.device], DeviceSlots],
-        check_room: Callable[[], None],
+        take_room: Callable[[], None],
         in_flight_bytes: int,
         num_bytes: int,
     ) -> None:
         super().__init__(steps, max_norm)
         self._slots_of = slots_of
-        self._check_room = check_room
+        self._take_room = take_room
         self._in_flight_bytes = in_flight_bytes
         self._num_bytes = num_bytes
         self._memory: GradientMemory | None = None
@@ -63,7 +63,7 @@ class HostGradients(DeviceGradients):
         weights = (*self._turn.state.weights, *self.others)
         streams = self._slots_of(weights[0].device).streams
         if self._memory is None or self._memory.streams is not streams:
-            self._check_room()
+            self._take_room()
             self._memory = GradientMemory(streams, self._in_flight_bytes, self._num_bytes)
         self._memory.begin_turn(weights)
         self._memory.take(parameter)

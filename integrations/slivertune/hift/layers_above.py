@@ -78,6 +78,7 @@ class LayersAbove(Part):
         """Return whether a weight is above the active group."""
         return self._group_of[weight.name] > self._active
 
+    @torch.no_grad()
     def step(self, weight: Weight) -> None:
         """Step a weight above the active group from its gradient, and drop the gradient."""
         group = self._groups[self._group_of[weight.name]]

@@ -174,7 +174,9 @@ class HiFT(CheckpointedSliver):
             step=partial(HiFT._step_weights, own),
             stepping=partial(HiFT._stepping, own),
         )
-        self._built = assemble(model, self.groups, weights, self._meter, self.param_groups, steps)
+        self._built = assemble(
+            model, self.groups, weights, self._meter, self.param_groups, steps, self.rotation.coming_groups
+        )
         self._states, self._route = self._built.states, self._built.route
         self._told = methods_by_moment(self._built.parts)
         layers = [layer for group in self.groups for layer in group.layers]
@@ -182,7 +184,8 @@ class HiFT(CheckpointedSliver):
             model,
             layers,
             self.trained_weights,
-            [self._route.begin_backward, partial(HiFT._begin_backward, own)],
+            # Outputs keep it in memory, and may outlive the optimizer.
+            [partial(_begin_backward, weakref.ref(self))],
             on_forward=partial(HiFT._begin_forward, own),
             on_forward_end=partial(HiFT._end_forward, own),
             on_lack_of_memory=partial(HiFT._note_lack_of_memory, own),
@@ -238,10 +241,6 @@ class HiFT(CheckpointedSliver):
     def _note_lack_of_memory(self) -> None:
         for out_of_memory in self._told["out_of_memory"]:
             out_of_memory()
-
-    def _begin_backward(self) -> None:
-        for listener in self._backward_listeners:
-            listener()
 
     @property
     def config(self) -> HiFTConfig:
@@ -437,6 +436,8 @@ class HiFT(CheckpointedSliver):
             )
         if self._awaited is not None:
             self._check_awaited()
+        for check_step in self._told["check_step"]:
+            check_step()
 
     def _check_not_delegated(self) -> None:
         if self._engine is not None:
@@ -450,7 +451,7 @@ class HiFT(CheckpointedSliver):
         self._check_whole()
         rotation = self.rotation
         if not self._has_host_room:
-            self._built.check_host_room()
+            self._built.room.take()
             self._has_host_room = True
         update = Update(rotation.updates, rotation.to_apply(scheduled_lr(self.param_groups)))
         for begin_step in self._told["begin_step"]:
@@ -710,3 +711,12 @@ class HiFT(CheckpointedSliver):
             "waiting": self.config.waiting,
             "rounding": self.config.seed if self.config.master == "stochastic" else None,
         }
+
+
+def _begin_backward(own: weakref.ref[HiFT]) -> None:
+    """Tell the route and the listeners of a HiFT that a backward begins, unless it was dropped."""
+    hift = own()
+    if hift is not None:
+        hift._route.begin_backward()
+        for listener in hift._backward_listeners:
+            listener()

@@ -4,6 +4,7 @@
     begin_turn                the turn of a group begins
         begin_forward         an outermost forward begins ...
         end_forward           ... and is over
+        check_step            `step` is called, or the first weight is about to be stepped in the backward
         begin_step            the first weight of an update is about to be stepped, in the backward or after it
         end_step              the update is over, or skipped, and counted
     out_of_memory             a forward or backward had too little device memory
@@ -67,6 +68,13 @@ class Part:
 
     def end_forward(self, *, has_succeeded: bool) -> None:
         """End the forward, also one that failed."""
+
+    def check_step(self) -> None:
+        """Refuse a step.
+
+        Raises:
+            OSError: If something has failed since the last step, and fails again.
+        """
 
     def begin_step(self, update: Update) -> None:
         """Begin an update.

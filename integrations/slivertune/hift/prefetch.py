@@ -153,29 +153,26 @@ class Prefetcher(Part):
     @override
     def begin_forward(self, inputs: Any) -> None:
         """Prefetch as much as the forward leaves room for, which is all if it does not train."""
-        if self._budget is None:
+        if self._budget is None or self._turn is None:
             return
         room = 0
         if inputs is not None:
             self._budget.note_peak(self.slots)
-            room = self._budget.begin_forward(self._turn_now.group, inputs)
+            room = self._budget.begin_forward(self._turn.group, inputs)
         self._room_in_backward = room if self._shares_bus else 0
         if not self._room_in_backward:
             self._load_ahead(room)
 
     @override
     def end_forward(self, *, has_succeeded: bool) -> None:
-        if has_succeeded and self._room_in_backward and self._turn is not None:
+        if has_succeeded and self._room_in_backward:
             self._load_ahead(self._room_in_backward)
 
-    @property
-    def _turn_now(self) -> Turn:
-        assert self._turn is not None, "no turn has begun"
-        return self._turn
-
     def _load_ahead(self, num_bytes: int) -> None:
-        """Set the bytes that chunks of the active group may hold, and begin to load them."""
-        state = self._turn_now.state
+        """Set the bytes that chunks of the active group may hold, and begin to load them. Do nothing out of a turn."""
+        if self._turn is None:
+            return
+        state = self._turn.state
         if any(num_bytes < slots.prefetch_bytes for slots in self.slots.values()):
             state.release(num_bytes)  # may add the slots of a group that has no state yet
         for slots in self.slots.values():
