@@ -130,7 +130,7 @@ def allocated_beside_the_weights(model: nn.Module, batch: Batch) -> int:
 
 
 def streamed_groups(hift: HiFT) -> list[StreamedGroup]:
-    groups = hift._residencies
+    groups = hift._states
     assert all(isinstance(group, StreamedGroup) for group in groups)
     return groups  # type: ignore[return-value]
 

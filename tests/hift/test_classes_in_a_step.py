@@ -12,9 +12,9 @@ import slivertune as st
 from tests.helpers.models import small_decoder, token_batches
 
 PACKAGE = str(Path(st.__file__).parent)
-MOST_CLASSES = 15
-"""Three of them move state between host and device: `CopyStreams`, `DeviceSlots` and `Prefetcher`; a `Weight` says
-where it computes, since it may wait elsewhere."""
+MOST_CLASSES = 16
+"""Three of them move state between host and device: `CopyStreams`, `DeviceSlots` and `Prefetcher`. A `Weight` says
+where it computes, since it may wait elsewhere. `DeviceGradients` is the route of gradients to the step."""
 
 
 class ClassesThatRan:
@@ -62,4 +62,4 @@ def test_a_step_runs_methods_of_few_classes() -> None:
     finally:
         sys.setprofile(None)
     assert "slivertune.hift.optimizer.HiFT" in ran.names
-    assert len(ran.names) <= MOST_CLASSES, sorted(ran.names)
+    assert len(ran.names) <= MOST_CLASSES, "\n".join(sorted(ran.names))

@@ -23,7 +23,9 @@ from slivertune.core.ledger import Ledger, StateCount
 from slivertune.hift import group_file, host_room
 from slivertune.hift.disk import Disk, groups_on_disk
 from slivertune.hift.group_file import GroupFile
+from slivertune.hift.prefetch import Prefetcher
 from tests.helpers.delayed_streams import delayed
+from tests.helpers.hift_parts import part_of
 from tests.helpers.models import (
     assert_same_bits,
     assert_same_tree,
@@ -100,8 +102,7 @@ def limited_files() -> Iterator[None]:
 
 
 def disk_of(hift: HiFT) -> Disk:
-    assert hift._disk is not None
-    return hift._disk
+    return part_of(hift, Disk)
 
 
 def files_of(hift: HiFT) -> dict[int, GroupFile]:
@@ -594,10 +595,10 @@ def test_a_model_on_another_device_takes_its_state_along(tmp_path: Path) -> None
     model, hift = on_disk(tmp_path)
     other, reference = hift_over(twin(model), "AdamW", stream_bytes=PIECE)
     train(model, hift, batches, 8)
-    for group in hift._residencies:
+    for group in hift._states:
         group._offloaded_from = torch.device("meta")  # type: ignore[attr-defined]
-        monkey = hift._prefetcher.slots_of(torch.device("cpu"))
-        hift._prefetcher.slots[torch.device("meta")] = monkey
+        monkey = part_of(hift, Prefetcher).slots_of(torch.device("cpu"))
+        part_of(hift, Prefetcher).slots[torch.device("meta")] = monkey
     train(model, hift, batches, 12, start=8)
     train(other, reference, batches, 20)
     assert_same_bits(model, other)

@@ -18,7 +18,7 @@ from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.core.checkpointing import enable_checkpointing
-from slivertune.hift.in_backward import BackwardSteps, SteppedGradient
+from slivertune.hift.in_backward import SteppedGradient, SteppedGradients
 from slivertune.hift.streamed import StreamedGroup
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
@@ -501,7 +501,7 @@ def test_a_backward_that_ends_before_its_first_step_is_refused_or_forgotten_by_t
     train(clean, other, [batch], 1)
     for is_stepped in (True, False):
         model, hift = hift_over(small_decoder(), "AdamW", gradients="stepped")
-        fails = mock.patch.object(BackwardSteps, "_begin_and_step", side_effect=KeyboardInterrupt)
+        fails = mock.patch.object(SteppedGradients, "_begin_and_step", side_effect=KeyboardInterrupt)
         with fails, pytest.raises(KeyboardInterrupt):
             model(**batch).loss.backward()
         if is_stepped:

@@ -14,7 +14,10 @@ from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.hift import prefetch
+from slivertune.hift.parts import Turn
+from slivertune.hift.prefetch import Prefetcher
 from tests.helpers.delayed_streams import DelayedStreams, delayed
+from tests.helpers.hift_parts import part_of
 from tests.helpers.models import assert_all_moved, assert_same_bits, small_decoder, token_batches, twin, weights
 from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
@@ -193,7 +196,7 @@ def test_a_forward_that_lacks_memory_leaves_nothing_held(ledger: Ledger) -> None
 def test_a_slot_that_finds_no_memory_lets_what_is_held_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model, hift, batches = build(prefetch_bytes=2**30)
     expected, usual, _ = build(prefetch_bytes=0)
-    slots = next(iter(hift._prefetcher.slots.values()))
+    slots = next(iter(part_of(hift, Prefetcher).slots.values()))
     new_memory, limit = type(slots)._new_memory, 2**20
 
     def allocate(self: Any, num_bytes: int) -> torch.Tensor:
@@ -202,7 +205,7 @@ def test_a_slot_that_finds_no_memory_lets_what_is_held_give_way(monkeypatch: pyt
         return new_memory(self, num_bytes)
 
     monkeypatch.setattr(type(slots), "_new_memory", allocate)
-    hift._prefetcher.load_ahead(hift._residencies[hift.active_group], 0)
+    part_of(hift, Prefetcher).out_of_memory()
     train(model, hift, batches, 10, start=10)
     train(expected, usual, batches, 10, start=10)
     assert_same_bits(model, expected)
@@ -260,10 +263,15 @@ class _WithoutState:
         pass
 
 
+def turn_of(state: Any) -> Turn:
+    return Turn(0, (0,), state)
+
+
 def test_a_group_without_state_on_a_new_device_ends_no_run() -> None:
     prefetcher = prefetch.Prefetcher(100)
     prefetcher.slots_of(torch.device("cpu")).prefetch_bytes = 100
-    prefetcher.load_ahead(_WithoutState(prefetcher, "meta"), 0)  # type: ignore[arg-type]
+    prefetcher.begin_turn(turn_of(_WithoutState(prefetcher, "meta")))
+    prefetcher.out_of_memory()
     assert [slots.prefetch_bytes for slots in prefetcher.slots.values()] == [0, 0]
 
 
@@ -274,18 +282,19 @@ def test_auto_holds_what_every_gpu_has_left_whatever_the_host_has(monkeypatch: p
     prefetcher = prefetch.Prefetcher("auto")
     for device in free:
         prefetcher.slots_of(device).held_bytes = 7
-    prefetcher.end_update(_WithoutState(prefetcher, "cpu"), ends_cycle=True)  # type: ignore[arg-type]
+    prefetcher.begin_turn(turn_of(_WithoutState(prefetcher, "cpu")))
+    prefetcher.end_step(ends_cycle=True)
     assert {slots.prefetch_bytes for slots in prefetcher.slots.values()} == {207}
     free[torch.device("cuda", 1)] = 0
-    prefetcher.end_update(_WithoutState(prefetcher, "cpu"), ends_cycle=True)  # type: ignore[arg-type]
+    prefetcher.end_step(ends_cycle=True)
     assert {slots.prefetch_bytes for slots in prefetcher.slots.values()} == {0}
 
 
 def test_a_group_has_the_slots_of_its_models_device_before_it_has_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, slots on the host would end the run or count as a device without memory."""
     hift = HiFT(small_decoder(), torch.optim.AdamW, config=HiFTConfig.paper(prefetch_bytes=100), lr=1e-3)
-    hift._prefetcher.slots.clear()
-    residency = hift._residencies[0]
+    part_of(hift, Prefetcher).slots.clear()
+    residency = hift._states[0]
     monkeypatch.setattr(residency, "_device", lambda: torch.device("meta"))  # where the model has been moved
     residency.release()
-    assert list(hift._prefetcher.slots) == [torch.device("meta")]
+    assert list(part_of(hift, Prefetcher).slots) == [torch.device("meta")]

@@ -11,8 +11,10 @@ import torch
 
 from slivertune import HiFT
 from slivertune.hift.loaded_piece import LoadedPiece
+from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.streamed import StreamedGroup
 from tests.helpers.delayed_streams import delayed
+from tests.helpers.hift_parts import part_of
 from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
@@ -47,10 +49,15 @@ def updates_of(hift: HiFT) -> int:
 
 def kept(hift: HiFT) -> dict[int, LoadedPiece]:
     """The active group's pieces that stay."""
-    owner = hift._residencies[hift.active_group]
+    owner = hift._states[hift.active_group]
     assert isinstance(owner, StreamedGroup)
     pieces = owner._in_slots
     return pieces.staying | {index: each for index, each in pieces.loaded.items() if each.owed is not None}
+
+
+def held_bytes(hift: HiFT) -> int:
+    """Bytes of the device that are allocated for chunks."""
+    return sum(slots.held_bytes for slots in part_of(hift, Prefetcher).slots.values())
 
 
 # Of their pairs most are in test_pairwise.py.
@@ -119,13 +126,12 @@ def test_no_more_stays_than_there_is_room_for() -> None:
 
     def check(update: int) -> None:
         pieces = kept(hift)
-        held = sum(each.held_bytes for each in hift._prefetcher.slots.values())
-        assert sum(each.slot.memory.numel() for each in pieces.values()) <= held <= SOME
+        assert sum(each.slot.memory.numel() for each in pieces.values()) <= held_bytes(hift) <= SOME
         seen.add(len(pieces))
 
     train(model, hift, BATCHES, updates_of(hift), after_step=check)
-    owner = hift._residencies[0]
-    assert 0 in seen and 0 < max(seen) < max(len(each._pieces) for each in hift._residencies) and owner.is_offloaded
+    owner = hift._states[0]
+    assert 0 in seen and 0 < max(seen) < max(len(each._pieces) for each in hift._states) and owner.is_offloaded
 
 
 def test_what_passes_is_spread_evenly_among_what_stays() -> None:
@@ -137,7 +143,7 @@ def test_what_passes_is_spread_evenly_among_what_stays() -> None:
         layers_per_group=2,
     )
     train(model, hift, BATCHES, hift.cycle_length + 2)
-    num_pieces = len(hift._residencies[hift.active_group]._pieces)
+    num_pieces = len(hift._states[hift.active_group]._pieces)
     passing = sorted(set(range(num_pieces)) - kept(hift).keys())
     gaps = {after - before for before, after in itertools.pairwise([-1, *passing])}
     assert len(kept(hift)) > 10 and len(passing) > 3
@@ -209,7 +215,7 @@ def test_a_batch_that_is_larger_than_any_before_finds_nothing_held() -> None:
     for each, optimizer in ((other, plain), (model, hift)):
         loss = each(**large).loss
         if optimizer is hift:
-            assert len(kept(hift)) == 0 and sum(slots.held_bytes for slots in hift._prefetcher.slots.values()) == 0
+            assert len(kept(hift)) == 0 and held_bytes(hift) == 0
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -236,7 +242,7 @@ def test_a_turn_whose_last_step_is_skipped_leaves_nothing_behind() -> None:
                 optimizer.step()
             optimizer.zero_grad()
     assert hift.active_group != before and kept(hift) == {}
-    owner: Any = hift._residencies[before]
+    owner: Any = hift._states[before]
     assert owner._in_slots.staying == {}
     go_on(model, hift, other, plain)
 
@@ -244,7 +250,7 @@ def test_a_turn_whose_last_step_is_skipped_leaves_nothing_behind() -> None:
 def test_detach_writes_back_and_reattach_goes_on() -> None:
     model, hift, other, plain = in_mid_turn()
     hift.detach()
-    assert kept(hift) == {} and sum(slots.held_bytes for slots in hift._prefetcher.slots.values()) == 0
+    assert kept(hift) == {} and held_bytes(hift) == 0
     hift.reattach()
     go_on(model, hift, other, plain)
 
@@ -264,5 +270,5 @@ def test_after_an_error_in_a_step_the_state_is_that_of_pieces_that_all_leave(
         assert kept(hift) == {}
         with pytest.raises(RuntimeError, match="half changed"):
             hift.state_dict()
-        states.append(copy.deepcopy([each.export() for each in hift._residencies]))
+        states.append(copy.deepcopy([each.export() for each in hift._states]))
     assert_same_tree(*states)

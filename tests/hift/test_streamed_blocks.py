@@ -17,9 +17,11 @@ from slivertune import HiFT, attach, keep_activations, prepare
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.hift import resident_blocks
+from slivertune.hift.resident_blocks import StreamedModel
 from tests.helpers.accelerator import forgotten, one_device
 from tests.helpers.architectures import BART, T5, hf, ids_and_decoder_ids, lora_llama
 from tests.helpers.delayed_streams import delayed
+from tests.helpers.hift_parts import part_of
 from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
@@ -283,10 +285,9 @@ def test_auto_lets_blocks_stay_in_what_the_first_cycle_has_left_and_gives_them_u
 ) -> None:
     with delayed(None):
         first, resident, second, streamed = both(resident_bytes="auto")
-        own = streamed._streamed
-        assert own is not None
+        own = part_of(streamed, StreamedModel)
         size = own.blocks.weights._blocks[0].num_bytes
-        room = streamed._largest_state_bytes() + 2 * size
+        room = max(streamed.state_sizes()) + 2 * size
         monkeypatch.setattr(resident_blocks.PeakMemory, "unused_bytes", lambda *_: room)
         streamed_blocks = []
         for index in range(14):

@@ -16,7 +16,9 @@ import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.ledger import Ledger
+from slivertune.hift.resident_blocks import StreamedModel
 from tests.helpers.delayed_streams import delayed
+from tests.helpers.hift_parts import part_of
 from tests.helpers.models import bits, differing, seeded, tiny_llama, token_batches, twin, weights
 from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
@@ -151,8 +153,7 @@ def test_weights_that_are_loaded_count_and_evaluation_runs_on_codes() -> None:
 def test_a_layer_that_is_called_alone_has_the_weight_that_was_loaded_and_its_block_comes(has_failed: bool) -> None:
     model, hift, _ = both()
     train(model, hift, BATCHES, 2)
-    own = hift._streamed
-    assert own is not None
+    own = part_of(hift, StreamedModel)
     if has_failed:
         handle = model.get_submodule("model.layers.3.mlp.down_proj").register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -16,9 +16,12 @@ import slivertune as st
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.waiting_activations import WaitingActivations
+from slivertune.hift.prefetch import Prefetcher
+from slivertune.hift.waiting_layers import WaitingLayers
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.zero.state_mover import StateMover
+from tests.helpers.hift_parts import part_of
 from tests.helpers.models import small_decoder
 from tests.hift.cases import Stumbling
 from tests.parallel.zero.test_state_mover import zero_optimizer
@@ -67,7 +70,7 @@ def a_step_fails_in_a_turn() -> None:
     trained(model, optimizer, "cuda", done)
     with mock.patch.object(Stumbling, "countdown", 2), pytest.raises(RuntimeError, match="stumbled"):
         trained(model, optimizer, "cuda", done + 1, done)
-    optimizer._prefetcher.slots_of(DEVICE).shrink(0)
+    part_of(optimizer, Prefetcher).slots_of(DEVICE).shrink(0)
     reused()
     optimizer.detach()
 
@@ -225,7 +228,7 @@ def waiting_weights_are_replaced() -> None:
     trained(model, optimizer, "cuda", 9, 7)
     model.load_state_dict(saved)
     trained(model, optimizer, "cuda", 12, 9)
-    for held in optimizer._waiting._by_parameter.values():  # type: ignore[union-attr]
+    for held in part_of(optimizer, WaitingLayers)._by_parameter.values():
         held.write(torch.ones(held.parameter.shape, dtype=torch.bfloat16, device="cuda"))
     optimizer.detach()
 

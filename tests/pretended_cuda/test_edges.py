@@ -40,13 +40,13 @@ EDGES: dict[str, dict[str, str]] = {
         "_exchange: the host after event": "state on disk",
     },
     "hift/host_gradients.py": {
-        "HostGradients.offload: outbound copies after self.streams.record()": "gradients leave",
-        "HostGradients.accumulate: inbound copies after self.streams.record()": "gradients are added",
-        "HostGradients.accumulate: inbound copies after offloaded.stored": "gradients are added",
-        "HostGradients.accumulate: outbound copies after loaded": "gradients are added",
-        "HostGradients.store: outbound copies after self.streams.record()": "ranks write gradients",
-        "HostGradients._keep_until: the end of (left, tensors) after its copy": "gradients leave",
-        "HostGradients._settle_first: the computation after self._leaving[0][0]": "gradients leave",
+        "GradientMemory.offload: outbound copies after self.streams.record()": "gradients leave",
+        "GradientMemory.accumulate: inbound copies after self.streams.record()": "gradients are added",
+        "GradientMemory.accumulate: inbound copies after offloaded.stored": "gradients are added",
+        "GradientMemory.accumulate: outbound copies after loaded": "gradients are added",
+        "GradientMemory.store: outbound copies after self.streams.record()": "ranks write gradients",
+        "GradientMemory._keep_until: the end of (left, tensors) after its copy": "gradients leave",
+        "GradientMemory._settle_first: the computation after self._leaving[0][0]": "gradients leave",
     },
     "hift/host_weights.py": {
         "HostWeights.bring: the computation after slot.ready": "a forward fails at once",
@@ -62,8 +62,8 @@ EDGES: dict[str, dict[str, str]] = {
         "OffloadedGradient.copy_on_device: the computation after self.stored": "ranks write gradients",
         "OffloadedGradient.norm_of_two: the computation after self.stored": "gradients are added",
     },
-    "hift/optimizer.py": {
-        "HiFT.load_whole_state: the host after all copies of slots.streams": "its own state is loaded",
+    "hift/prefetch.py": {
+        "Prefetcher.before_load: the host after all copies of slots.streams": "its own state is loaded",
     },
     "hift/streamed.py": {
         "StreamedGroup.load_weight: inbound copies after slots.streams.record()": "weights come from masters",
@@ -174,7 +174,7 @@ def test_every_call_that_orders_copies_is_an_edge() -> None:
 
 DROPPED = (
     "core/waiting_activations.py WaitingActivations._end: the computation after record.loading[1]",
-    "hift/optimizer.py HiFT.load_whole_state: the host after all copies of slots.streams",
+    "hift/prefetch.py Prefetcher.before_load: the host after all copies of slots.streams",
     "hift/waiting_layers.py _HostCopy.store: outbound copies after streams.record()",
     "hift/streamed.py StreamedGroup._load_gradients: inbound copies after gradient.stored",
     "hift/device_pieces.py write_back: outbound copies after streams.record()",

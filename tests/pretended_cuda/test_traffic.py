@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from slivertune.hift.prefetch import Prefetcher
+from tests.helpers.hift_parts import part_of
 from tests.helpers.models import LAYERS
 from tests.helpers.ranks import quick
 from tests.pretended_cuda.on_device import on_device
@@ -153,7 +155,7 @@ def room_ahead(resets: bool) -> int:
         if resets:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    (slots,) = hift._prefetcher.slots.values()
+    (slots,) = part_of(hift, Prefetcher).slots.values()
     return int(slots.prefetch_bytes)
 
 

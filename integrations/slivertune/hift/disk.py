@@ -23,6 +23,7 @@ from slivertune.core.ledger import claim
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.group_file import GroupFile, make_files
 from slivertune.hift.offload_buffer import Name, OffloadBuffer, host_buffer
+from slivertune.hift.parts import Part, Turn
 
 NUM_BUFFERS = 2
 """Groups in host memory: the active group, and the previous group until it is written, then the next."""
@@ -42,15 +43,19 @@ class _HostBuffer:
     """Exchange in flight, or ended and not checked yet."""
 
 
-class Disk:
+class Disk(Part):
     """Files of one optimizer's groups, and the two host buffers through which they pass.
 
     Args:
         config: HiFT's settings.
+        sizes: Function that returns the bytes of each group, by index.
+        coming: All groups in the order of their first turns.
     """
 
-    def __init__(self, config: HiFTConfig) -> None:
+    def __init__(self, config: HiFTConfig, sizes: Callable[[], Sequence[int]], coming: Sequence[int]) -> None:
         self._config = config
+        self._sizes = sizes
+        self._coming = coming
         self.files: dict[int, GroupFile] | None = None
         """Files by group, None before `open`."""
         self._buffers: list[_HostBuffer] = []
@@ -60,10 +65,34 @@ class Disk:
         self._thread = ThreadPoolExecutor(1, "slivertune-disk")
         weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
 
-    def open(self, sizes: Sequence[int]) -> None:
-        """Create the files of groups of these sizes, in bytes, once. Raises as `make_files`."""
-        on_disk = groups_on_disk(sizes, self._config.state_ram_bytes)
-        self.files = make_files(Path(self._config.state_dir or "."), {index: sizes[index] for index in on_disk})
+    def open(self) -> None:
+        """Create the files, unless this was done before. Raises as `make_files`."""
+        if self.files is None:
+            sizes = self._sizes()
+            on_disk = groups_on_disk(sizes, self._config.state_ram_bytes)
+            self.files = make_files(Path(self._config.state_dir or "."), {index: sizes[index] for index in on_disk})
+            self._expect(self._coming)
+
+    @override
+    def begin_turn(self, turn: Turn) -> None:
+        self._coming = turn.coming
+        self._expect(turn.coming)
+
+    @override
+    def check_step(self) -> None:
+        """Retry failed exchanges. Raises OSError if one fails again, and at each call until it succeeds."""
+        for buffer in self._buffers:
+            if buffer.exchange is not None and buffer.exchange.done() and buffer.exchange.exception() is not None:
+                self._begin_exchange(buffer, buffer.file).result()
+
+    @override
+    def after_save(self) -> None:
+        self._expect(self._coming)
+
+    @override
+    def begin_load(self) -> None:
+        self.open()
+        self._expect(())
 
     def new_buffer(self, group: int, streams: CopyStreams) -> OffloadBuffer:
         """Create the owner of a group's new state, and forget its old state. Raises as `load`."""
@@ -74,7 +103,7 @@ class Disk:
             self._thread.submit(file.clear).result()
         return FileBuffer(self, file, streams)
 
-    def begin_turn(self, coming: Sequence[int]) -> None:
+    def _expect(self, coming: Sequence[int]) -> None:
         """Write groups that are not needed soon, and read those that are, given all in the order of their turns."""
         files = self.files or {}
         self._next = [files[group] for group in coming if group in files][:NUM_BUFFERS]
@@ -82,12 +111,6 @@ class Disk:
         for buffer in sorted(self._buffers, key=lambda each: each.file is not None):
             if buffer.file not in self._next:
                 self._begin_exchange(buffer, missing.pop(0) if missing else None)
-
-    def check(self) -> None:
-        """Retry failed exchanges. Raises OSError if one fails again, and at each call until it succeeds."""
-        for buffer in self._buffers:
-            if buffer.exchange is not None and buffer.exchange.done() and buffer.exchange.exception() is not None:
-                self._begin_exchange(buffer, buffer.file).result()
 
     def is_loaded(self, file: GroupFile) -> bool:
         """Return whether a group is in host memory, and start to load it if not."""

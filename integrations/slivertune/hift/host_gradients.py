@@ -1,19 +1,92 @@
-"""Host memory for the active group's gradients, and the copies that offload them."""
+"""Gradients in host memory until the step (`gradients="host"`): the memory, and the copies that offload them."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.host_tensors import aligned, claimed_host_memory, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.hift.device_slots import DeviceSlots
+from slivertune.hift.gradient_routes import DeviceGradients, Steps
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.piece import Weight
 
 
-class HostGradients:
+class HostGradients(DeviceGradients):
+    """Gradients are offloaded as soon as they are complete, and stepped after the backward.
+
+    Args:
+        steps: Functions that it calls.
+        max_norm: Largest norm, as in `DeviceGradients`.
+        slots_of: Function that returns the slots of a device, with its copy streams.
+        take_room: Function that raises if the host has no room for gradients, to call before they get memory.
+        in_flight_bytes: Bytes of gradients in flight beside the largest.
+        num_bytes: Bytes of the most gradients that an update has; see `bytes_of`.
+    """
+
+    refusal_of_scaler = (
+        "a GradScaler unscales all gradients at once, and gradients='host' keeps them in host memory. Train in bf16, "
+        "or set gradients='device'"
+    )
+
+    def __init__(
+        self,
+        steps: Steps,
+        max_norm: float | None,
+        *,
+        slots_of: Callable[[torch.device], DeviceSlots],
+        take_room: Callable[[], None],
+        in_flight_bytes: int,
+        num_bytes: int,
+    ) -> None:
+        super().__init__(steps, max_norm)
+        self._slots_of = slots_of
+        self._take_room = take_room
+        self._in_flight_bytes = in_flight_bytes
+        self._num_bytes = num_bytes
+        self._memory: GradientMemory | None = None
+        self.others: Sequence[Weight] = ()
+        """Weights of other groups whose gradients are offloaded, too."""
+
+    @override
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        self.take(parameter)
+        self._turn.state.prefetch(in_backward=True)
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Offload the gradient of a parameter, which has just been accumulated."""
+        assert isinstance(parameter, nn.Parameter)
+        weights = (*self._turn.state.weights, *self.others)
+        streams = self._slots_of(weights[0].device).streams
+        if self._memory is None or self._memory.streams is not streams:
+            self._take_room()
+            self._memory = GradientMemory(streams, self._in_flight_bytes, self._num_bytes)
+        self._memory.begin_turn(weights)
+        self._memory.take(parameter)
+
+    def load_for_step(self) -> None:
+        """Begin an update's last backward, which steps: load gradients of earlier ones with their chunks."""
+        if self._memory is not None:
+            self._memory.adds_in_step = True
+            self._turn.state.load_gradients()
+
+    @override
+    def end(self) -> None:
+        if self._memory is not None:
+            self._memory.end_update()
+
+    @override
+    def drop(self, weights: Sequence[Weight]) -> None:
+        super().drop(weights)
+        if self._memory is not None:
+            self._memory.end_update()
+
+
+class GradientMemory:
     """Owner of the host memory for the active group's gradients.
 
     A side stream offloads each gradient. The largest in flight, and at most `in_flight_bytes` of others, stay on

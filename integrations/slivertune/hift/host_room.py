@@ -12,17 +12,34 @@ from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import ResidentGroup
 
 
-def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter, disk: Disk | None) -> None:
-    """Refuse a host without room for the groups' masters and state to come, and for the largest group's gradients.
+class HostRoom:
+    """Room on the host for all groups' masters and state, and for the largest group's gradients.
 
     Args:
         groups: Owners of all groups' state. Loaded state is on the host already and needs no more room.
         meter: Meter of the memory that steps need, with HiFT's settings.
         disk: Files of the groups, if they are stored there.
-
-    Raises:
-        MemoryError: If there is no room, before anything is allocated, with the bytes needed and the bytes free.
     """
+
+    def __init__(self, groups: Sequence[ResidentGroup], meter: StepMeter, disk: Disk | None) -> None:
+        self._groups, self._meter, self._disk = groups, meter, disk
+        self._is_checked = False
+
+    def take(self) -> None:
+        """Check the room once, before anything is allocated, and reserve that of the files.
+
+        Raises:
+            MemoryError: If there is no room, with the bytes needed and the bytes free.
+            OSError: If the disk has none.
+        """
+        if not self._is_checked:
+            _check(self._groups, self._meter, self._disk)
+            self._is_checked = True
+        if self._disk is not None:
+            self._disk.open()
+
+
+def _check(groups: Sequence[ResidentGroup], meter: StepMeter, disk: Disk | None) -> None:
     available = None if is_without_data() else available_host_bytes()
     if available is None:
         return

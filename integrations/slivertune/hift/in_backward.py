@@ -4,13 +4,15 @@ With accumulation, only an update's last backward steps. Gradients of earlier on
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from slivertune.core.ledger import claim
 from slivertune.core.module_hook import ModuleHook
@@ -22,8 +24,11 @@ from slivertune.core.torch_internals import (
     version_of,
 )
 from slivertune.hift.gradient_placeholder import GradientPlaceholder
+from slivertune.hift.gradient_routes import DeviceGradients, Steps
 from slivertune.hift.host_gradients import HostGradients
+from slivertune.hift.layers_above import LayersAbove
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
+from slivertune.hift.parts import Turn
 from slivertune.hift.piece import Weight
 from slivertune.hift.unsupported import STEPPED_ONCE
 
@@ -75,38 +80,33 @@ class SteppedGradient(GradientPlaceholder):
         return is_one
 
 
-class BackwardSteps:
+class SteppedGradients(DeviceGradients):
     """Steps each weight of the active group as soon as its gradient is complete, and frees the gradient.
 
     An update is open from its first gradient to `end`. Anything that would leave it half done is an error, at once or
     at the next gradient.
 
     Args:
+        steps: Functions that it calls.
         weights: Trained weights of all groups.
-        begin: Function to call before the first weight of an update. If it fails, nothing was updated.
-        step_weight: Function that steps one weight from its gradient, frees the gradient, and returns whether its norm
-            counts: those of the active group do.
-        is_accumulating: Function that returns whether the running backward is not its update's last.
-        host_gradients: Function that returns the owner of the gradients of earlier backward passes.
-        load_gradients: Function to call when the last backward begins; loads gradients that are offloaded.
+        earlier: Route of the gradients of an update's earlier backward passes.
+        above: Owner of the steps of the layers above the active group, if these step, too.
     """
 
+    refusal_of_scaler = (
+        "a GradScaler unscales gradients after the backward, and gradients='stepped' has updated the weights by scaled "
+        "gradients before. Start again, in bf16 or with gradients='device'"
+    )
+    takes_closures = False
+
     def __init__(
-        self,
-        weights: Mapping[str, Weight],
-        begin: Callable[[], None],
-        step_weight: Callable[[Weight], bool],
-        *,
-        is_accumulating: Callable[[], bool],
-        host_gradients: Callable[[], HostGradients],
-        load_gradients: Callable[[], None],
+        self, steps: Steps, weights: Mapping[str, Weight], earlier: HostGradients, above: LayersAbove | None
     ) -> None:
+        super().__init__(steps, None)
         self._weight_of = {id(weight.parameter): weight for weight in weights.values()}
-        self._begin = begin
-        self._step_weight = step_weight
-        self._is_accumulating = is_accumulating
-        self._host_gradients = host_gradients
-        self._load_gradients = load_gradients
+        self._earlier = earlier
+        self._above = above
+        self._num_accumulating = 0
         self._stepped: set[str] = set()
         self._arrived: set[str] = set()
         """Weights whose gradients were accumulated on this rank since the last update."""
@@ -116,7 +116,8 @@ class BackwardSteps:
         self.waits_for_means = False
         """Whether a complete gradient is this rank's alone, and `on_mean` follows."""
 
-    def attach(self, model: nn.Module) -> None:
+    @override
+    def attach(self, model: nn.Module) -> Callable[[], None]:
         """Put the hooks on a model. An open update stays open."""
         first = next(iter(self._weight_of.values())).parameter
         parent = next(
@@ -127,18 +128,27 @@ class BackwardSteps:
             # Inside of the model's forward, after accelerate has switched autocast on.
             parent.register_forward_pre_hook(_refuse_fp16_autocast),
         ]
+        return self.release
 
+    @override
+    def begin_turn(self, turn: Turn) -> None:
+        super().begin_turn(turn)
+        self._earlier.others = self.beside
+        self._earlier.begin_turn(turn)
+
+    @property
+    @override
+    def beside(self) -> Sequence[Weight]:
+        return () if self._above is None else self._above.weights
+
+    @override
     def check_closed(self) -> None:
-        """Check that no update is open or half done.
-
-        Raises:
-            RuntimeError: If one is.
-        """
         if self._broken is not None:
             raise RuntimeError(self._broken)
         if self._stepped:
             raise RuntimeError("an update is open: a backward has stepped weights. Call step() before state_dict()")
 
+    @override
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Step a weight whose gradient has just been accumulated, or offload the gradient if more are to come.
 
@@ -154,13 +164,12 @@ class BackwardSteps:
             return
         if self._broken is not None or weight.name in self._stepped:
             self._refuse_second(weight)
-        self.watch_backward()
+        self.begin_backward()
         if self._is_accumulating():
             if self.waits_for_means:
                 self._drop_waiting()
                 raise RuntimeError(STEPPED_ONCE)
-            assert isinstance(parameter, nn.Parameter)
-            self._host_gradients().take(parameter)
+            self._earlier.take(parameter)
             return
         claim(gradient, "gradients")
         if not self.waits_for_means or not parameter.numel():  # an empty gradient is in no mean
@@ -207,7 +216,7 @@ class BackwardSteps:
 
     def _begin_once(self) -> None:
         if not self._stepped:
-            self._begin()
+            self._steps.begin()
 
     def _step_now(self, weight: Weight) -> None:
         parameter = weight.parameter
@@ -216,8 +225,11 @@ class BackwardSteps:
         assert gradient is not None
         norm = None if isinstance(gradient, OffloadedGradient) else norm_of(gradient)
         try:
-            if not self._step_weight(weight):
-                return
+            with self._steps.stepping():
+                if self._above is not None and self._above.holds(weight):
+                    self._above.step(weight)
+                    return  # the norm is that of the active group
+                self._steps.step((weight,))
             if isinstance(gradient, OffloadedGradient):
                 norm = norm_of(torch.stack(gradient.part_norms))
             assert norm is not None
@@ -229,15 +241,9 @@ class BackwardSteps:
             )
             raise
 
-    def close(self) -> bool:
-        """Check that the update is whole, after its backward.
-
-        Returns:
-            Whether there was an update.
-
-        Raises:
-            RuntimeError: If the update is half done, or a gradient did not come from a backward.
-        """
+    @override
+    def close(self) -> None:
+        """Check that the update is whole, after its backward, and step what its last backward has not reached."""
         if self._broken is not None:
             raise RuntimeError(self._broken)
         if self._running and (self._stepped or self._with_gradient()):
@@ -258,22 +264,44 @@ class BackwardSteps:
                 f"{given[0]} has a gradient that did not come from a backward, and gradients='stepped' steps only "
                 "inside the backward. Set gradients='device' to set gradients by hand"
             )
+
+    @override
+    def collect(self) -> bool:
         return bool(self._stepped)
 
     def _with_gradient(self) -> list[str]:
         return [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
 
+    @override
     def end(self) -> None:
-        """Forget the weights of an update that was closed, when it is counted."""
         self._stepped.clear()
         self._arrived.clear()
+        self._earlier.end()
 
-    def forget(self) -> None:
+    @override
+    def begin_load(self) -> None:
         """Forget an open update, since all weights and state are replaced."""
-        self._drop_stepped()
+        self.drop(list(self._weight_of.values()))
         self.end()
         self._running.clear()
         self._broken = None
+
+    @contextmanager
+    @override
+    def accumulating(self) -> Iterator[None]:
+        self._num_accumulating += 1
+        try:
+            yield
+        finally:
+            self._num_accumulating -= 1
+
+    def _is_accumulating(self) -> bool:
+        return self._num_accumulating > 0 or _is_accumulating_by_accelerate()
+
+    @override
+    def wait_for_means(self) -> Callable[[nn.Parameter], None]:
+        self.waits_for_means = True
+        return self.on_mean
 
     def release(self) -> None:
         """Remove the hooks from the model."""
@@ -294,7 +322,8 @@ class BackwardSteps:
                 self._drop_waiting()
             self._running.clear()
 
-    def watch_backward(self) -> None:
+    @override
+    def begin_backward(self) -> None:
         """Note that the running backward has begun, and note its end if it ends without an error.
 
         Under reentrant checkpointing, gradients arrive in backward passes inside of the one that counts. Call this when
@@ -308,7 +337,7 @@ class BackwardSteps:
                 self._broken = self._broken or STEPPED_ONCE
                 raise RuntimeError(self._broken)
             if not self._is_accumulating():
-                self._load_gradients()
+                self._earlier.load_for_step()
         self._running.add(task)
         # After the other functions at that time, in which the last means come.
         at_end_of_backward(lambda: at_end_of_backward(lambda: self._running.discard(task)))
@@ -324,7 +353,7 @@ def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:
         )
 
 
-def is_accumulating_by_accelerate() -> bool:
+def _is_accumulating_by_accelerate() -> bool:
     """Return whether accelerate or the Trainer says that the current micro-batch is not its update's last."""
     state = sys.modules.get("accelerate.state")
     return state is not None and not state.GradientState().sync_gradients

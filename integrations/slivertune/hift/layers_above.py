@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import HiFTConfig
+from slivertune.hift.parts import Part, Turn, Update
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import ResidentGroup
@@ -19,7 +21,7 @@ from slivertune.hift.rotation import LearningRate, scheduled_lr
 from slivertune.hift.unsupported import clash_of_rounding
 
 
-class LayersAbove:
+class LayersAbove(Part):
     """Owner of the steps of all weights above the active group.
 
     Args:
@@ -52,33 +54,31 @@ class LayersAbove:
         self._active = 0
         self._applied: list[float] = []
 
-    def begin_turn(self, active: int) -> list[Weight]:
-        """Begin the turn of a group, and return the weights above it.
+    @override
+    def begin_turn(self, turn: Turn) -> None:
+        self._active = turn.group
 
-        Args:
-            active: Index of the group.
-        """
-        self._active = active
-        return [weight for group in self._groups[active + 1 :] for weight in group.weights]
+    @property
+    def weights(self) -> list[Weight]:
+        """Weights above the active group."""
+        return [weight for group in self._groups[self._active + 1 :] for weight in group.weights]
 
-    def begin(self, update: int, applied: Sequence[LearningRate]) -> None:
-        """Prepare an update.
-
-        Args:
-            update: Number of updates before this one.
-            applied: Learning rates of the active group, one per param group.
+    @override
+    def begin_step(self, update: Update) -> None:
+        """Prepare the steps of an update.
 
         Raises:
             ValueError: If the base optimizer has no learning rate any more.
         """
-        self._applied = [self._share * rate for rate in _rates(applied)]
+        self._applied = [self._share * rate for rate in _rates(update.rates)]
         for group in self._groups[self._active + 1 :]:
-            group.begin(stays=False, update=update)
+            group.begin(stays=False, update=update.number)
 
     def holds(self, weight: Weight) -> bool:
         """Return whether a weight is above the active group."""
         return self._group_of[weight.name] > self._active
 
+    @torch.no_grad()
     def step(self, weight: Weight) -> None:
         """Step a weight above the active group from its gradient, and drop the gradient."""
         group = self._groups[self._group_of[weight.name]]

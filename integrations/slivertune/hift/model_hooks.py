@@ -380,7 +380,7 @@ class ModelHooks:
 
         Nothing reveals a scaler before it looks for gradients, whatever the dtype of the forward.
         """
-        if not self._reached and self._witness is None and not self.has_gradient():
+        if self._active and not self._reached and self._witness is None and not self.has_gradient():
             self._witness = min(self._active.values(), key=lambda parameter: parameter.numel())
             self._witness.grad = torch.zeros_like(self._witness)
 

@@ -19,7 +19,7 @@ _Factor = torch.Tensor | float
 
 
 class GradientOwner(Protocol):
-    """Owner that copies gradients to the host, see `HostGradients`."""
+    """Owner that copies gradients to the host, see `GradientMemory`."""
 
     streams: CopyStreams
     adds_in_step: bool

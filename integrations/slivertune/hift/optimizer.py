@@ -1,16 +1,15 @@
 """HiFT around any optimizer class: one group of layers per step (HiFT, Algorithm 1).
 
-This file is as long as its documented interface. A `Rotation` knows the active group, a `ResidentGroup` or a
-`StreamedGroup` steps each group, `ModelHooks` hooks the model, `checkpoint` builds and checks saved states, and
+This file is as long as its documented interface. A `Rotation` knows the active group, `assemble` builds what steps the
+groups and what stands beside it, `ModelHooks` hooks the model, `checkpoint` builds and checks saved states, and
 `CheckpointedSliver` hands them out.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,27 +21,20 @@ from slivertune.core.layers import find_layers
 from slivertune.core.layout import Layout, world_size
 from slivertune.core.parameters import check_free, num_elements, release, take
 from slivertune.core.sliver import CheckpointedSliver
+from slivertune.hift.assembly import assemble
 from slivertune.hift.base import BaseOptimizer, refuse_settings
 from slivertune.hift.checkpoint import check_accepted, check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.host_gradients import HostGradients, bytes_of
-from slivertune.hift.host_room import check_host_room
-from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
-from slivertune.hift.layers_above import LayersAbove
+from slivertune.hift.gradient_routes import Steps
 from slivertune.hift.model_hooks import ModelHooks
-from slivertune.hift.offload_buffer import waiting_bytes
-from slivertune.hift.piece import Weight, drop_gradient
-from slivertune.hift.prefetch import Prefetcher
+from slivertune.hift.parts import Turn, Update, methods_by_moment
+from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
-from slivertune.hift.residencies import residencies_of
 from slivertune.hift.residency import WeightState, adapted_hyperparameters, restore_state
-from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
-from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.streamed_blocks import release_detached
-from slivertune.hift.trainable import check_master, say_what_is_not_trained, trainable_weights
+from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
-from slivertune.hift.waiting_layers import WaitingLayers
 from slivertune.hift.waiting_weight import WaitingWeight
 
 
@@ -161,70 +153,44 @@ class HiFT(CheckpointedSliver):
         self._num_parameters = [
             sum(num_elements(weights[name].parameter) for name in group.parameter_names) for group in self.groups
         ]
-        self._applying: list[LearningRate] = []
+        self._rates: list[LearningRate] = []
+        """Learning rates of the current update, one per param group."""
+        self._is_dropped_after_turn = config.state == "discard"
         self.is_detached = False
         """Whether `detach` has ended the rotation."""
         self._engine: str | None = None
         self._backward_listeners: list[Callable[[], None]] = []
-        self._has_host_memory = False
-        self.grad_norm: torch.Tensor | None = None
-        """2-norm of the last update's gradients before clipping, with `config.max_grad_norm`, else None."""
-        self._host_gradients: HostGradients | None = None
-        self._num_accumulating = 0
-        self._in_backward: BackwardSteps | None = None
-        if config.steps_in_backward:
-            # The model's hooks must not keep an optimizer alive that everybody else has dropped.
-            own = weakref.proxy(self)
-            self._in_backward = BackwardSteps(
-                weights,
-                partial(HiFT._begin_update, own),
-                partial(HiFT._step_weight, own),
-                is_accumulating=partial(HiFT._is_accumulating, own),
-                host_gradients=partial(HiFT._gradients_on_host, own),
-                load_gradients=partial(HiFT._begin_last_backward, own),
-            )
-            self._backward_listeners.append(self._in_backward.watch_backward)
-        self._streamed: StreamedModel | None = None
+        self._has_host_room = False
         self._end_inference: Callable[[], None] = lambda: None
         """Leaves on the host what `detach(for_inference=True)` loads."""
-        self._room_in_backward = 0
-        """Bytes that chunks may hold from the end of the forward on, with weights on the host."""
-        if config.weights == "host":
-            self._streamed = StreamedModel(model, self.groups, config.resident_bytes)
-            weights = {name: replace(each, home=self._streamed.device) for name, each in weights.items()}
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
-        check_master(self.config.master, weights.values())
-        self._meter.compile_steps(weights.values())
-        self._host_gradients = None
-        self._prefetcher = Prefetcher(self.config.prefetch_bytes)
-        self._residencies, self._disk = residencies_of(
-            [[weights[name] for name in group.parameter_names] for group in self.groups],
-            self._meter,
-            self._prefetcher.slots_of,
-        )
-        self._above: LayersAbove | None = None
-        if self.config.inactive == "above":
-            of_groups = [residency.weights for residency in self._residencies]
-            self._above = LayersAbove(of_groups, self.config, self.param_groups)
-        self._waiting: WaitingLayers | None = None
-        if self.config.waiting is not None:
-            self._check_host_memory()
-            home = None if self._streamed is None else self._streamed.device
-            self._waiting = WaitingLayers(model, self.config.waiting, self._prefetcher, home)
-        layers = [layer for group in self.groups for layer in group.layers]
+        # Neither parts nor the model's hooks may keep an optimizer alive that everybody else has dropped.
         own = weakref.proxy(self)
+        steps = Steps(
+            begin=partial(HiFT._begin_update, own),
+            begin_change=partial(HiFT._begin_change, own, "step()"),
+            step=partial(HiFT._step_weights, own),
+            stepping=partial(HiFT._stepping, own),
+        )
+        self._built = assemble(
+            model, self.groups, weights, self._meter, self.param_groups, steps, self.rotation.coming_groups
+        )
+        self._states, self._route = self._built.states, self._built.route
+        self._told = methods_by_moment(self._built.parts)
+        layers = [layer for group in self.groups for layer in group.layers]
         self._hooks = ModelHooks(
             model,
             layers,
             self.trained_weights,
-            self._backward_listeners,
+            # Outputs keep it in memory, and may outlive the optimizer.
+            [partial(_begin_backward, weakref.ref(self))],
             on_forward=partial(HiFT._begin_forward, own),
             on_forward_end=partial(HiFT._end_forward, own),
             on_lack_of_memory=partial(HiFT._note_lack_of_memory, own),
             checks_model=checks_model,
-            may_be_scaled=self.config.gradients == "device",
+            may_be_scaled=self._route.refusal_of_scaler is None,
         )
         self._attach()
 
@@ -232,15 +198,9 @@ class HiFT(CheckpointedSliver):
         with ExitStack() as attached:
             self._hooks.attach()
             attached.callback(self._hooks.release)
-            if self._in_backward is not None:
-                self._in_backward.attach(self._hooks.model)
-                attached.callback(self._in_backward.release)
-            if self._waiting is not None:
-                self._waiting.attach([each for each in self._residencies if isinstance(each, StreamedGroup)])
-                attached.callback(self._waiting.remove)
-            if self._streamed is not None:
-                self._streamed.attach(self._hooks.model, self._waiting)
-                attached.callback(self._streamed.blocks.release)
+            for attach in self._told["attach"]:
+                if (undo := attach(self._hooks.model)) is not None:
+                    attached.callback(undo)
             take(self._parameters_of_state(), self)
             # Also called when the optimizer is dropped.
             self._take_off = weakref.finalize(self, attached.pop_all().close)
@@ -250,54 +210,12 @@ class HiFT(CheckpointedSliver):
 
     def _activate(self) -> None:
         """Begin the turn of the active group, which alone has gradients unless the layers above it step, too."""
-        residency = self._residencies[self.active_group]
-        if self._disk is not None:
-            self._disk.begin_turn(self.rotation.coming_groups)
-        if self._waiting is not None:
-            self._waiting.begin_turn(self.active_group)
-        if self._streamed is not None:
-            self._streamed.begin_turn(self.active_group)
-        if self._in_backward is not None:
-            above = [] if self._above is None else self._above.begin_turn(self.active_group)
-            self._hooks.activate(residency.weights, self._in_backward.on_gradient, above)
-        elif self.config.gradients == "host":
-            self._hooks.activate(residency.weights, partial(HiFT._offload_gradient, weakref.proxy(self)))
-        else:
-            self._hooks.activate(residency.weights, lambda _: residency.prefetch(in_backward=True))
+        turn = Turn(self.active_group, self.rotation.coming_groups, self._states[self.active_group])
+        for begin_turn in self._told["begin_turn"]:
+            begin_turn(turn)
+        self._hooks.activate(turn.state.weights, self._route.on_gradient, self._route.beside)
 
-    def _offload_gradient(self, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, torch.nn.Parameter)
-        self._gradients_on_host().take(parameter)
-        self._residencies[self.active_group].prefetch(in_backward=True)
-
-    def _gradients_on_host(self) -> HostGradients:
-        """Return the owner of the gradients on the host: of the active group, and of the layers above if they step."""
-        reached = self._residencies[self.active_group :] if self._above else [self._residencies[self.active_group]]
-        weights = [weight for residency in reached for weight in residency.weights]
-        streams = self._prefetcher.slots_of(weights[0].device).streams
-        if self._host_gradients is None or self._host_gradients.streams is not streams:
-            self._check_host_memory()
-            self._host_gradients = HostGradients(
-                streams,
-                in_flight_bytes=self.config.stream_bytes,
-                num_bytes=self._most_gradient_bytes(),
-            )
-        self._host_gradients.begin_turn(weights)
-        return self._host_gradients
-
-    def _most_gradient_bytes(self) -> int:
-        """Return the bytes of the most gradients that an update has on the host."""
-        sizes = [bytes_of(residency.weights) for residency in self._residencies]
-        return max(sizes) if self._above is None else sum(sizes)
-
-    def _begin_last_backward(self) -> None:
-        """Begin an update's last backward, which steps: load offloaded gradients of earlier ones with their chunks."""
-        if self._host_gradients is not None:
-            self._host_gradients.adds_in_step = True
-            self._residencies[self.active_group].load_gradients()
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Mark backward passes as not the last of their update, for `gradients="stepped"` in a plain loop.
 
         Accelerate's `accumulate` and the Trainer's gradient accumulation do so by themselves. With other settings this
@@ -309,46 +227,30 @@ class HiFT(CheckpointedSliver):
             ...         model(**batch).loss.backward()
             >>> optimizer.step()
         """
-        self._num_accumulating += 1
-        try:
-            yield
-        finally:
-            self._num_accumulating -= 1
-
-    def _is_accumulating(self) -> bool:
-        return self._num_accumulating > 0 or is_accumulating_by_accelerate()
+        return self._route.accumulating()
 
     def _begin_forward(self, inputs: Any) -> None:
-        if self.is_detached:
-            return
-        if self._waiting is not None:
-            self._waiting.begin_forward()
-        residency = self._residencies[self.active_group]
-        if self._streamed is None:
-            self._prefetcher.begin_forward(residency, self.active_group, inputs)
-            return
-        self._streamed.blocks.begin_forward()
-        self._room_in_backward = self._prefetcher.room_in(self.active_group, inputs)
-        if not self._room_in_backward:
-            self._prefetcher.load_ahead(residency, 0)
+        if not self.is_detached:
+            for begin_forward in self._told["begin_forward"]:
+                begin_forward(inputs)
 
     def _end_forward(self, has_succeeded: bool) -> None:
-        if self._streamed is None:
-            return
-        self._streamed.blocks.end_forward()
-        if has_succeeded and self._room_in_backward and not self.is_detached:
-            # In the forward the bus is busy with weights. The backward takes longer, and needs fewer of them.
-            self._prefetcher.load_ahead(self._residencies[self.active_group], self._room_in_backward)
+        for end_forward in self._told["end_forward"]:
+            end_forward(has_succeeded=has_succeeded)
 
     def _note_lack_of_memory(self) -> None:
-        if self._streamed is not None:
-            self._streamed.note_lack_of_memory()
-        self._prefetcher.note_lack_of_memory(self._residencies[self.active_group])
+        for out_of_memory in self._told["out_of_memory"]:
+            out_of_memory()
 
     @property
     def config(self) -> HiFTConfig:
         """Settings of this HiFT."""
         return self._config
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """2-norm of the last update's gradients before clipping, with `config.max_grad_norm`, else None."""
+        return self._route.norm
 
     @property
     def num_groups(self) -> int:
@@ -361,12 +263,12 @@ class HiFT(CheckpointedSliver):
         Args:
             group: Index of the group, bottom of the model first.
         """
-        return self._residencies[group].weights
+        return self._states[group].weights
 
     @property
     def trained_weights(self) -> tuple[Weight, ...]:
         """Trained weights of all groups, bottom of the model first."""
-        return tuple(weight for residency in self._residencies for weight in residency.weights)
+        return tuple(weight for state in self._states for weight in state.weights)
 
     @property
     def compiles_steps(self) -> bool:
@@ -379,17 +281,16 @@ class HiFT(CheckpointedSliver):
         Args:
             parameter: Parameter of the model.
         """
-        return None if self._waiting is None else self._waiting.weight_of(parameter)
+        return self._built.waiting_weight(parameter)
 
     def make_codes(self) -> None:
         """Quantise now what the next forward would, with `config.waiting`. Do nothing if all weights have codes."""
-        if self._waiting is not None:
-            self._waiting.make_codes()
+        self._built.make_codes()
 
     @property
     def waiting_weight_bytes(self) -> int:
         """Bytes of weights that are offloaded to the host, 0 with `weights="device"`."""
-        return 0 if self._streamed is None else self._streamed.blocks.weights.waiting_bytes
+        return self._built.waiting_weight_bytes
 
     @property
     def active_group(self) -> int:
@@ -468,91 +369,60 @@ class HiFT(CheckpointedSliver):
             raise RuntimeError("step() was called after detach(), which ended HiFT. Call reattach() to go on")
         loss = None
         if closure is not None:
-            if self._in_backward is not None:
+            if not self._route.takes_closures:
                 raise RuntimeError(
                     "step(closure) would run the backward inside the step, and gradients='stepped' steps inside the "
                     "backward. Run the backward, then call step()"
                 )
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        self._end_update()
         return loss
 
-    def _update(self) -> None:
-        """Step the active group if gradients have reached it, and pass the turn on."""
+    def _end_update(self) -> None:
+        """Step the active group if gradients have reached it and have not stepped it, and pass the turn on."""
         rotation = self.rotation
-        is_stepped = self._in_backward is not None and self._in_backward.close()
+        self._route.close()
         missed = self._hooks.end_update()
-        if self._in_backward is None:
-            is_stepped = self._step_from_gradients()
+        is_stepped = self._route.collect()
         if not is_stepped and not missed:
             rotation.note_idle_step(self.groups)
             return
         if missed:
             rotation.warn_of_skip(self.groups, others_step=is_stepped)
         self._begin_change("step()")
-        if self._in_backward is not None:
-            self._in_backward.end()
         self._pass_on(is_stepped=is_stepped, is_reached=not missed)
         self._end_change()
         rotation.warn_of_unreached(self.groups)
 
     def _pass_on(self, *, is_stepped: bool, is_reached: bool) -> None:
         """End an update, or a skipped one, and pass the turn on. The layers above may step in it alone."""
-        rotation, residency = self.rotation, self._residencies[self.active_group]
+        rotation, state = self.rotation, self._states[self.active_group]
         if is_stepped:
-            residency.end()
-        if self._host_gradients is not None:
-            self._host_gradients.end_update()
-        if self.config.state == "discard" and rotation.ends_turn:
-            residency.discard()
+            state.end()
+        self._route.end()
+        if self._is_dropped_after_turn and rotation.ends_turn:
+            state.discard()
         if is_stepped:
-            rotation.advance(self._applying, is_reached=is_reached)
+            rotation.advance(self._rates, is_reached=is_reached)
         else:
             rotation.skip(scheduled_lr(self.param_groups))
-        if self._residencies[self.active_group] is not residency:
+        if self._states[self.active_group] is not state:
             if not is_stepped:
-                residency.release()
+                state.release()
             self._activate()
         ends_cycle = rotation.starts_cycle
-        if ends_cycle and self._streamed is not None and self._streamed.end_cycle(self._largest_state_bytes):
-            ends_cycle = False  # the measurement did not include the blocks that are resident now
-        # With streamed weights, state is prefetched after the forward, not beside it.
-        self._prefetcher.end_update(
-            self._residencies[self.active_group] if self._streamed is None else None, ends_cycle=ends_cycle
-        )
-
-    def _largest_state_bytes(self) -> int:
-        return max(self.state_sizes())
+        for end_step in self._told["end_step"]:
+            if end_step(ends_cycle=ends_cycle):
+                ends_cycle = False  # what the cycle has measured did not include the bytes that stay now
 
     def state_sizes(self) -> list[int]:
         """Return the bytes of each group's masters and state."""
-        return [waiting_bytes(each.weights, self._meter).total() for each in self._residencies]
+        return self._built.sizes()
 
     def has_gradient(self) -> bool:
         """Return whether the active group has a gradient other than the zeros that a GradScaler is given."""
         return self._hooks.has_gradient()
-
-    def _step_from_gradients(self) -> bool:
-        """Step the active group, if it has gradients. The change of weights that this begins ends with the update."""
-        weights = self._residencies[self.active_group].weights
-        for weight in weights:
-            if weight.trained is not weight.parameter:
-                weight.take_gradient()
-        if all(weight.parameter.grad is None for weight in weights):
-            return False
-        self._begin_update()
-        self._begin_change("step()")
-        for weight in weights:
-            if weight.trained is not weight.parameter:
-                weight.trained.grad = None  # so that it is freed as soon as its last chunk is stepped
-        if self.config.max_grad_norm is not None:
-            self.grad_norm = nn.utils.clip_grad_norm_(
-                [weight.parameter for weight in weights], self.config.max_grad_norm
-            )
-        with self._hooks.stepping():
-            self._residencies[self.active_group].step(weights, self.param_groups, self._applying)
-        return True
 
     def _check_step(self) -> None:
         """Refuse a step that the other ranks would not know of, or that is not HiFT's."""
@@ -566,8 +436,8 @@ class HiFT(CheckpointedSliver):
             )
         if self._awaited is not None:
             self._check_awaited()
-        if self._disk is not None:
-            self._disk.check()
+        for check_step in self._told["check_step"]:
+            check_step()
 
     def _check_not_delegated(self) -> None:
         if self._engine is not None:
@@ -579,37 +449,22 @@ class HiFT(CheckpointedSliver):
     def _begin_update(self) -> None:
         self._check_step()  # stepped gradients change weights in the backward, before `step` checks
         self._check_whole()
-        self._check_host_memory()
-        if self._waiting is not None:
-            self._waiting.arrive(self.active_group)
-        if self._streamed is not None:
-            self._streamed.begin_step()
-        self._residencies[self.active_group].begin(stays=not self.rotation.ends_turn, update=self.rotation.updates)
-        self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
-        if self._above is not None:
-            self._above.begin(self.rotation.updates, self._applying)
-
-    def _check_host_memory(self) -> None:
-        if not self._has_host_memory:
-            check_host_room(self._residencies, self._meter, self._disk)
-            self._has_host_memory = True
-        self._open_disk()
-
-    def _open_disk(self) -> None:
-        """Reserve the space of `state="disk"`, unless this was done before."""
-        if self._disk is not None and self._disk.files is None:
-            self._disk.open(self.state_sizes())
-            self._disk.begin_turn(self.rotation.coming_groups)
+        rotation = self.rotation
+        if not self._has_host_room:
+            self._built.room.take()
+            self._has_host_room = True
+        update = Update(rotation.updates, rotation.to_apply(scheduled_lr(self.param_groups)))
+        for begin_step in self._told["begin_step"]:
+            begin_step(update)
+        self._states[self.active_group].begin(stays=not rotation.ends_turn, update=update.number)
+        self._rates = update.rates
 
     @torch.no_grad()
-    def _step_weight(self, weight: Weight) -> bool:
-        """Step a weight inside the backward, and return whether it is one of the active group."""
-        with self._hooks.stepping():
-            if self._above is not None and self._above.holds(weight):
-                self._above.step(weight)
-                return False
-            self._residencies[self.active_group].step((weight,), self.param_groups, self._applying)
-            return True
+    def _step_weights(self, weights: Sequence[Weight]) -> None:
+        self._states[self.active_group].step(weights, self.param_groups, self._rates)
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        return self._hooks.stepping()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -618,16 +473,8 @@ class HiFT(CheckpointedSliver):
         Raises:
             RuntimeError: If `config.gradients` is not `device`, so that the gradients are gone by then.
         """
-        if self.config.steps_in_backward:
-            raise RuntimeError(
-                "a GradScaler unscales gradients after the backward, and gradients='stepped' has updated the weights "
-                "by scaled gradients before. Start again, in bf16 or with gradients='device'"
-            )
-        if self.config.gradients == "host":
-            raise RuntimeError(
-                "a GradScaler unscales all gradients at once, and gradients='host' keeps them in host memory. Train in "
-                "bf16, or set gradients='device'"
-            )
+        if self._route.refusal_of_scaler is not None:
+            raise RuntimeError(self._route.refusal_of_scaler)
         return False
 
     def detach(self, *, for_inference: bool = False) -> None:
@@ -644,16 +491,16 @@ class HiFT(CheckpointedSliver):
             return
         self._end_inference()
         if not self.is_detached:
+            for detach in self._told["detach"]:
+                detach()
             self._take_off()
-            self._prefetcher.load_ahead(self._residencies[self.active_group], 0)
             release(self._parameters_of_state(), self)
             if self._hooks.checks_model:
                 self._hooks.free_successors()
             self.is_detached = True
-        if for_inference and self._streamed is not None:
+        if for_inference:
             # It lasts longer than this optimizer: a function that trained the model may return it.
-            is_quantised = self._waiting is not None
-            self._end_inference = self._streamed.attach_for_inference(self._hooks.model, is_quantised=is_quantised)
+            self._end_inference = self._built.attach_for_inference(self._hooks.model)
 
     def reattach(self) -> None:
         """Continue after `detach`, with the same groups, masters and state.
@@ -707,10 +554,7 @@ class HiFT(CheckpointedSliver):
             Function to call, inside the backward, with each parameter whose gradient is the mean. It does nothing if
             gradients are not stepped.
         """
-        if self._in_backward is None:
-            return lambda parameter: None
-        self._in_backward.waits_for_means = True
-        return self._in_backward.on_mean
+        return self._route.wait_for_means()
 
     def delegate_to(self, engine: str) -> None:
         """Let an engine step the groups in HiFT's place.
@@ -736,8 +580,8 @@ class HiFT(CheckpointedSliver):
             )
         self._take_off()
         release(self._parameters_of_state(), self)
-        self._residencies = []
-        del self._hooks  # they hold the parameters, too
+        self._states = []
+        del self._hooks, self._built, self._route, self._told  # they hold the parameters, too
         self._fill_placeholder()
 
     def rebind_parameters(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
@@ -758,7 +602,7 @@ class HiFT(CheckpointedSliver):
             RuntimeError: If an update has failed, or is open: with stepped gradients, between a backward and `step`.
         """
         self._check_no_update_is_open()
-        state = {name: values for each in self._residencies for name, values in each.export().items()}
+        state = {name: values for each in self._states for name, values in each.export().items()}
         return {**self.state_header(state), "state": state}
 
     def state_by_group(self) -> Iterator[dict[str, WeightState]]:
@@ -772,10 +616,10 @@ class HiFT(CheckpointedSliver):
             OSError: With `state="disk"`, if a file can't be read or written.
         """
         self._check_no_update_is_open()
-        for residency in self._residencies:
-            yield residency.export(lasts=False)
-        if self._disk is not None:
-            self._disk.begin_turn(self.rotation.coming_groups)
+        for state in self._states:
+            yield state.export(lasts=False)
+        for after_save in self._told["after_save"]:
+            after_save()
 
     def state_header(self, names: Iterable[str]) -> dict[str, Any]:
         """Return everything in `whole_state` but the state of the weights.
@@ -785,18 +629,17 @@ class HiFT(CheckpointedSliver):
         """
         header = self._header()
         header["hift"]["weights"] = list(names)
-        return {**header, "own": adapted_hyperparameters(self._residencies)}
+        return {**header, "own": adapted_hyperparameters(self._states)}
 
     def _check_no_update_is_open(self) -> None:
         self._check_not_delegated()
         self._check_whole()
-        if self._in_backward is not None:
-            self._in_backward.check_closed()
+        self._route.check_closed()
 
     @property
     def has_own_files(self) -> bool:
         """Whether groups' state is stored in files, so that a checkpoint has it in a folder of its own."""
-        return self._disk is not None
+        return self._built.has_files
 
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state of `whole_state`. All tensors are copied to the storage that `config.state` names.
@@ -808,37 +651,26 @@ class HiFT(CheckpointedSliver):
             ValueError: If the state is of another model, grouping or optimizer, or is damaged. Nothing is changed then.
         """
         self._check_not_delegated()
-        for slots in self._prefetcher.slots.values():
-            slots.streams.synchronize()  # the given state may be this one's own, which copies still write
+        for before_load in self._told["before_load"]:
+            before_load()
         check_header(state_dict, self._header())
         check_accepted(state_dict["param_groups"], self.param_groups, self.base)
         check_weights(state_dict["state"], self.trained_weights, self._meter)
-        if self._half_done is not None or self._in_backward is not None:
-            self._drop_gradients()
+        if self._half_done is not None:
+            self._route.drop(self.trained_weights)
         self._begin_change("load_state_dict()")
-        if self._in_backward is not None:
-            self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
         self.rotation.restore(state_dict["hift"])
-        self._open_disk()
-        if self._disk is not None:
-            self._disk.begin_turn(())
-        restore_state(self._residencies, state_dict["state"], state_dict.get("own", {}))
-        if self._waiting is not None:
-            self._waiting.forget_codes()
+        for begin_load in self._told["begin_load"]:
+            begin_load()
+        restore_state(self._states, state_dict["state"], state_dict.get("own", {}))
+        for after_load in self._told["after_load"]:
+            after_load()
         if not self.is_detached:
             self._activate()
         self._end_change()
         if self.uses_sidecar:
             self._fill_placeholder()
-
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of an update that is half done."""
-        for weight in self.trained_weights:
-            drop_gradient(weight)
-            weight.trained.grad = None
-        if self._host_gradients is not None:
-            self._host_gradients.end_update()
 
     def _parameters_of_state(self) -> list[torch.nn.Parameter]:
         return [weight.trained for weight in self.trained_weights]
@@ -879,3 +711,12 @@ class HiFT(CheckpointedSliver):
             "waiting": self.config.waiting,
             "rounding": self.config.seed if self.config.master == "stochastic" else None,
         }
+
+
+def _begin_backward(own: weakref.ref[HiFT]) -> None:
+    """Tell the route and the listeners of a HiFT that a backward begins, unless it was dropped."""
+    hift = own()
+    if hift is not None:
+        hift._route.begin_backward()
+        for listener in hift._backward_listeners:
+            listener()

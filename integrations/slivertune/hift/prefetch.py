@@ -1,15 +1,17 @@
 """Prefetch chunks of a group's state: the bytes of the device that they may hold, and when they are loaded."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch import nn
+from typing_extensions import override
 
 from slivertune.core.device_memory import usable_bytes
 from slivertune.core.outputs import tensors_of
 from slivertune.hift.device_slots import DeviceSlots
-from slivertune.hift.residency import ResidentGroup
+from slivertune.hift.parts import Part, Turn
 
 PrefetchBytes = int | Literal["auto"]
 
@@ -108,15 +110,21 @@ class PrefetchBudget:
             self._num_bytes = min(room, default=0)
 
 
-class Prefetcher:
+class Prefetcher(Part):
     """Loads the active group's chunks as early as there is room, and evicts them when there is none.
 
     Args:
         setting: Setting `prefetch_bytes` of `HiFTConfig`.
+        shares_bus: Whether a forward loads weights. Chunks are then loaded in the backward, which takes longer and
+            needs fewer weights.
     """
 
-    def __init__(self, setting: PrefetchBytes) -> None:
+    def __init__(self, setting: PrefetchBytes, *, shares_bus: bool = False) -> None:
         self._setting = setting
+        self._shares_bus = shares_bus
+        self._turn: Turn | None = None
+        self._room_in_backward = 0
+        """Bytes that chunks may hold from the end of the forward on, if they share the bus."""
         self.slots: dict[torch.device, DeviceSlots] = {}
         """Slots by device, made with the state of the device's first group."""
         self._budget: PrefetchBudget | None = None
@@ -130,57 +138,74 @@ class Prefetcher:
                 self._budget = PrefetchBudget(self._setting)
         return self.slots[device]
 
-    def begin_forward(self, residency: ResidentGroup, group: int, inputs: Any) -> None:
-        """Prefetch as much as a forward leaves room for.
+    @override
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        return self._forget_turn
 
-        Args:
-            residency: Owner of the active group's state.
-            group: Index of the active group.
-            inputs: Inputs of the forward; None for one that does not train, which gets all the room.
-        """
-        if self._budget is not None:
-            self.load_ahead(residency, self.room_in(group, inputs))
+    def _forget_turn(self) -> None:
+        """Forget the group, whose state knows the slots: neither may keep the other in memory."""
+        self._turn = None
 
-    def room_in(self, group: int, inputs: Any) -> int:
-        """Note a forward, and return the bytes that it leaves for chunks.
+    @override
+    def begin_turn(self, turn: Turn) -> None:
+        self._turn = turn
 
-        Args:
-            group: Index of the active group.
-            inputs: Inputs of the forward; None for one that does not train.
-        """
-        if self._budget is None or inputs is None:
-            return 0
-        self._budget.note_peak(self.slots)
-        return self._budget.begin_forward(group, inputs)
+    @override
+    def begin_forward(self, inputs: Any) -> None:
+        """Prefetch as much as the forward leaves room for, which is all if it does not train."""
+        if self._budget is None or self._turn is None:
+            return
+        room = 0
+        if inputs is not None:
+            self._budget.note_peak(self.slots)
+            room = self._budget.begin_forward(self._turn.group, inputs)
+        self._room_in_backward = room if self._shares_bus else 0
+        if not self._room_in_backward:
+            self._load_ahead(room)
 
-    def load_ahead(self, residency: ResidentGroup, num_bytes: int) -> None:
-        """Set the bytes that chunks of the active group may hold, and begin to load them."""
+    @override
+    def end_forward(self, *, has_succeeded: bool) -> None:
+        if has_succeeded and self._room_in_backward:
+            self._load_ahead(self._room_in_backward)
+
+    def _load_ahead(self, num_bytes: int) -> None:
+        """Set the bytes that chunks of the active group may hold, and begin to load them. Do nothing out of a turn."""
+        if self._turn is None:
+            return
+        state = self._turn.state
         if any(num_bytes < slots.prefetch_bytes for slots in self.slots.values()):
-            residency.release(num_bytes)  # may add the slots of a group that has no state yet
+            state.release(num_bytes)  # may add the slots of a group that has no state yet
         for slots in self.slots.values():
             slots.prefetch_bytes = num_bytes
         if num_bytes:
-            residency.prefetch()
+            state.prefetch()
 
-    def note_lack_of_memory(self, residency: ResidentGroup) -> None:
+    @override
+    def out_of_memory(self) -> None:
         """Evict all prefetched chunks, and measure again."""
         if self._budget is not None:
             self._budget.fail()
-            self.load_ahead(residency, 0)
+            self._load_ahead(0)
 
-    def end_update(self, residency: ResidentGroup | None, *, ends_cycle: bool) -> None:
-        """Begin to load the chunks of the next update.
+    @override
+    def before_load(self) -> None:
+        for slots in self.slots.values():
+            slots.streams.synchronize()
 
-        Args:
-            residency: Owner of the active group's state; None if another group is still to be stepped.
-            ends_cycle: Whether every group has had its turn, so that the unused bytes are measured.
-        """
+    @override
+    def detach(self) -> None:
+        self._load_ahead(0)
+
+    @override
+    def end_step(self, *, ends_cycle: bool) -> bool:
+        """Begin to load the chunks of the next update, unless they share the bus with a forward to come."""
         if self._budget is None:
-            return
+            return False
         self._budget.note_peak(self.slots)
         if ends_cycle:
             self._budget.end_cycle(
                 {device: slots.held_bytes for device, slots in self.slots.items() if has_own_memory(device)}
             )
-        if residency is not None:
-            self.load_ahead(residency, self._budget.num_bytes)
+        if not self._shares_bus:
+            self._load_ahead(self._budget.num_bytes)
+        return False

@@ -2,15 +2,17 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from slivertune.core.layers import find_blocks
 from slivertune.core.refused_pairs import refuse_at
 from slivertune.core.torch_internals import is_without_data, set_buffer
 from slivertune.hift.host_weights import HostWeights, Movable, WaitingBlock
+from slivertune.hift.parts import Part, Turn, Update
 from slivertune.hift.prefetch import PeakMemory
 from slivertune.hift.rotation import Group
 from slivertune.hift.streamed_blocks import StreamedBlocks
@@ -40,7 +42,7 @@ def choose_resident(num_bytes: Sequence[int], resident_bytes: int) -> frozenset[
     return frozenset()
 
 
-class StreamedModel:
+class StreamedModel(Part):
     """A model whose blocks are offloaded to the host, except for resident ones, with all else on the device.
 
     Args:
@@ -56,6 +58,10 @@ class StreamedModel:
 
     blocks: StreamedBlocks
     """Hooks of the blocks, set by `attach`."""
+    quantised: WaitingLayers | None = None
+    """Holder of the weights that are codes, which are moved in their place."""
+    state_bytes: Callable[[], int]
+    """Function that returns the bytes of the device to leave for a group's state."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
         self._found = find_blocks(model)
@@ -67,34 +73,31 @@ class StreamedModel:
         self._active: Sequence[int] = ()
         self._budget = ResidentBudget(resident_bytes)
 
-    def attach(self, model: nn.Module, waiting: WaitingLayers | None) -> None:
+    @override
+    def attach(self, model: nn.Module) -> Callable[[], None]:
         """Move the model's weights to their places, and hook the blocks.
-
-        Args:
-            model: Model to move.
-            waiting: Holder of the weights that are codes, which are moved in their place.
 
         Raises:
             RuntimeError: If host memory can't be pinned.
         """
         self._move_the_rest(model)
-        is_new = waiting is not None or not hasattr(self, "blocks")  # codes are made anew
+        is_new = self.quantised is not None or not hasattr(self, "blocks")  # codes are made anew
         if is_new or not self.blocks.weights.take_over():
-            self.blocks = self._make_blocks(waiting)
+            self.blocks = self._make_blocks(self.quantised)
         self.blocks.attach(model)
+        return self.blocks.release
 
-    def attach_for_inference(self, model: nn.Module, *, is_quantised: bool) -> Callable[[], None]:
+    def attach_for_inference(self, model: nn.Module) -> Callable[[], None]:
         """Load the blocks for forwards of a detached model, with exact weights and without gradients.
 
         Args:
             model: The detached model, with exact weights.
-            is_quantised: Whether `attach` was given quantised weights.
 
         Returns:
             Function that leaves the blocks on the host again. A move or cast of the model calls it, too.
         """
         self._move_the_rest(model)
-        if is_quantised or not self.blocks.weights.take_over():
+        if self.quantised is not None or not self.blocks.weights.take_over():
             del self.blocks  # before the exact weights take as much memory
             self.blocks = self._make_blocks(None)
         self.blocks.weights.keep(())
@@ -137,31 +140,34 @@ class StreamedModel:
                     codes.append(StreamedCodes(held, lambda: own.blocks.weights, index))
             yield WaitingBlock(name, (*exact, *codes))
 
-    def begin_turn(self, group: int) -> None:
-        """Begin the turn of a group.
-
-        Args:
-            group: Index of the group.
-        """
-        self._active = self._trained[group]
+    @override
+    def begin_turn(self, turn: Turn) -> None:
+        self._active = self._trained[turn.group]
         self.blocks.weights.keep(self._active)
 
-    def begin_step(self) -> None:
+    @override
+    def begin_forward(self, inputs: Any) -> None:
+        self.blocks.begin_forward()
+
+    @override
+    def end_forward(self, *, has_succeeded: bool) -> None:
+        self.blocks.end_forward()
+
+    @override
+    def begin_step(self, update: Update) -> None:
         """Load the blocks to step, if no forward has done so."""
         self._budget.note_peak(self.device)
         for index in self._active:
             self.blocks.weights.bring(index)
 
-    def end_cycle(self, state_bytes: Callable[[], int]) -> bool:
-        """End a cycle. With `auto`, measure and let more blocks stay. Return whether other blocks are resident now.
+    @override
+    def end_step(self, *, ends_cycle: bool) -> bool:
+        """With `auto`, measure at the end of the first cycle, and let more blocks stay."""
+        return ends_cycle and self._budget.end_cycle(self.device, self.state_bytes) and self._stay()
 
-        Args:
-            state_bytes: Function that returns the bytes to leave for a group's state.
-        """
-        return self._budget.end_cycle(self.device, state_bytes) and self._stay()
-
-    def note_lack_of_memory(self) -> None:
-        """Note that a forward or backward ran out of memory, before the next begins: `auto` evicts all blocks."""
+    @override
+    def out_of_memory(self) -> None:
+        """With `auto`, evict all blocks."""
         if self._budget.fail():
             self._stay()
 

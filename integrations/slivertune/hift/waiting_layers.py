@@ -6,11 +6,12 @@ norms, biases and heads are always exact. Parameters that HiFT does not train (a
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from typing_extensions import override
 
 from slivertune.core.activation_room import read_memory
 from slivertune.core.copy_streams import CopyStreams, Event
@@ -22,13 +23,14 @@ from slivertune.core.torch_internals import FakeTensor
 from slivertune.hift.block_codes import check_available
 from slivertune.hift.config import WaitingForm
 from slivertune.hift.device_slots import DeviceSlots
+from slivertune.hift.parts import Part, Turn, Update
 from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.waiting_weight import ExactSource, WaitingWeight, held_by, waiting_weight_on
 
 
-class WaitingLayers:
+class WaitingLayers(Part):
     """Holds a model's idle layers as codes, and loads each group's exact weights for its turn.
 
     Args:
@@ -37,6 +39,7 @@ class WaitingLayers:
         prefetcher: Owner of the devices' slots and copy streams.
         home: Device on which the model computes, if its codes are offloaded with the rest of their blocks. None for
             codes on the device of the weights.
+        groups: Owners of all groups' state, by index; none if the weights only wait.
 
     Raises:
         ImportError: If the library of the codes is not installed.
@@ -44,7 +47,12 @@ class WaitingLayers:
     """
 
     def __init__(
-        self, model: nn.Module, form: WaitingForm, prefetcher: Prefetcher, home: torch.device | None = None
+        self,
+        model: nn.Module,
+        form: WaitingForm,
+        prefetcher: Prefetcher,
+        home: torch.device | None = None,
+        groups: Sequence[StreamedGroup] = (),
     ) -> None:
         check_available(form)
         self._model = model
@@ -54,65 +62,66 @@ class WaitingLayers:
             id(module.weight): waiting_weight_on(module, name, form)
             for name, module in linear_modules(model, [block for _, block in find_blocks(model)]).items()
         }
-        self._groups: Sequence[StreamedGroup] | None = None
+        self._groups = groups
+        self._active: Sequence[WaitingWeight] = ()
+        self._is_attached = False
         self._leaving: list[tuple[torch.Tensor, Event]] = []
         """Exact weights whose turn has ended, until their copies to the host are complete."""
 
-    def attach(self, groups: Sequence[StreamedGroup]) -> None:
+    @override
+    def attach(self, model: nn.Module) -> Callable[[], None]:
         """Offload the exact weights, and hold all as codes.
-
-        Args:
-            groups: Owners of all groups' state, by index.
 
         Raises:
             RuntimeError: If the model or a part of it is compiled.
         """
-        if self._groups is not None:
-            return  # `remove` could not release them
+        if self._is_attached:
+            return self.remove  # which could not release them
         layers = [
             each
             for each in self._model.modules()
             if any(id(own) in self._by_parameter for own in each.parameters(recurse=False))
         ]
         self._end_feature = attach_feature(self._model, "waiting", layers)
-        self._groups = groups
+        self._is_attached = True
         sources: dict[int, ExactSource] = {}
-        for group in groups:
+        for group in self._groups:
             held = [weight for weight in group.weights if id(weight.parameter) in self._by_parameter]
             for weight in group.on_master(held):
                 group.place_master(weight, self._by_parameter[id(weight.parameter)].exact())
                 sources[id(weight.parameter)] = _Master(group, weight)
         for key, waiting in self._by_parameter.items():
             hold(waiting, self._slots_of, sources.get(key), self._home)
+        return self.remove
 
     def weight_of(self, parameter: torch.Tensor) -> WaitingWeight | None:
         """Return the holder of a parameter that is quantised between its turns, or None if it is always exact."""
         return self._by_parameter.get(id(parameter))
 
-    def begin_turn(self, group: int) -> None:
-        """Quantise the exact weights of other groups, and begin to load those of this group.
-
-        Args:
-            group: Index of the group.
-        """
-        active = self._of(group)
+    @override
+    def begin_turn(self, turn: Turn) -> None:
+        """Quantise the exact weights of other groups, and begin to load those of this group."""
+        found = [self._by_parameter.get(id(weight.parameter)) for weight in turn.state.weights]
+        self._active = [each for each in found if each is not None]
         self._let_go()
         for each in self._by_parameter.values():
-            if each in active:
+            if each in self._active:
                 continue
             each.cancel_turn()
             if not each.is_waiting:
                 self._end_turn(each)
-        for each in active:
+        for each in self._active:
             each.begin_turn()
 
-    def arrive(self, group: int) -> None:
-        """Make a group's parameters hold their exact weights from the next operator on."""
-        for each in self._of(group):
+    @override
+    def begin_step(self, update: Update) -> None:
+        """Make the group's parameters hold their exact weights from the next operator on."""
+        for each in self._active:
             each.arrive()
 
-    def begin_forward(self) -> None:
-        """Begin an outermost forward: release the exact weights of ended turns."""
+    @override
+    def begin_forward(self, inputs: Any) -> None:
+        """Release the exact weights of ended turns."""
         self._let_go()
 
     def make_codes(self) -> None:
@@ -120,7 +129,8 @@ class WaitingLayers:
         for each in self._by_parameter.values():
             each.make_codes()
 
-    def forget_codes(self) -> None:
+    @override
+    def after_load(self) -> None:
         """Drop the codes, since the exact weights were replaced on the host."""
         for each in self._by_parameter.values():
             if each.is_waiting:
@@ -141,7 +151,7 @@ class WaitingLayers:
             each.restore()
             each.remove()
         self._end_feature()
-        self._groups = None
+        self._is_attached = False
 
     def _has_room(self) -> bool:
         """Return whether the device has room for the exact weights, and warn if not."""
@@ -172,11 +182,6 @@ class WaitingLayers:
             self._slots_of(exact.device).streams.compute_after(left)
         self._leaving.clear()
 
-    def _of(self, group: int) -> list[WaitingWeight]:
-        assert self._groups is not None
-        found = [self._by_parameter.get(id(weight.parameter)) for weight in self._groups[group].weights]
-        return [each for each in found if each is not None]
-
 
 def quantize_layers(model: nn.Module, waiting: WaitingForm) -> WaitingLayers:
     """Quantise the linear weights of a model's blocks before HiFT is built, with the exact ones on the host.
@@ -204,7 +209,7 @@ def quantize_layers(model: nn.Module, waiting: WaitingForm) -> WaitingLayers:
     """
     check_choice("waiting", waiting, get_args(WaitingForm))
     layers = WaitingLayers(model, waiting, Prefetcher(0))
-    layers.attach(())
+    layers.attach(model)
     return layers
 
 

@@ -22,8 +22,10 @@ import slivertune as st
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.manifest import MANIFEST_NAME, DamagedCheckpointError, check_whole, find_damage, write_manifest
 from slivertune.hift import group_file
+from slivertune.hift.disk import Disk
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.accelerator import one_device
+from tests.helpers.hift_parts import part_of
 from tests.helpers.models import assert_same_bits, assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import RankError, quick, run_ranks
 from tests.helpers.reference import train
@@ -163,9 +165,9 @@ def test_saving_reads_no_file_of_another_content(tmp_path: Path) -> None:
     model, hift = built(tmp_path / "state")
     train(model, hift, BATCHES, 8)
     hift.state_dict()
-    assert hift._disk is not None
-    assert hift._disk.files is not None
-    file = hift._disk.files[hift.rotation.coming_groups[3]]
+    files = part_of(hift, Disk).files
+    assert files is not None
+    file = files[hift.rotation.coming_groups[3]]
     os.pwrite(file._descriptor, b"other", file.used_bytes // 2)
     with pytest.raises(OSError, match="other bytes than were written"):
         save_state(hift, tmp_path / "saved")

@@ -13,6 +13,7 @@ from transformers.optimization import Adafactor
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.hift import tiled_steps
+from slivertune.hift.rotation import Rotation
 from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.ddp.hift import share_hift
@@ -191,7 +192,7 @@ def after_failures(rank: int, num_ranks: int) -> dict[str, Any]:
         update(0)
         if name == "begin":
             with (
-                mock.patch.object(HiFT, "_check_host_memory", side_effect=OSError("full")),
+                mock.patch.object(Rotation, "to_apply", side_effect=OSError("full")),
                 pytest.raises(OSError, match="full"),
             ):
                 update(1)

@@ -1,0 +1,172 @@
+"""Put HiFT together by its settings: the owner of each group's state, the route of gradients, and the other parts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.hift.disk import Disk
+from slivertune.hift.gradient_routes import DeviceGradients, Steps
+from slivertune.hift.host_gradients import HostGradients, bytes_of
+from slivertune.hift.host_room import HostRoom
+from slivertune.hift.in_backward import SteppedGradients
+from slivertune.hift.layers_above import LayersAbove
+from slivertune.hift.offload_buffer import host_buffer, mapped_buffer, waiting_bytes
+from slivertune.hift.parts import Part
+from slivertune.hift.piece import Weight
+from slivertune.hift.prefetch import Prefetcher
+from slivertune.hift.probe import StepMeter
+from slivertune.hift.residency import ResidentGroup
+from slivertune.hift.resident_blocks import StreamedModel
+from slivertune.hift.rotation import Group
+from slivertune.hift.streamed import StreamedGroup
+from slivertune.hift.trainable import check_master
+from slivertune.hift.waiting_layers import WaitingLayers
+from slivertune.hift.waiting_weight import WaitingWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """Parts of one HiFT over one model, and what it must know of them."""
+
+    states: Sequence[ResidentGroup]
+    """Owners of all groups' masters and state, by index."""
+    route: DeviceGradients
+    """Route of gradients to the step."""
+    parts: Sequence[Part]
+    """All parts, in the order in which they are told."""
+    sizes: Callable[[], list[int]]
+    """Function that returns the bytes of each group's masters and state, by index."""
+    quantised: WaitingLayers | None
+    """Holder of the weights that are quantised between their turns."""
+    streamed: StreamedModel | None
+    """Holder of the blocks that are offloaded."""
+    has_files: bool
+    """Whether groups' state is stored in files."""
+    room: HostRoom
+    """Room on the host for what is offloaded, to take before the first update."""
+
+    def waiting_weight(self, parameter: torch.Tensor) -> WaitingWeight | None:
+        """Return the holder of a parameter that is quantised between its turns, or None."""
+        return None if self.quantised is None else self.quantised.weight_of(parameter)
+
+    def make_codes(self) -> None:
+        """Quantise now what the next forward would."""
+        if self.quantised is not None:
+            self.quantised.make_codes()
+
+    @property
+    def waiting_weight_bytes(self) -> int:
+        """Bytes of weights that are offloaded to the host."""
+        return 0 if self.streamed is None else self.streamed.blocks.weights.waiting_bytes
+
+    def attach_for_inference(self, model: nn.Module) -> Callable[[], None]:
+        """Load offloaded blocks of a detached model for its forwards. Return the function that ends this."""
+        return (lambda: None) if self.streamed is None else self.streamed.attach_for_inference(model)
+
+
+def assemble(
+    model: nn.Module,
+    groups: Sequence[Group],
+    weights: Mapping[str, Weight],
+    meter: StepMeter,
+    param_groups: Sequence[Mapping[str, Any]],
+    steps: Steps,
+    coming: Sequence[int],
+) -> Assembly:
+    """Build the parts of one HiFT over one model.
+
+    Args:
+        model: Model that holds the weights.
+        groups: Groups of layers, by index.
+        weights: Trained weights by name.
+        meter: Meter of the base optimizer's steps, with HiFT's settings.
+        param_groups: Param groups of the user's optimizer.
+        steps: Functions that the route of gradients calls.
+        coming: All groups in the order of their next turns.
+
+    Raises:
+        ValueError: If a setting does not fit the model.
+        MemoryError: If exact weights are to be offloaded, and the host has no room.
+    """
+    config = meter.config
+    streamed = None
+    if config.weights == "host":
+        streamed = StreamedModel(model, groups, config.resident_bytes)
+        weights = {name: replace(each, home=streamed.device) for name, each in weights.items()}
+    check_master(config.master, weights.values())
+    meter.compile_steps(weights.values())
+    of_groups = [[weights[name] for name in group.parameter_names] for group in groups]
+    sizes = partial(_sizes, of_groups, meter)
+    prefetcher = Prefetcher(config.prefetch_bytes, shares_bus=streamed is not None)
+    states, disk = _states(of_groups, meter, prefetcher, sizes, coming)
+    room = HostRoom(states, meter, disk)
+    quantised = None
+    if config.waiting is not None:
+        room.take()
+        offloaded = [each for each in states if isinstance(each, StreamedGroup)]
+        home = None if streamed is None else streamed.device
+        quantised = WaitingLayers(model, config.waiting, prefetcher, home, offloaded)
+    if streamed is not None:
+        streamed.quantised, streamed.state_bytes = quantised, lambda: max(sizes())
+    above = LayersAbove(of_groups, config, param_groups) if config.inactive == "above" else None
+    host = partial(
+        HostGradients,
+        steps,
+        config.max_grad_norm,
+        slots_of=prefetcher.slots_of,
+        take_room=room.take,
+        in_flight_bytes=config.stream_bytes,
+        num_bytes=(max if above is None else sum)(bytes_of(weights) for weights in of_groups),
+    )
+    routes: dict[str, Callable[[], DeviceGradients]] = {
+        "device": lambda: DeviceGradients(steps, config.max_grad_norm),
+        "host": host,
+        "stepped": lambda: SteppedGradients(steps, weights, host(), above),
+    }
+    route = routes[config.gradients]()
+    parts = (disk, quantised, streamed, prefetcher, above, route)
+    return Assembly(
+        states=states,
+        route=route,
+        parts=[each for each in parts if each is not None],
+        sizes=sizes,
+        quantised=quantised,
+        streamed=streamed,
+        has_files=disk is not None,
+        room=room,
+    )
+
+
+def _sizes(groups: Sequence[Sequence[Weight]], meter: StepMeter) -> list[int]:
+    return [waiting_bytes(weights, meter).total() for weights in groups]
+
+
+def _states(
+    groups: Sequence[Sequence[Weight]],
+    meter: StepMeter,
+    prefetcher: Prefetcher,
+    sizes: Callable[[], list[int]],
+    coming: Sequence[int],
+) -> tuple[Sequence[ResidentGroup], Disk | None]:
+    """Build the owners of all groups' state, and the `Disk` that they share if each has a file.
+
+    If weights are sharded, files are memory-mapped, and each rank's copies wait for the disk.
+    """
+    config, slots_of = meter.config, prefetcher.slots_of
+    if config.state == "device":
+        return [ResidentGroup(weights, meter) for weights in groups], None
+    if config.state != "disk":
+        return [StreamedGroup(weights, meter, slots_of, host_buffer) for weights in groups], None
+    if any(weight.trained is not weight.parameter for weights in groups for weight in weights):
+        folder = Path(config.state_dir or ".")
+        return [StreamedGroup(each, meter, slots_of, lambda streams: mapped_buffer(folder)) for each in groups], None
+    disk = Disk(config, sizes, coming)
+    owners = [
+        StreamedGroup(weights, meter, slots_of, partial(disk.new_buffer, group)) for group, weights in enumerate(groups)
+    ]
+    return owners, disk
