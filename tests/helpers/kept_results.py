@@ -208,7 +208,7 @@ def is_worse(task: str, name: str, other: str) -> bool:
 
 
 def in_dense_time(first: str, tokens: int, card: str = "4090") -> list[float]:
-    """Losses of the longest run of a row whose updates fit the planned time of dense's, tokens being those of an 8B.
+    """Losses of the best run of a row whose updates fit the planned time of dense's, tokens being those of an 8B.
 
     Nothing if no run is as short as that.
     """
@@ -217,7 +217,7 @@ def in_dense_time(first: str, tokens: int, card: str = "4090") -> list[float]:
     names = [row["name"] for row in result("quality")["language"]]
     names = [name for name in names if first in (name, name.rpartition("-x")[0])]
     fitting = [name for name in names if times_as_many_updates(name) <= allowed]
-    return learned(max(fitting, key=times_as_many_updates)) if fitting else []
+    return min(map(learned, fitting), key=statistics.fmean, default=[])
 
 
 def ways_in_dense_time() -> list[str]:
@@ -251,6 +251,12 @@ def peak_of(task: str, name: str) -> int:
     """Bytes of a row on the device at its peak."""
     (row,) = [each for each in result("quality")[task] if each["name"] == name]
     return max(run["peak_bytes"]["device"] for run in row["runs"])
+
+
+def loss_before(name: str) -> float:
+    """The loss of a row's model on the language reference, before training."""
+    (loss,) = {run["before"]["eval_loss"] for run in _language_row(name)["runs"]}
+    return float(loss)
 
 
 def learned_rate(name: str) -> float:
