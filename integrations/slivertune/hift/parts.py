@@ -14,7 +14,7 @@
     after_load                ... and are whole again
     detach                    the rotation ends, maybe for a while
 
-All parts are told of a moment in the order of the list that HiFT builds, and undone in the opposite order.
+All parts are told of a moment in the order of the list that `assemble` builds, and undone in the opposite order.
 """
 
 from collections.abc import Callable, Iterable
@@ -113,13 +113,10 @@ class Part:
         """Release what is on the device for the turns to come."""
 
 
-MOMENTS = tuple(name for name in vars(Part) if not name.startswith("_"))
-"""Names of the moments."""
-
-
 def methods_by_moment(parts: Iterable[Part]) -> dict[str, list[Any]]:
     """Return the methods of all parts that do something, in the order of the parts, by the moment."""
     return {
-        moment: [getattr(part, moment) for part in parts if getattr(type(part), moment) is not getattr(Part, moment)]
-        for moment in MOMENTS
+        moment: [getattr(part, moment) for part in parts if getattr(type(part), moment) is not nothing]
+        for moment, nothing in vars(Part).items()
+        if not moment.startswith("_")
     }

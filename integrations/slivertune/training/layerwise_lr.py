@@ -33,14 +33,14 @@ def check_layerwise_lr(decay: float, training: TrainingArguments, *, own_optimiz
     """
     if decay == 1:
         return
-    optim, schedule = (str(enum_value(each)) for each in (training.optim, training.lr_scheduler_type))
-    engine: Any = getattr(training, "hf_deepspeed_config", None)
+    optim, schedule = (enum_value(each) for each in (training.optim, training.lr_scheduler_type))
     if own_optimizer_of is not None:
         raise ValueError(_refusal(decay, f"--method {own_optimizer_of}"))
     if optim in _OWN_RATES or optim.endswith("_layerwise"):
         raise ValueError(_refusal(decay, f"--optim {optim}"))
     if schedule in _ABSOLUTE:
         raise ValueError(_refusal(decay, f"--lr_scheduler_type {schedule}"))
+    engine: Any = getattr(training, "hf_deepspeed_config", None)
     _check_engine(decay, getattr(engine, "config", {}))
 
 
