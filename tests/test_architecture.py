@@ -15,6 +15,7 @@ import pytest
 # module or folder.
 FLOORS = {
     "core": 0,
+    "parked": 1,
     "chunked_loss": 1,
     "deltas": 1,
     "hift": 2,

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import (
     AutoModelForCausalLM,
@@ -237,6 +238,8 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "HiFTConfig": slivertune.HiFTConfig,
         "AutoModelForCausalLM": AutoModelForCausalLM,
         "path": path,
+        "get_peft_model": get_peft_model,
+        "lora": LoraConfig(r=2, target_modules="all-linear"),
         "device": "cpu",
         "loader": torch.utils.data.DataLoader(rows),  # type: ignore[arg-type]
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
@@ -256,6 +259,8 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [
         *[("hift", number) for number in (0, *range(2, 9))],
         ("long-sequences", 0),
+        ("parked", 0),
+        ("parked", 1),
         ("ranks", 0),
         ("sft", 0),
         ("trainers", 0),
@@ -265,6 +270,7 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("chunked_cross_entropy", 0),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 def test_a_block_of_a_page_runs(page: str, number: int, scope: dict[str, Any]) -> None:
     block = python_blocks(page)[number]
     if "activation_checkpointing_enable" in block and not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
@@ -320,5 +326,5 @@ def test_each_block_of_python_is_run_by_a_test() -> None:
     assert found.pop("coming-from") == 11
     assert found == {
         "hift": 9, "ranks": 2, "sft": 2, "trainers": 3, "tokentune": 2, "chunked_cross_entropy": 1, "watching": 1,
-        "long-sequences": 1,
+        "long-sequences": 1, "parked": 2,
     }  # fmt: skip

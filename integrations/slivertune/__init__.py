@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from slivertune.core.offloaded_activations import offload_activations
     from slivertune.core.token_tiles import tile_tokens
     from slivertune.deltas import SparseDelta
-    from slivertune.hift import HiFT, HiFTConfig, keep_blocks_on_host, load_quantized, quantize_layers
+    from slivertune.hift import HiFT, HiFTConfig
     from slivertune.interop import attach
     from slivertune.parallel.initialize import initialize
     from slivertune.parallel.prepare import prepare
+    from slivertune.parked import ParkedLayers, keep_blocks_on_host, load_quantized, park_layers, quantize_layers
     from slivertune.sft import SFT, SFTConfig
     from slivertune.tokentune import TokenTune, TokenTuneHandle
 
@@ -44,6 +45,7 @@ __all__ = [
     "HiFTConfig",
     "Layer",
     "Ledger",
+    "ParkedLayers",
     "SFTConfig",
     "SparseDelta",
     "TokenTune",
@@ -59,6 +61,7 @@ __all__ = [
     "keep_blocks_on_host",
     "load_quantized",
     "offload_activations",
+    "park_layers",
     "prepare",
     "quantize_layers",
     "tile_tokens",
@@ -73,6 +76,7 @@ _MODULE_OF_NAME = {
     "HiFTConfig": "slivertune.hift",
     "Layer": "slivertune.core.layers",
     "Ledger": "slivertune.core.ledger",
+    "ParkedLayers": "slivertune.parked",
     "SFT": "slivertune.sft",
     "SFTConfig": "slivertune.sft",
     "SparseDelta": "slivertune.deltas",
@@ -85,11 +89,12 @@ _MODULE_OF_NAME = {
     "find_layers": "slivertune.core.layers",
     "initialize": "slivertune.parallel.initialize",
     "keep_activations": "slivertune.core.kept_activations",
-    "keep_blocks_on_host": "slivertune.hift",
-    "load_quantized": "slivertune.hift",
+    "keep_blocks_on_host": "slivertune.parked",
+    "load_quantized": "slivertune.parked",
     "offload_activations": "slivertune.core.offloaded_activations",
+    "park_layers": "slivertune.parked",
     "prepare": "slivertune.parallel.prepare",
-    "quantize_layers": "slivertune.hift",
+    "quantize_layers": "slivertune.parked",
     "tile_tokens": "slivertune.core.token_tiles",
     "why_not_chunked": "slivertune.chunked_loss",
 }

@@ -43,6 +43,11 @@ def _model() -> Any:
     return model
 
 
+def _parked(model: Any, **settings: Any) -> None:
+    model.model.layers.requires_grad_(False)
+    st.park_layers(model, **settings)
+
+
 def _hift(model: Any, **config: Any) -> None:
     model.kept = HiFT(model, torch.optim.SGD, config=HiFTConfig.paper(**config), lr=1e-2)
 
@@ -91,15 +96,17 @@ DOORS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "tile_tokens": {"tile_tokens": lambda model: st.tile_tokens(model, 6)},
     "offload_activations": {"offload_activations": st.offload_activations},
     "keep_activations='auto'": {"keep_activations": lambda model: st.keep_activations(model, "auto")},
-    "waiting": {
+    "quantised layers": {
         "HiFT": lambda model: _hift(model, waiting="int8"),
         "HiFT.wrap": lambda model: _wrap(model, waiting="int8"),
         "quantize_layers": lambda model: st.quantize_layers(model, "int8"),
         "load_quantized": _loaded,
+        "park_layers": lambda model: _parked(model, form="int8", place="device"),
     },
-    "weights='host'": {
+    "blocks on the host": {
         "HiFT": lambda model: _hift(model, weights="host"),
         "HiFT.wrap": lambda model: _wrap(model, weights="host"),
+        "park_layers": lambda model: _parked(model, place="host"),
     },
 }
 AT_A_FORWARD = ("torch.compile(block)", "torch.compile(block.forward)")
@@ -172,7 +179,7 @@ def test_after_the_first_is_removed_the_second_comes() -> None:
 
 
 @pytest.mark.parametrize("compiles_first", [False, True])
-@pytest.mark.parametrize("feature", ["waiting", "weights='host'"])
+@pytest.mark.parametrize("feature", ["quantised layers", "blocks on the host"])
 def test_a_part_without_the_feature_may_be_compiled(feature: Feature, compiles_first: bool) -> None:
     model = _model()
     steps = [lambda: DOORS[feature]["HiFT"](model), lambda: model.lm_head.compile(**COMPILE)]

@@ -222,6 +222,23 @@ def naive_rounding(values: torch.Tensor, seed: int, update: int, name: str) -> t
     return torch.from_numpy(rounded.astype(np.float32)).view(values.shape).bfloat16()
 
 
+def quantized_by_hand(weight: torch.Tensor, form: str) -> torch.Tensor:
+    """What a weight becomes that is quantised by blocks of 64: written anew, row by row for int8."""
+    if form == "exact":
+        return weight.clone()
+    if form == "nf4":
+        import bitsandbytes.functional
+
+        codes, state = bitsandbytes.functional.quantize_4bit(
+            weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
+        return bitsandbytes.functional.dequantize_4bit(codes, state)
+    blocks = nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+    scales = (blocks.float().abs().amax(dim=1, keepdim=True) / 127).to(weight.dtype)
+    codes = torch.round(blocks.float() / scales.float()).to(weight.dtype)
+    return (codes * scales).flatten()[: weight.numel()].view(weight.shape)
+
+
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from slivertune import HiFT, attach, keep_activations, prepare
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams
-from slivertune.hift import resident_blocks
-from slivertune.hift.resident_blocks import StreamedModel
+from slivertune.hift.parked_weights import ParkedWeights
+from slivertune.parked import streamed_model
 from tests.helpers.accelerator import forgotten, one_device
 from tests.helpers.architectures import BART, T5, hf, ids_and_decoder_ids, lora_llama
 from tests.helpers.delayed_streams import delayed
@@ -194,13 +194,11 @@ def test_an_accelerator_moves_nothing_and_a_cast_is_refused(tmp_path: Path) -> N
             optimizer.step()
             optimizer.zero_grad()
         assert_same_bits(second, first)
-    with pytest.raises(
-        RuntimeError, match=r"can't become torch.float32 on cpu: .* Cast the model before HiFT is built"
-    ):
+    with pytest.raises(RuntimeError, match=r"can't become torch.float32 on cpu: .* Cast or move the model before that"):
         second.float()
     with pytest.raises(RuntimeError, match="on meta"):
         second.to("meta")
-    with pytest.raises(RuntimeError, match="Cast the model before"):
+    with pytest.raises(RuntimeError, match="Cast or move the model before"):
         second.model.layers[0].half()
     second.to("cpu", torch.bfloat16)
     second.save_pretrained(tmp_path)
@@ -258,7 +256,7 @@ def test_programs_that_look_for_tied_weights_save_all_of_a_block(moment: str, tm
 def test_models_whose_blocks_are_no_units_are_refused() -> None:
     shared = tiny_llama(blocks=3)
     shared.model.layers[2].mlp = shared.model.layers[0].mlp
-    with pytest.raises(ValueError, match=r"layers.2.mlp.* is also a weight of model.layers.0"):
+    with pytest.raises(ValueError, match=r"model.layers.2 shares model.layers.0.mlp.* with another block"):
         hift_over(shared, "AdamW", **HOST)
     outside = tiny_llama(blocks=3)
     outside.shadow = outside.model.layers[0].mlp.down_proj
@@ -285,10 +283,10 @@ def test_auto_lets_blocks_stay_in_what_the_first_cycle_has_left_and_gives_them_u
 ) -> None:
     with delayed(None):
         first, resident, second, streamed = both(resident_bytes="auto")
-        own = part_of(streamed, StreamedModel)
+        own = part_of(streamed, ParkedWeights).streamed
         size = own.blocks.weights._blocks[0].num_bytes
         room = max(streamed.state_sizes()) + 2 * size
-        monkeypatch.setattr(resident_blocks.PeakMemory, "unused_bytes", lambda *_: room)
+        monkeypatch.setattr(streamed_model.PeakMemory, "unused_bytes", lambda *_: room)
         streamed_blocks = []
         for index in range(14):
             if index == 10:

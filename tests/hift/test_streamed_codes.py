@@ -16,7 +16,7 @@ import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.ledger import Ledger
-from slivertune.hift.resident_blocks import StreamedModel
+from slivertune.hift.parked_weights import ParkedWeights
 from tests.helpers.delayed_streams import delayed
 from tests.helpers.hift_parts import part_of
 from tests.helpers.models import bits, differing, seeded, tiny_llama, token_batches, twin, weights
@@ -153,7 +153,7 @@ def test_weights_that_are_loaded_count_and_evaluation_runs_on_codes() -> None:
 def test_a_layer_that_is_called_alone_has_the_weight_that_was_loaded_and_its_block_comes(has_failed: bool) -> None:
     model, hift, _ = both()
     train(model, hift, BATCHES, 2)
-    own = part_of(hift, StreamedModel)
+    own = part_of(hift, ParkedWeights).streamed
     if has_failed:
         handle = model.get_submodule("model.layers.3.mlp.down_proj").register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -245,7 +245,7 @@ def test_a_model_whose_host_memory_can_not_be_pinned_stays_as_it_was(monkeypatch
     def refuse(*ignored: Any) -> None:
         raise RuntimeError("can't be pinned")
 
-    monkeypatch.setattr("slivertune.hift.host_weights.claimed_host_memory", refuse)
+    monkeypatch.setattr("slivertune.parked.host_weights.claimed_host_memory", refuse)
     with pytest.raises(RuntimeError, match="can't be pinned"):
         HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8", **HOST), lr=1e-3)
     assert differing(weights(model), before) == []

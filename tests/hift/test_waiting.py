@@ -9,7 +9,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes.functional
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -21,7 +20,7 @@ import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.ledger import Ledger
-from slivertune.hift.exact_tensor import ExactTensor
+from slivertune.parked.exact_tensor import ExactTensor
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
     Batch,
@@ -38,23 +37,10 @@ from tests.helpers.models import (
 )
 from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
-from tests.helpers.reference import NaiveHiFT, naive_groups, train
+from tests.helpers.reference import NaiveHiFT, naive_groups, quantized_by_hand, train
 from tests.hift.cases import OPTIMIZERS
 
 FORMS = pytest.mark.parametrize("form", ["int8", "nf4"])
-
-
-def by_hand(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """What a weight becomes that is quantised by blocks of 64: written anew, row by row for int8."""
-    if form == "nf4":
-        codes, state = bitsandbytes.functional.quantize_4bit(
-            weight, blocksize=64, compress_statistics=True, quant_type="nf4"
-        )
-        return bitsandbytes.functional.dequantize_4bit(codes, state)
-    blocks = nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
-    scales = (blocks.float().abs().amax(dim=1, keepdim=True) / 127).to(weight.dtype)
-    codes = torch.round(blocks.float() / scales.float()).to(weight.dtype)
-    return (codes * scales).flatten()[: weight.numel()].view(weight.shape)
 
 
 class NaiveWaiting(NaiveHiFT):
@@ -74,7 +60,7 @@ class NaiveWaiting(NaiveHiFT):
             waits = is_linear and name not in self.active
             exact = self.exact[name]
             if waits and (name not in self.shown or self.shown[name][0] is not exact):
-                self.shown[name] = exact, by_hand(exact, self.form)
+                self.shown[name] = exact, quantized_by_hand(exact, self.form)
             parameter.copy_(self.shown[name][1] if waits else exact)
             # torch multiplies what is not contiguous, as a tile of several sequences, by a weight that trains in one
             # product, by a frozen one in a product a sequence: where kernels round by shape, these differ.
@@ -132,7 +118,7 @@ def compare(pair_: Any, batches: list[Batch], steps: int, **options: Any) -> Non
 
 # Of their pairs each is in test_pairwise.py.
 @rotated(form=["int8", "nf4"], dtype=[torch.float32, torch.bfloat16], layers_per_group=[1, 2, 4])
-def test_two_cycles_and_a_turn_are_those_of_weights_quantised_by_hand(
+def test_two_cycles_and_a_turn_are_those_of_weights_quantised_quantized_by_hand(
     form: str, dtype: torch.dtype, layers_per_group: int
 ) -> None:
     both = pair(tiny_llama(dtype), layers_per_group=layers_per_group, form=form, stream_bytes=4096)
@@ -218,7 +204,7 @@ def test_weights_that_are_loaded_count(steps: int) -> None:
     dense = twin(tiny_llama(torch.bfloat16, seed=7))
     for name, parameter in dense.named_parameters():
         if parameter.ndim == 2 and ".layers." in name and f"layers.{hift.active_group - 1}." not in name:
-            parameter.data = by_hand(parameter.data, "int8")
+            parameter.data = quantized_by_hand(parameter.data, "int8")
     with torch.no_grad():
         assert torch.equal(loss, dense(**token_batches(1)[0]).loss)
 
@@ -293,7 +279,7 @@ def test_an_optimizer_that_is_dropped_leaves_exact_weights() -> None:
 
 
 def test_what_has_no_room_on_the_device_goes_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slivertune.hift.waiting_layers.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("slivertune.parked.quantized_layers.free_bytes", lambda device: 1000)
     model, hift, naive = pair(tiny_llama(torch.bfloat16))
     batches = token_batches(8)
     train(model, hift, batches, 3)
@@ -389,7 +375,7 @@ def test_the_base_of_adapters_waits_for_good() -> None:
     dense = copy.deepcopy(model)
     for name, parameter in dense.named_parameters():
         if "base_layer" in name and "layers." in name:
-            parameter.data = by_hand(parameter.data, "nf4")
+            parameter.data = quantized_by_hand(parameter.data, "nf4")
     options: dict[str, Any] = {"lr": 1e-2}
     with pytest.warns(UserWarning, match="HiFT keeps them frozen"):
         own = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="nf4"), **options)
@@ -465,7 +451,11 @@ def tied(model: nn.Module) -> None:
         (tiny_llama, {"waiting": "int4"}, "waiting='int4' must be one of"),
         (tiny_llama, {"waiting": "int8", "state": "device"}, r'state="device" offloads none\. Use state="host"'),
         (tiny_llama, {"waiting": "int8", "state": "discard"}, 'Use state="host" or "disk"'),
-        (tiny_mixtral, {"waiting": "int8"}, r"mlp\.experts.* stacks of experts of [0-9,]+ bytes.*Leave out waiting="),
+        (
+            tiny_mixtral,
+            {"waiting": "int8"},
+            r"mlp\.experts.* stacks of experts of [0-9,]+ bytes.*Leave the weights exact",
+        ),
         (lambda: tiny_llama().half(), {"waiting": "int8"}, "float16"),
     ],
 )
@@ -482,7 +472,7 @@ def test_tied_wrapped_and_missing_linear_layers_are_refused_and_the_model_stays_
         HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
     model = tiny_llama()
     handle = slivertune.TokenTune(ratio=0.5).attach(model)
-    with pytest.raises(ValueError, match="Build HiFT first, then attach that"):
+    with pytest.raises(ValueError, match="Quantise the layers first"):
         HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
     handle.remove()
     assert all(each.requires_grad for each in model.parameters())
@@ -517,7 +507,7 @@ def test_layers_that_were_quantized_before_are_taken_over() -> None:
     plain = tiny_llama(torch.bfloat16)
     dense = twin(plain)
     handle = slivertune.quantize_layers(plain, "nf4")
-    with pytest.raises(ValueError, match=r"is quantised as nf4 already, and waiting='int8' was asked for"):
+    with pytest.raises(ValueError, match=r"is quantised as nf4 already, and 'int8' was asked for"):
         HiFT(plain, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8"), lr=1e-2)
     model, hift, naive = pair_over(plain, dense, "AdamW", form="nf4")
     compare((model, hift, naive), token_batches(8), 7)

@@ -12,9 +12,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import slivertune
 from slivertune import HiFTConfig, SFTConfig, TokenTune
-from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.interop.methods import count_updates
+from slivertune.parked.streamed_model import StreamedModel
 from tests.helpers.models import assert_same_bits, deterministic, tiny_llama
 from tests.helpers.ranks import quick
 from tests.training.test_callbacks import ROWS, StopAfter, Watch, collate, make_trainer

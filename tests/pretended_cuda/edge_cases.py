@@ -16,8 +16,8 @@ import slivertune as st
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.waiting_activations import WaitingActivations
+from slivertune.hift.parked_weights import ParkedWeights
 from slivertune.hift.prefetch import Prefetcher
-from slivertune.hift.waiting_layers import WaitingLayers
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.zero.state_mover import StateMover
@@ -228,7 +228,7 @@ def waiting_weights_are_replaced() -> None:
     trained(model, optimizer, "cuda", 9, 7)
     model.load_state_dict(saved)
     trained(model, optimizer, "cuda", 12, 9)
-    for held in part_of(optimizer, WaitingLayers)._by_parameter.values():
+    for held in part_of(optimizer, ParkedWeights).quantized._by_parameter.values():
         held.write(torch.ones(held.parameter.shape, dtype=torch.bfloat16, device="cuda"))
     optimizer.detach()
 

@@ -48,7 +48,7 @@ EDGES: dict[str, dict[str, str]] = {
         "GradientMemory._keep_until: the end of (left, tensors) after its copy": "gradients leave",
         "GradientMemory._settle_first: the computation after self._leaving[0][0]": "gradients leave",
     },
-    "hift/host_weights.py": {
+    "parked/host_weights.py": {
         "HostWeights.bring: the computation after slot.ready": "a forward fails at once",
         "HostWeights.put_back: the computation after self._arrives.get(index)": "many blocks come from the host",
         "HostWeights.send_back: outbound copies after self.streams.record()": "weights come from the host",
@@ -73,17 +73,19 @@ EDGES: dict[str, dict[str, str]] = {
         "StreamedGroup._step_piece: the computation after loaded.ready": "the optimizer is dropped",
         "StreamedGroup._let_go: the computation after stored": "a forward fails at once",
     },
-    "hift/waiting_layers.py": {
-        "WaitingLayers._end_turn: the end of (waiting.parameter.data, left) after its copy": "weights come from codes",
-        "WaitingLayers._let_go: the computation after left": "weights come from codes",
-        "_HostCopy.read: the host after all copies of self._streams": "waiting weights are replaced",
-        "_HostCopy.write: the host after all copies of self._streams": "waiting weights are replaced",
-        "_HostCopy.load: inbound copies after streams.record()": "weights come from codes",
-        "_HostCopy.load: inbound copies after self._stored": "a handle is removed after a step",
-        "_HostCopy.store: outbound copies after streams.record()": "a turn is broken off",
+    "parked/exact_source.py": {
+        "HostCopy.read: the host after all copies of self._streams": "waiting weights are replaced",
+        "HostCopy.write: the host after all copies of self._streams": "waiting weights are replaced",
+        "HostCopy.load: inbound copies after streams.record()": "weights come from codes",
+        "HostCopy.load: inbound copies after self._stored": "a handle is removed after a step",
+        "HostCopy.store: outbound copies after streams.record()": "a turn is broken off",
     },
-    "hift/waiting_weight.py": {
-        "WaitingWeight._arrived: the computation after ready": "weights come from codes",
+    "parked/quantized_layers.py": {
+        "QuantizedLayers._end_turn: the end of (held.parameter.data, left) after its copy": "weights come from codes",
+        "QuantizedLayers.let_go: the computation after left": "weights come from codes",
+    },
+    "parked/quantized_weight.py": {
+        "QuantizedWeight._arrived: the computation after ready": "weights come from codes",
     },
     "parallel/ddp/gradient_sync.py": {
         "_Bucket.settle: the computation after self.work": "gradients are averaged",
@@ -105,14 +107,14 @@ EDGES: dict[str, dict[str, str]] = {
 }
 """By file, each edge and the case that is reported without it."""
 UNREPORTED: dict[str, str] = {
-    "hift/host_weights.py HostWeights._load: inbound copies after self._arrives.get(index)": (
+    "parked/host_weights.py HostWeights._load: inbound copies after self._arrives.get(index)": (
         "a block is on its way to the host, its slot was given up, and it comes to another: else its slot was taken "
         "for another block, whose load has waited on the same stream"
     ),
     **dict.fromkeys(
         (
-            "hift/host_weights.py HostWeights.put_all_back: the computation after free[0].ready",
-            "hift/host_weights.py HostWeights.put_all_back: the computation after free[0].free_after",
+            "parked/host_weights.py HostWeights.put_all_back: the computation after free[0].ready",
+            "parked/host_weights.py HostWeights.put_all_back: the computation after free[0].free_after",
         ),
         "there are more slots than usual, since a backward has gone through more blocks at once than a forward does",
     ),
@@ -175,7 +177,7 @@ def test_every_call_that_orders_copies_is_an_edge() -> None:
 DROPPED = (
     "core/waiting_activations.py WaitingActivations._end: the computation after record.loading[1]",
     "hift/prefetch.py Prefetcher.before_load: the host after all copies of slots.streams",
-    "hift/waiting_layers.py _HostCopy.store: outbound copies after streams.record()",
+    "parked/exact_source.py HostCopy.store: outbound copies after streams.record()",
     "hift/streamed.py StreamedGroup._load_gradients: inbound copies after gradient.stored",
     "hift/device_pieces.py write_back: outbound copies after streams.record()",
     "parallel/zero/state_mover.py StateMover.to_host: outbound copies after self._streams.record()",

@@ -60,6 +60,10 @@ class StandIn:
         return _itself, (self.function,)
 
 
+class ReadsWeight:
+    """Base of an object whose method replaces a layer's forward, and reads a parked weight through its holder."""
+
+
 def put_stand_in(module: nn.Module, name: str, stand_in: StandIn) -> Callable[[], None]:
     """Replace a module's method by a stand-in, on this instance alone.
 

@@ -26,8 +26,8 @@ Feature = Literal[
     "tile_tokens",
     "offload_activations",
     "keep_activations='auto'",
-    "waiting",
-    "weights='host'",
+    "quantised layers",
+    "blocks on the host",
 ]
 """Features that stand on modules."""
 Setting = Literal[
@@ -81,12 +81,12 @@ REFUSED_PAIRS = (
         reason="offload_activations copies on a second stream, which torch.compile can't do inside a graph",
     ),
     RefusedPair(
-        first="waiting",
+        first="quantised layers",
         second="torch.compile",
         reason="a call around each linear layer dequantises its weight, and a compiled model skips that call",
     ),
     RefusedPair(
-        first="weights='host'",
+        first="blocks on the host",
         second="torch.compile",
         reason="a block's weights are at another address in each forward, which a compiled block does not follow",
     ),

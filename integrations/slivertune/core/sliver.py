@@ -47,6 +47,8 @@ class Sliver(torch.optim.Optimizer, ABC):
     """Consequence for a run that has lost this method's state, for messages."""
     may_differ: ClassVar[frozenset[str]] = frozenset()
     """Names of settings that may differ between ranks."""
+    trains_frozen_weights: ClassVar[bool] = False
+    """Whether weights of the model that are frozen now may train later."""
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ name any that has moved.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -81,6 +81,8 @@ RELIED_ON: Mapping[str, str] = {
     "torch.nn.modules.batchnorm._NormBase": "all norms over a batch or an instance",
     "torch.nn.modules.padding._ConstantPadNd": "all paddings by a constant",
     "torch._dynamo.eval_frame._is_in_optimized_module": "tells a forward inside of a compiled module",
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "leaves parked weights to "
+    "each rank",
     "torch.distributed.distributed_c10d._get_default_group": "the process group of a run",
     "torch.distributed.distributed_c10d._get_default_store": "the store that the ranks share",
     "torch.distributed.distributed_c10d._get_default_timeout": "tells a timeout that nobody has set",
@@ -332,6 +334,43 @@ def uncompiled_module(module: nn.Module) -> nn.Module:
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put another tensor in a buffer's place."""
     module._buffers[name] = value
+
+
+class _NamesHere(list[str]):
+    """Names of parameters of one model. A copy of the model has none."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[str]:
+        return []
+
+    def __reduce__(self) -> Any:
+        return list, ()
+
+
+def leave_to_each_rank(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+    """Have a later DDP neither broadcast nor reduce these parameters.
+
+    Args:
+        model: Model that DDP will wrap.
+        names: Names of the parameters in the model.
+
+    Returns:
+        Function that ends this for a DDP that is built afterwards.
+    """
+    before = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    parameters = dict(model.named_parameters())
+    ours = [name for name in names if not hasattr(parameters[name], "_ddp_ignored")]
+    set_ignored = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    set_ignored(model, _NamesHere([*before, *ours]))  # type: ignore[no-untyped-call]
+
+    def end() -> None:
+        for name in ours:
+            delattr(parameters[name], "_ddp_ignored")
+        if before:
+            set_ignored(model, before)  # type: ignore[no-untyped-call]
+        else:
+            del model._ddp_params_and_buffers_to_ignore
+
+    return end
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.layers import find_blocks
 from slivertune.hift.disk import Disk
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
 from slivertune.hift.host_gradients import HostGradients, bytes_of
@@ -16,17 +17,19 @@ from slivertune.hift.host_room import HostRoom
 from slivertune.hift.in_backward import SteppedGradients
 from slivertune.hift.layers_above import LayersAbove
 from slivertune.hift.offload_buffer import host_buffer, mapped_buffer, waiting_bytes
+from slivertune.hift.parked_weights import ParkedWeights, blocks_by_group
 from slivertune.hift.parts import Part
 from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import ResidentGroup
-from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.hift.rotation import Group
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import check_master
-from slivertune.hift.waiting_layers import WaitingLayers
-from slivertune.hift.waiting_weight import WaitingWeight
+from slivertune.parked.park import refuse_parked
+from slivertune.parked.quantized_layers import QuantizedLayers, linear_modules
+from slivertune.parked.quantized_weight import QuantizedWeight
+from slivertune.parked.streamed_model import StreamedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,32 +44,35 @@ class Assembly:
     """All parts, in the order in which they are told."""
     sizes: Callable[[], list[int]]
     """Function that returns the bytes of each group's masters and state, by index."""
-    quantised: WaitingLayers | None
-    """Holder of the weights that are quantised between their turns."""
-    streamed: StreamedModel | None
-    """Holder of the blocks that are offloaded."""
+    parked: ParkedWeights | None
+    """Holder of the weights that are quantised or offloaded between their turns."""
     has_files: bool
     """Whether groups' state is stored in files."""
     room: HostRoom
     """Room on the host for what is offloaded, to take before the first update."""
 
-    def waiting_weight(self, parameter: torch.Tensor) -> WaitingWeight | None:
+    def waiting_weight(self, parameter: torch.Tensor) -> QuantizedWeight | None:
         """Return the holder of a parameter that is quantised between its turns, or None."""
-        return None if self.quantised is None else self.quantised.weight_of(parameter)
+        quantized = None if self.parked is None else self.parked.quantized
+        return None if quantized is None else quantized.weight_of(parameter)
 
     def make_codes(self) -> None:
         """Quantise now what the next forward would."""
-        if self.quantised is not None:
-            self.quantised.make_codes()
+        if self.parked is not None and self.parked.quantized is not None:
+            self.parked.quantized.make_codes()
 
     @property
     def waiting_weight_bytes(self) -> int:
         """Bytes of weights that are offloaded to the host."""
-        return 0 if self.streamed is None else self.streamed.blocks.weights.waiting_bytes
+        return 0 if self._streamed is None else self._streamed.blocks.weights.waiting_bytes
 
     def attach_for_inference(self, model: nn.Module) -> Callable[[], None]:
         """Load offloaded blocks of a detached model for its forwards. Return the function that ends this."""
-        return (lambda: None) if self.streamed is None else self.streamed.attach_for_inference(model)
+        return (lambda: None) if self._streamed is None else self._streamed.attach_for_inference(model)
+
+    @property
+    def _streamed(self) -> StreamedModel | None:
+        return None if self.parked is None else self.parked.streamed
 
 
 def assemble(
@@ -94,9 +100,11 @@ def assemble(
         MemoryError: If exact weights are to be offloaded, and the host has no room.
     """
     config = meter.config
+    if config.waiting is not None or config.weights == "host":
+        refuse_parked(model, "build HiFT with waiting= or weights='host'")
     streamed = None
     if config.weights == "host":
-        streamed = StreamedModel(model, groups, config.resident_bytes)
+        streamed = StreamedModel(model, config.resident_bytes, blocks_by_group(model, groups))
         weights = {name: replace(each, home=streamed.device) for name, each in weights.items()}
     check_master(config.master, weights.values())
     meter.compile_steps(weights.values())
@@ -105,14 +113,20 @@ def assemble(
     prefetcher = Prefetcher(config.prefetch_bytes, shares_bus=streamed is not None)
     states, disk = _states(of_groups, meter, prefetcher, sizes, coming)
     room = HostRoom(states, meter, disk)
-    quantised = None
+    quantized = None
     if config.waiting is not None:
         room.take()
+        quantized = QuantizedLayers(
+            model,
+            linear_modules(model, [block for _, block in find_blocks(model)]),
+            config.waiting,
+            streams_of=lambda device: prefetcher.slots_of(device).streams,
+            home=None if streamed is None else streamed.device,
+        )
+    parked = None
+    if quantized is not None or streamed is not None:
         offloaded = [each for each in states if isinstance(each, StreamedGroup)]
-        home = None if streamed is None else streamed.device
-        quantised = WaitingLayers(model, config.waiting, prefetcher, home, offloaded)
-    if streamed is not None:
-        streamed.quantised, streamed.state_bytes = quantised, lambda: max(sizes())
+        parked = ParkedWeights(quantized, streamed, offloaded, lambda: max(sizes()))
     above = LayersAbove(of_groups, config, param_groups) if config.inactive == "above" else None
     host = partial(
         HostGradients,
@@ -129,14 +143,13 @@ def assemble(
         "stepped": lambda: SteppedGradients(steps, weights, host(), above),
     }
     route = routes[config.gradients]()
-    parts = (disk, quantised, streamed, prefetcher, above, route)
+    parts = (disk, parked, prefetcher, above, route)
     return Assembly(
         states=states,
         route=route,
         parts=[each for each in parts if each is not None],
         sizes=sizes,
-        quantised=quantised,
-        streamed=streamed,
+        parked=parked,
         has_files=disk is not None,
         room=room,
     )

@@ -16,13 +16,12 @@ from slivertune.core.setting_checks import (
     layers_or_auto,
     read_bytes,
 )
+from slivertune.parked.forms import CodesForm, WeightPlace
 
 Order = Literal["bottom2up", "top2down", "random"]
 StatePlace = Literal["host", "device", "disk", "discard"]
 MasterKind = Literal["fp32", "none", "stochastic"]
 GradientPlace = Literal["device", "host", "stepped"]
-WeightPlace = Literal["device", "host"]
-WaitingForm = Literal["int8", "nf4"]
 CompileChoice = Literal["auto", "always", "never"]
 InactiveLayers = Literal["frozen", "above"]
 LayersPerGroup = Annotated[float | Literal["all", "auto"], Spelling(value_name="N|SHARE|all|auto", read=layers_or_auto)]
@@ -124,7 +123,7 @@ class HiFTConfig:
     * `stepped`: each tensor is stepped as soon as its gradient is complete, which is then freed, so that about one
       exists at a time. Clipping, GradScaler, closures and base optimizers that need the whole group at once are not
       possible. With accumulation, gradients of earlier backward passes are offloaded to the host."""
-    waiting: WaitingForm | None = None
+    waiting: CodesForm | None = None
     """Format in which the device holds the linear weights of idle blocks, int8 or nf4. They are exact by default. Exact
     weights are offloaded to host memory, and saved. Evaluation runs on the weights on the device.
 
@@ -273,8 +272,8 @@ class HiFTConfig:
                 'state="host" or "disk"'
             )
 
-    def _check_waiting(self, waiting: WaitingForm) -> None:
-        check_choice("waiting", waiting, get_args(WaitingForm))
+    def _check_waiting(self, waiting: CodesForm) -> None:
+        check_choice("waiting", waiting, get_args(CodesForm))
         if self.state not in ("host", "disk"):
             raise ValueError(
                 f'waiting="{self.waiting}" offloads exact weights with their state, and state="{self.state}" offloads '

@@ -32,10 +32,10 @@ from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residency import WeightState, adapted_hyperparameters, restore_state
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
-from slivertune.hift.streamed_blocks import release_detached
 from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
-from slivertune.hift.waiting_weight import WaitingWeight
+from slivertune.parked.quantized_weight import QuantizedWeight
+from slivertune.parked.streamed_blocks import release_detached
 
 
 class HiFT(CheckpointedSliver):
@@ -73,6 +73,7 @@ class HiFT(CheckpointedSliver):
     method = "hift"
     without_state = "masters, moments and the turn would start from zero in the middle of a run"
     may_differ = frozenset({"state_dir", "state_ram_bytes"})
+    trains_frozen_weights = True
     title = "HiFT"
     refusal_to_add = "HiFT's groups are fixed for the whole run. Pass all parameters when it is built"
     refusal_to_copy = (
@@ -275,7 +276,7 @@ class HiFT(CheckpointedSliver):
         """Whether steps in tiles are compiled (`HiFTConfig.compile_step`)."""
         return self._meter.is_compiled_on(self.trained_weights[0].device)
 
-    def waiting_weight(self, parameter: torch.Tensor) -> WaitingWeight | None:
+    def waiting_weight(self, parameter: torch.Tensor) -> QuantizedWeight | None:
         """Return the holder of a parameter that is quantised between its turns (`config.waiting`), or None.
 
         Args:

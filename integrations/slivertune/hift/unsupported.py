@@ -2,7 +2,8 @@
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import GradientPlace, InactiveLayers, MasterKind, StatePlace, WaitingForm, WeightPlace
+from slivertune.hift.config import GradientPlace, InactiveLayers, MasterKind, StatePlace
+from slivertune.parked.forms import CodesForm, WeightPlace
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
@@ -22,7 +23,7 @@ def clash_with_layout(
     master: MasterKind,
     gradients: GradientPlace,
     state_ram_bytes: int = 0,
-    waiting: WaitingForm | None = None,
+    waiting: CodesForm | None = None,
     weights: WeightPlace = "device",
 ) -> str | None:
     """Return why HiFT can't train with these settings under a layout.

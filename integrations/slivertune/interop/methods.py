@@ -85,8 +85,8 @@ def check_hift_settings(
     gradients_written = written("gradients", gradients)
     refuse_together(
         {
-            "waiting": None if waiting is None else written("waiting", waiting),
-            "weights='host'": written("weights", weights) if weights == "host" else None,
+            "quantised layers": None if waiting is None else written("waiting", waiting),
+            "blocks on the host": written("weights", weights) if weights == "host" else None,
             "gradients='stepped'": gradients_written if gradients == "stepped" else None,
             "gradients='host'": gradients_written if gradients == "host" else None,
             "torch.compile": written("torch_compile", True) if training.torch_compile else None,

@@ -14,6 +14,7 @@ from slivertune.parallel.adapters import check_before, engine_adapter_of
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.layout import LAYOUT_OF_STAGE
 from slivertune.parallel.zero.unsupported import check_stage
+from slivertune.parked.park import refuse_parked
 
 _FILLED_ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _SIZES = {
@@ -107,6 +108,7 @@ def initialize(
     layout = LAYOUT_OF_STAGE[check_stage(settings, type(optimizer).__name__)]
     adapter = engine_adapter_of(optimizer, layout)
     check_before(optimizer, model, layout)
+    refuse_parked(model, "initialize it for DeepSpeed")
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(optimizer)
     arguments["lr_scheduler"] = lr_scheduler

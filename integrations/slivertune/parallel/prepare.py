@@ -10,6 +10,7 @@ from slivertune.parallel.checkpoint.manifests import seal_states
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.layout import layout_of
+from slivertune.parked.park import refuse_parked
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
@@ -53,6 +54,8 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     optimizer = slivers[0]
     adapter = adapter_of(optimizer, layout)
     check_before(optimizer, models[0], layout)
+    if layout != "ddp":
+        refuse_parked(models[0], f"prepare the model for {layout}")
     check_agreement(optimizer.facts())
     seal_states(accelerator)
     return adapter.prepare(accelerator, models[0], optimizer, objects)

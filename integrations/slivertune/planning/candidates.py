@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from slivertune.hift.block_codes import check_available
-from slivertune.hift.config import MasterKind, WaitingForm
+from slivertune.hift.config import MasterKind
+from slivertune.parked.block_codes import check_available
+from slivertune.parked.forms import CodesForm
 from slivertune.planning.methods import clash_with_method, planned
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
@@ -26,7 +27,7 @@ card does about 150 to 300 bf16 operations in the time in which it reads a byte)
 takes longer than the whole batch."""
 TILE_SIZES = (8192, 4096, BUSY_TOKENS)
 """Tokens per tile, from the size that makes the fewest products."""
-_WAITING_FORMS: tuple[WaitingForm, ...] = ("int8", "nf4")
+_WAITING_FORMS: tuple[CodesForm, ...] = ("int8", "nf4")
 """Values of `waiting` to try, the slightest rounding first."""
 _LENGTH_STEP = 128
 """Step in tokens between sequence lengths to try, as large as the tiles of attention and matrix kernels."""
@@ -229,7 +230,7 @@ def _waiting_in_fewer_bits(request: PlanRequest) -> list[PlanRequest]:
     return [waiting for form in _WAITING_FORMS if _is_available(form) for waiting in _changed(request, waiting=form)]
 
 
-def _is_available(form: WaitingForm) -> bool:
+def _is_available(form: CodesForm) -> bool:
     try:
         check_available(form)
     except ImportError:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slivertune.hift.prefetch import MARGIN_SHARE
+from slivertune.core.peak_memory import MARGIN_SHARE
 from slivertune.planning.cards import Rates
 from slivertune.planning.methods import planned
 from slivertune.planning.plan import MemoryRequirement, Plan

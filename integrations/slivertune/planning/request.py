@@ -24,10 +24,9 @@ from slivertune.hift.config import (
     InactiveLayers,
     MasterKind,
     StatePlace,
-    WaitingForm,
-    WeightPlace,
 )
 from slivertune.hift.unsupported import STEPPED_ONCE, clash_of_rounding, clash_with_layout
+from slivertune.parked.forms import CodesForm, WeightPlace
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
@@ -94,7 +93,7 @@ class PlanRequest:
     compile_step: CompileChoice = _HIFT.compile_step
     state_ram_bytes: Bytes = _HIFT.state_ram_bytes
     save_total_limit: int | None = None
-    waiting: WaitingForm | None = _HIFT.waiting
+    waiting: CodesForm | None = _HIFT.waiting
     prefetch_bytes: Bytes = 0
     weights: WeightPlace = _HIFT.weights
     resident_bytes: Bytes = 0

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slivertune.core.module_hook import ReadsWeight
 from slivertune.core.sized import sized
 from slivertune.deltas.delta import read_flat, write_flat
+from slivertune.parked.quantized_weight import held_by
 from slivertune.sft.config import PhiGradient
 from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.targets import Target
@@ -45,7 +47,7 @@ def check_layer_form(target: Target, phi_gradient: PhiGradient) -> None:
         )
 
 
-class DeltaLayer:
+class DeltaLayer(ReadsWeight):
     """Makes a linear layer compute X (W + delta)^T while its weight W stays frozen.
 
     Each product adds the deltas to W in place, in fp32 and rounded once, and restores W's bits afterwards. A 4-bit W is
@@ -113,7 +115,8 @@ class DeltaLayer:
             yield _with_sums(dense, indices, dense.take(indices), phi).to(dtype)
             return
         # `.data` leaves W's version unchanged: others may have saved W for their backward, and its bits are restored.
-        dense = self.weight.target.parameter.data
+        held = held_by(self.weight.target.module)
+        dense = self.weight.target.parameter.data if held is None else held.dense()
         present = read_flat(dense, self.weight.indices)
         # If a layout gathers shards in a lower precision, the entries of W are rounded already.
         base = present if self.weight.kept_base is None else self.weight.kept_base

@@ -9,6 +9,8 @@ from torch import nn
 from slivertune.core.ledger import claim
 from slivertune.core.parameters import check_form
 from slivertune.deltas.delta import SparseDelta, read_flat, rounded_sum, write_flat
+from slivertune.parked.park import compute_device_of
+from slivertune.parked.quantized_weight import held_by
 from slivertune.sft.growth import Estimate, GrowthEstimator
 from slivertune.sft.largest import NONE
 from slivertune.sft.moments import Moments, regrown
@@ -43,7 +45,7 @@ class PretrainedValues:
     @property
     def device(self) -> torch.device:
         """Device of the tensor's gradients, and so of its state."""
-        return self._target.parameter.device
+        return compute_device_of(self._target.parameter)
 
     def read(self, indices: torch.Tensor) -> torch.Tensor:
         """Copy entries, in the tensor's dtype.
@@ -51,7 +53,8 @@ class PretrainedValues:
         Args:
             indices: Sorted flat positions, int32; the same on every rank.
         """
-        return read_flat(self._target.parameter, indices)
+        exact = self.whole()
+        return read_flat(exact, indices.to(exact.device)).to(indices.device)
 
     def differing(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Mark the entries that this rank holds whose bits differ from given values, as a local operation.
@@ -63,15 +66,21 @@ class PretrainedValues:
         Returns:
             Mask, bool, shape (n,).
         """
-        return bits_differ(read_flat(self._target.parameter, indices), values)
+        return bits_differ(self.read(indices), values)
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Set entries."""
-        write_flat(self._target.parameter, indices, values)
+        held, exact = held_by(self._target.module), self.whole()
+        if held is not None and held.is_waiting:
+            exact = exact.clone()
+        write_flat(exact, indices.to(exact.device), values.to(exact.device))
+        if held is not None and held.is_waiting:
+            held.write(exact)
 
     def whole(self) -> torch.Tensor:
-        """Return the whole tensor, on every rank."""
-        return self._target.parameter.detach()
+        """Return the whole tensor, on every rank. If it is parked, it is in host memory."""
+        held = held_by(self._target.module)
+        return self._target.parameter.detach() if held is None else held.exact()
 
 
 class SparseWeight:

@@ -22,8 +22,8 @@ from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
 from slivertune.hift.offloaded_gradient import OffloadedGradient
-from slivertune.hift.waiting_weight import WaitingWeight
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard
+from slivertune.parked.quantized_weight import held_by
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes per bucket, as in DistributedDataParallel."""
@@ -32,28 +32,24 @@ _MOST_UNDER_WAY = 2
 
 
 @torch.no_grad()
-def broadcast_from_first(
-    model: nn.Module,
-    device: torch.device | None = None,
-    waiting_weight: Callable[[torch.Tensor], WaitingWeight | None] = lambda parameter: None,
-) -> None:
-    """Copy every parameter and buffer from rank 0 to all ranks. A collective.
+def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
+    """Copy every parameter and buffer from rank 0 to all ranks, of quantised weights the exact ones. A collective.
 
     Args:
         model: The model, the same on every rank except for its values.
-        device: Device of the communication, for a model whose weights are partly offloaded; None: each tensor's own.
-        waiting_weight: Function that returns the quantised form of a parameter, whose exact weight is then sent.
+        device: Device of the communication.
     """
     if world_size() == 1:
         return
+    quantized = {id(held.parameter): held for held in map(held_by, model.modules()) if held is not None}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        waiting = waiting_weight(tensor)
-        exact = tensor if waiting is None else waiting.exact()
-        contiguous = exact.detach().to(device or tensor.device).contiguous()
+        held = quantized.get(id(tensor))
+        exact = tensor if held is None else held.exact()
+        contiguous = exact.detach().to(device).contiguous()
         with guard("sending the weights of rank 0"):
             dist.broadcast(contiguous, src=0)
-        if waiting is not None:
-            waiting.write(contiguous)
+        if held is not None:
+            held.write(contiguous)
         elif contiguous.data_ptr() != tensor.data_ptr():
             tensor.copy_(contiguous)
 

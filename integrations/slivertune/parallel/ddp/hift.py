@@ -47,7 +47,7 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
         accelerator: Accelerator that marks an update's last micro-batch; None averages after every backward pass.
     """
     heartbeat = Heartbeat("hift")
-    broadcast_from_first(model, hift.trained_weights[0].device, hift.waiting_weight)
+    broadcast_from_first(model, hift.trained_weights[0].device)
     hift.use_sidecar("DDP")
     consistency = ConsistencyCheck(hift, heartbeat, with_weights=True)
     communicator = BucketedAllReduce(

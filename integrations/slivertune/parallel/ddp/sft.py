@@ -29,7 +29,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
     with sft.rebinding_parameters(communicator):
         placed = accelerator.prepare_model(model, evaluation_mode=True)
-        broadcast_from_first(model)
+        broadcast_from_first(model, accelerator.device)
     communicator.keep_together(sft)
     prepared = prepare_rest(accelerator, model, placed, sft, objects)
     compare_when_saving(accelerator, lambda: communicator.compare_all(sft))

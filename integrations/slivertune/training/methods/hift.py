@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
-from slivertune.hift import keep_blocks_on_host, quantize_layers
 from slivertune.hift.config import HiFTConfig
 from slivertune.interop.methods import check_base_optimizer, check_hift_settings
+from slivertune.parked import keep_blocks_on_host, quantize_layers
 from slivertune.planning.cards import Card, find_card
 from slivertune.planning.layers_per_group import choose_layers_per_group
 from slivertune.planning.plan import Limits

@@ -7,9 +7,9 @@ from typing_extensions import override
 
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.hift.block_codes import BlockCodes
-from slivertune.hift.host_weights import HostWeights
-from slivertune.hift.waiting_weight import WaitingWeight
+from slivertune.parked.block_codes import BlockCodes
+from slivertune.parked.host_weights import HostWeights
+from slivertune.parked.quantized_weight import QuantizedWeight
 
 
 class StreamedCodes:
@@ -21,7 +21,7 @@ class StreamedCodes:
         block: Index of the weight's block there.
     """
 
-    def __init__(self, waiting: WaitingWeight, weights: Callable[[], HostWeights], block: int) -> None:
+    def __init__(self, waiting: QuantizedWeight, weights: Callable[[], HostWeights], block: int) -> None:
         self._name = waiting.name
         codes = self._codes = waiting.codes()
         self._weights = weights
@@ -79,8 +79,8 @@ class StreamedCodes:
         """
         if number != self._num_taken:
             raise RuntimeError(
-                f"{self._name} was quantised again since this forward, and weights='host' has dropped its codes. Run "
-                "the backward before the weights are stepped or loaded, or set weights='device'"
+                f"{self._name} was quantised again since this forward, and its codes were replaced on the host. Run "
+                "the backward before the weights are stepped or loaded, or leave the blocks on the device"
             )
         self._weights().bring(self._block)
         return self._codes

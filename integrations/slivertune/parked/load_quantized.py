@@ -1,11 +1,11 @@
 """Load a checkpoint whose exact weights do not fit on the device: one tensor at a time, from safetensors.
 
-The linear weights of the blocks go to host memory, and are on the device as codes (`waiting_layers`). All other tensors
-are loaded exactly.
+The linear weights of the blocks go to host memory, and are on the device as codes (`quantized_layers`). All other
+tensors are loaded exactly.
 """
 
-import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,17 +13,17 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from slivertune.core.copy_streams import copy_streams
 from slivertune.core.empty_model import make_empty
 from slivertune.core.layers import find_blocks
 from slivertune.core.refused_pairs import attach_feature
 from slivertune.core.setting_checks import check_choice
-from slivertune.hift.block_codes import check_available
-from slivertune.hift.config import WaitingForm
-from slivertune.hift.prefetch import Prefetcher
-from slivertune.hift.waiting_layers import hold, linear_modules
-from slivertune.hift.waiting_weight import waiting_weight_on
+from slivertune.parked.block_codes import check_available
+from slivertune.parked.forms import CodesForm
+from slivertune.parked.quantized_layers import hold, linear_modules
+from slivertune.parked.quantized_weight import quantized_weight_on
+from slivertune.parked.safetensors_files import file_by_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def load_quantized(
     model_class: Any,
     name_or_path: str | Path,
-    waiting: WaitingForm,
+    waiting: CodesForm,
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
@@ -68,22 +68,22 @@ def load_quantized(
     """
     from transformers import AutoConfig, GenerationConfig  # takes two seconds, which `import slivertune.hift` avoids
 
-    check_choice("waiting", waiting, get_args(WaitingForm))
+    check_choice("waiting", waiting, get_args(CodesForm))
     check_available(waiting)
     folder = _folder_of(name_or_path)
     config = AutoConfig.from_pretrained(folder, **config_options)
     model = make_empty(model_class, config, dtype)
     model.tie_weights()
-    files = _files_of(folder)
+    files = file_by_tensor(folder)
     _check_names(model, files)
     linear = linear_modules(model, [block for _, block in find_blocks(model)])
-    attach_feature(model, "waiting", linear.values())
-    slots_of = Prefetcher(0).slots_of
+    attach_feature(model, "quantised layers", linear.values())
+    streams_of = cache(copy_streams)
     for name, tensor in _tensors(folder, files):
         # An exact weight goes to host memory first. The first forward on the device makes codes of it.
         _set_tensor(model, name, tensor.to("cpu" if name in linear else device, dtype))
         if name in linear:
-            hold(waiting_weight_on(linear[name], name, waiting), slots_of)
+            hold(quantized_weight_on(linear[name], name, waiting), streams_of)
     model.tie_weights()
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -95,21 +95,6 @@ def _folder_of(name_or_path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     return Path(snapshot_download(str(name_or_path), allow_patterns=["*.json", "*.safetensors"]))
-
-
-def _files_of(folder: Path) -> Mapping[str, str]:
-    """Return the file of each tensor, by name."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return weight_map
-    if not (folder / SAFE_WEIGHTS_NAME).is_file():
-        raise FileNotFoundError(
-            f"{folder} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}. Save the model by "
-            "save_pretrained(folder) first"
-        )
-    with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
-        return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
 
 
 def _check_names(model: nn.Module, files: Mapping[str, str]) -> None:

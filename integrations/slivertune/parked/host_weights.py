@@ -35,7 +35,7 @@ class Movable(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class WaitingBlock:
+class OffloadedBlock:
     """A block whose weights are offloaded to the host."""
 
     name: str
@@ -76,7 +76,7 @@ class HostWeights:
 
     def __init__(
         self,
-        blocks: Iterable[WaitingBlock],
+        blocks: Iterable[OffloadedBlock],
         device: torch.device,
         *,
         num_trained: int,
@@ -85,7 +85,7 @@ class HostWeights:
         self.device = device
         self.streams: CopyStreams = copy_streams(device)
         """Streams that load weights and write them back."""
-        self._blocks: list[WaitingBlock] = []
+        self._blocks: list[OffloadedBlock] = []
         self._num_slots = NUM_WORKING_SLOTS + num_trained
         self._resident: frozenset[int] = frozenset()
         self._slots: list[_WeightSlot] = []
@@ -232,8 +232,8 @@ class HostWeights:
             if not _has_form_of(weight.data, own):
                 raise RuntimeError(
                     f"a weight of {block.name} was replaced by one of shape {tuple(weight.data.shape)} in "
-                    f"{weight.data.dtype}, while weights='host' loads it as {tuple(own.shape)} in {own.dtype}. "
-                    "Call HiFT's detach() first"
+                    f"{weight.data.dtype}, while it is loaded from the host as {tuple(own.shape)} in {own.dtype}. "
+                    "Call HiFT's detach(), or the parked layers' remove(), first"
                 )
             own.copy_(weight.data)
             weight.data = own
@@ -305,7 +305,7 @@ class HostWeights:
         self.bring(index)
         return self._brought[index].memory
 
-    def _move_to_host(self, block: WaitingBlock) -> None:
+    def _move_to_host(self, block: OffloadedBlock) -> None:
         waiting = []
         for weight in block.weights:
             memory = claimed_host_memory(self.streams, weight.data.nbytes, "parameters")
@@ -313,7 +313,7 @@ class HostWeights:
             weight.data = waiting[-1]
         block.waiting = tuple(waiting)
 
-    def _move_to_device(self, block: WaitingBlock) -> None:
+    def _move_to_device(self, block: OffloadedBlock) -> None:
         for weight in block.weights:
             with claimed_at_birth("parameters"):
                 weight.data = torch.empty_like(weight.data, device=self.device).copy_(weight.data)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from slivertune.core.missing_library import missing_library
 from slivertune.core.torch_internals import is_without_data
-from slivertune.hift.config import WaitingForm
+from slivertune.parked.forms import CodesForm
 
 _BLOCK = 64
 """Elements per scale."""
@@ -40,7 +40,7 @@ class BlockCodes(ABC):
         """Yield all stored tensors."""
 
 
-def quantize(weight: torch.Tensor, form: WaitingForm) -> BlockCodes:
+def quantize(weight: torch.Tensor, form: CodesForm) -> BlockCodes:
     """Quantise a weight on its device.
 
     Args:
@@ -53,7 +53,7 @@ def quantize(weight: torch.Tensor, form: WaitingForm) -> BlockCodes:
     return Int8Codes(weight) if form == "int8" else Nf4Codes(weight)
 
 
-def check_available(form: WaitingForm) -> None:
+def check_available(form: CodesForm) -> None:
     """Check that the library of a form is installed.
 
     Raises:
@@ -158,6 +158,6 @@ def _bitsandbytes() -> Any:
         from bitsandbytes import functional
     except ImportError as error:
         raise ImportError(
-            missing_library('waiting="nf4"', "bitsandbytes", 'set waiting="int8", which needs no library')
+            missing_library('the form "nf4"', "bitsandbytes", 'use "int8", which needs no library')
         ) from error
     return functional

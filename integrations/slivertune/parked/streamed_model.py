@@ -1,23 +1,20 @@
-"""Choose the blocks that stay on the device with `weights="host"`, and offload the others of a model."""
+"""A model whose blocks are offloaded to the host, but for those that have room on the device."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from slivertune.core.layers import find_blocks
+from slivertune.core.peak_memory import PeakMemory
 from slivertune.core.refused_pairs import refuse_at
 from slivertune.core.torch_internals import is_without_data, set_buffer
-from slivertune.hift.host_weights import HostWeights, Movable, WaitingBlock
-from slivertune.hift.parts import Part, Turn, Update
-from slivertune.hift.prefetch import PeakMemory
-from slivertune.hift.rotation import Group
-from slivertune.hift.streamed_blocks import StreamedBlocks
-from slivertune.hift.streamed_codes import StreamedCodes
-from slivertune.hift.waiting_layers import WaitingLayers
+from slivertune.parked.host_weights import HostWeights, Movable, OffloadedBlock
+from slivertune.parked.quantized_layers import QuantizedLayers
+from slivertune.parked.streamed_blocks import StreamedBlocks
+from slivertune.parked.streamed_codes import StreamedCodes
 
 
 def choose_resident(num_bytes: Sequence[int], resident_bytes: int) -> frozenset[int]:
@@ -42,13 +39,15 @@ def choose_resident(num_bytes: Sequence[int], resident_bytes: int) -> frozenset[
     return frozenset()
 
 
-class StreamedModel(Part):
+class StreamedModel:
     """A model whose blocks are offloaded to the host, except for resident ones, with all else on the device.
 
     Args:
         model: Model on any device; moved by `attach`.
-        groups: Groups of layers that train together.
-        resident_bytes: Setting `resident_bytes` of `HiFTConfig`.
+        resident_bytes: Bytes of blocks that stay on the device, or "auto" for those that are free after `end_cycle`.
+        trained: Indices of the blocks that train together, by group. All parameters of blocks are offloaded, but for
+            the turn of their group.
+        parked: `id`s of the parameters to offload, if only some of the blocks' are. The others stay on the device.
 
     Raises:
         ValueError: If there are no blocks, they share weights with each other or with modules around them, or hold
@@ -58,22 +57,31 @@ class StreamedModel(Part):
 
     blocks: StreamedBlocks
     """Hooks of the blocks, set by `attach`."""
-    quantised: WaitingLayers | None = None
+    quantised: QuantizedLayers | None = None
     """Holder of the weights that are codes, which are moved in their place."""
-    state_bytes: Callable[[], int]
-    """Function that returns the bytes of the device to leave for a group's state."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
-        self._found = find_blocks(model)
-        refuse_at(model, "weights='host'", [each for _, block in self._found for each in block.modules()])
-        _check(model, self._found)
+    def __init__(
+        self,
+        model: nn.Module,
+        resident_bytes: int | Literal["auto"],
+        trained: Sequence[Sequence[int]] = (),
+        parked: Collection[int] | None = None,
+    ) -> None:
+        self._parked = parked
+        self._found = [each for each in find_blocks(model) if parked is None or self._parameters_of(each[1])]
+        refuse_at(model, "blocks on the host", [each for _, block in self._found for each in block.modules()])
+        _check(model, [(path, self._parameters_of(block)) for path, block in self._found])
         self.device = compute_device(model)
         """Device on which the model computes."""
-        self._trained = [blocks_of(group, self._found) for group in groups]
+        self._trained = trained
         self._active: Sequence[int] = ()
         self._budget = ResidentBudget(resident_bytes)
 
-    @override
+    def _parameters_of(self, block: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of a block to offload, each once."""
+        each_once = dict.fromkeys(block.parameters())
+        return [each for each in each_once if self._parked is None or id(each) in self._parked]
+
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Move the model's weights to their places, and hook the blocks.
 
@@ -105,22 +113,22 @@ class StreamedModel(Part):
         return self.blocks.release
 
     def _move_the_rest(self, model: nn.Module) -> None:
-        """Move all parameters and buffers to the device but the blocks' parameters."""
-        in_blocks = {id(parameter) for _, block in self._found for parameter in block.parameters()}
+        """Move all parameters and buffers to the device but those to offload."""
+        offloaded = {id(parameter) for _, block in self._found for parameter in self._parameters_of(block)}
         for parameter in model.parameters():
-            if id(parameter) not in in_blocks:
+            if id(parameter) not in offloaded:
                 parameter.data = parameter.data.to(self.device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 set_buffer(module, name, buffer.to(self.device))
 
-    def _make_blocks(self, waiting: WaitingLayers | None) -> StreamedBlocks:
+    def _make_blocks(self, waiting: QuantizedLayers | None) -> StreamedBlocks:
         return StreamedBlocks([module for _, module in self._found], self._offload(waiting))
 
-    def _offload(self, waiting: WaitingLayers | None) -> HostWeights:
+    def _offload(self, waiting: QuantizedLayers | None) -> HostWeights:
         num_trained = max((len(indices) for indices in self._trained), default=0)
         if waiting is None:
-            blocks = [WaitingBlock(name, tuple(dict.fromkeys(block.parameters()))) for name, block in self._found]
+            blocks = [OffloadedBlock(name, tuple(self._parameters_of(block))) for name, block in self._found]
             resident = choose_resident([block.num_bytes for block in blocks], self._budget.num_bytes)
             return HostWeights(blocks, self.device, num_trained=num_trained, resident=resident)
         # The bytes of codes are known when they are made, one block after the other.
@@ -128,44 +136,44 @@ class StreamedModel(Part):
         weights.stay(choose_resident(weights.block_bytes, self._budget.num_bytes))
         return weights
 
-    def _blocks_of_codes(self, waiting: WaitingLayers) -> Iterator[WaitingBlock]:
+    def _blocks_of_codes(self, waiting: QuantizedLayers) -> Iterator[OffloadedBlock]:
         own = weakref.proxy(self)
         for index, (name, block) in enumerate(self._found):
             exact, codes = list[Movable](), list[Movable]()
-            for parameter in dict.fromkeys(block.parameters()):
+            for parameter in self._parameters_of(block):
                 held = waiting.weight_of(parameter)
                 if held is None:
                     exact.append(parameter)
                 else:
                     codes.append(StreamedCodes(held, lambda: own.blocks.weights, index))
-            yield WaitingBlock(name, (*exact, *codes))
+            yield OffloadedBlock(name, (*exact, *codes))
 
-    @override
-    def begin_turn(self, turn: Turn) -> None:
-        self._active = self._trained[turn.group]
+    def activate(self, group: int) -> None:
+        """Begin the turn of a group, whose blocks stay on the device once they are loaded."""
+        self._active = self._trained[group]
         self.blocks.weights.keep(self._active)
 
-    @override
-    def begin_forward(self, inputs: Any) -> None:
-        self.blocks.begin_forward()
-
-    @override
-    def end_forward(self, *, has_succeeded: bool) -> None:
-        self.blocks.end_forward()
-
-    @override
-    def begin_step(self, update: Update) -> None:
+    def arrive(self) -> None:
         """Load the blocks to step, if no forward has done so."""
-        self._budget.note_peak(self.device)
+        self.note_peak()
         for index in self._active:
             self.blocks.weights.bring(index)
 
-    @override
-    def end_step(self, *, ends_cycle: bool) -> bool:
-        """With `auto`, measure at the end of the first cycle, and let more blocks stay."""
-        return ends_cycle and self._budget.end_cycle(self.device, self.state_bytes) and self._stay()
+    def note_peak(self) -> None:
+        """Note the peak of memory since the last call, from which "auto" is computed."""
+        self._budget.note_peak(self.device)
 
-    @override
+    def end_cycle(self, state_bytes: Callable[[], int]) -> bool:
+        """With "auto", measure once, and let more blocks stay.
+
+        Args:
+            state_bytes: Function that returns the bytes of the device to leave for a group's state.
+
+        Returns:
+            Whether other blocks stay now.
+        """
+        return self._budget.end_cycle(self.device, state_bytes) and self._stay()
+
     def out_of_memory(self) -> None:
         """With `auto`, evict all blocks."""
         if self._budget.fail():
@@ -178,27 +186,13 @@ class StreamedModel(Part):
         return weights.streamed != before
 
 
-def blocks_of(group: Group, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
-    """Return the indices of the blocks in which a group trains parameters.
-
-    Args:
-        group: Group of layers.
-        blocks: All blocks, with their paths.
-    """
-    return [
-        index
-        for index, (path, _) in enumerate(blocks)
-        if any(name.startswith(f"{path}.") for name in group.parameter_names)
-    ]
-
-
 def compute_device(model: nn.Module) -> torch.device:
     """Return the device on which a model computes: that of its weights off the CPU, else CUDA's, else the CPU."""
     lies = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
     if len(lies) > 1:
         raise ValueError(
-            f"the model lies on {sorted(map(str, lies))}, and weights='host' loads its blocks to one device. Load the "
-            "model on the CPU, or on one device"
+            f"the model is on {sorted(map(str, lies))}, and offloaded blocks are loaded to one device. Load the model "
+            "on the CPU, or on one device"
         )
     if lies:
         return lies.pop()
@@ -207,28 +201,30 @@ def compute_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+def _check(model: nn.Module, blocks: Sequence[tuple[str, Sequence[nn.Parameter]]]) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     within: dict[int, str] = {}
-    for path, block in blocks:
-        for name, parameter in block.named_parameters():
+    for path, parameters in blocks:
+        for parameter in parameters:
+            name = names[id(parameter)]
             if not parameter.is_floating_point():
                 raise ValueError(
-                    f"{path}.{name} is {parameter.dtype} (quantised codes), and weights='host' streams only "
-                    "floating-point weights. Load the model without quantisation, or set weights='device'"
+                    f"{name} is {parameter.dtype} (quantised codes), and only floating-point weights can be offloaded "
+                    "to the host. Load the model without quantisation, or leave the weights on the device"
                 )
             if parameter.device.type == "meta":
-                raise ValueError(f"{path}.{name} is on meta, without values. Load the model on the CPU")
+                raise ValueError(f"{name} is on meta, without values. Load the model on the CPU")
             if within.setdefault(id(parameter), path) != path:
                 raise ValueError(
-                    f"{path}.{name} is also a weight of {within[id(parameter)]}, and weights='host' loads each block "
-                    "separately. Set weights='device'"
+                    f"{path} shares {name} with another block, and offloaded blocks are loaded one by one. Leave the "
+                    "weights on the device"
                 )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holder = within.get(id(parameter), "")
         if holder and not name.startswith(f"{holder}."):
             raise ValueError(
-                f"{name} is a weight of the block {holder} and is also read outside of it, and weights='host' loads a "
-                "block's weights for its own forward only. Set weights='device'"
+                f"{name} is a weight of the block {holder} and is also read outside of it, and an offloaded block is "
+                "loaded for its own forward only. Leave the weights on the device"
             )
 
 

@@ -8,7 +8,6 @@ gets torch's error.
 The exact weight is offloaded to the host (`ExactSource`): saving reads it there, and loading writes it there.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,54 +21,13 @@ from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
 from slivertune.core.refused_pairs import Feature
 from slivertune.core.torch_internals import apply_of, is_without_data, storage_key
-from slivertune.hift.block_codes import BlockCodes, quantize
-from slivertune.hift.config import WaitingForm
-from slivertune.hift.exact_tensor import ExactTensor
+from slivertune.parked.block_codes import BlockCodes, quantize
+from slivertune.parked.exact_source import ExactSource, StreamsOf
+from slivertune.parked.exact_tensor import ExactTensor
+from slivertune.parked.forms import CodesForm
 
 
-class ExactSource(ABC):
-    """Storage of the exact weight, on the host."""
-
-    @abstractmethod
-    def read(self) -> torch.Tensor:
-        """Return the exact weight in its own dtype, on the host, for reading only, before the next step."""
-
-    @abstractmethod
-    def write(self, weight: torch.Tensor) -> None:
-        """Copy values that were written to the weight into this storage, and wait for the copy.
-
-        Args:
-            weight: Exact weight, on any device.
-        """
-
-    @abstractmethod
-    def load(self, into: torch.Tensor) -> Event:
-        """Queue the copy of the exact weight to the device.
-
-        Args:
-            into: Tensor to copy to.
-
-        Returns:
-            Event after which it has arrived.
-        """
-
-    @abstractmethod
-    def end_loading(self) -> None:
-        """Note that the computing stream waits for the copy that `load` has queued."""
-
-    @abstractmethod
-    def store(self, weight: torch.Tensor) -> Event:
-        """Queue the copy of a trained weight to the host, unless it is there already.
-
-        Args:
-            weight: Weight on the device. Its memory must not be written before the copy is complete.
-
-        Returns:
-            Event after which the copy is complete.
-        """
-
-
-class WaitingWeight:
+class QuantizedWeight:
     """Owner of one weight's codes, and of the stand-ins and hooks on its module.
 
     Args:
@@ -78,7 +36,7 @@ class WaitingWeight:
         form: Kind of codes.
     """
 
-    def __init__(self, module: nn.Module, name: str, form: WaitingForm) -> None:
+    def __init__(self, module: nn.Module, name: str, form: CodesForm) -> None:
         self.name = name
         """Name of the weight in the model."""
         self.form = form
@@ -86,7 +44,7 @@ class WaitingWeight:
         self.source: ExactSource | None = None
         """Storage of the exact weight."""
         self._module = module
-        self._streams_of: Callable[[torch.device], CopyStreams] = CopyStreams
+        self._streams_of: StreamsOf = CopyStreams
         self._home: torch.device | None = None
         self._keep: Callable[[BlockCodes], BlockCodes] = _claimed
         parameter: Any = module.weight
@@ -95,6 +53,10 @@ class WaitingWeight:
         self.is_waiting = False
         """Whether the device holds codes, or nothing yet, in place of the exact weight."""
         self._codes: BlockCodes | None = None
+        self._stand_in: torch.Tensor | None = None
+        """NaN that the parameter holds while it is quantised. None while its module loads a state dict into it."""
+        self._is_running = False
+        """Whether the layer's forward runs, and the parameter holds the dense weight."""
         self._arriving: tuple[torch.Tensor, Event] | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -111,7 +73,7 @@ class WaitingWeight:
     def attach(
         self,
         source: ExactSource,
-        streams_of: Callable[[torch.device], CopyStreams],
+        streams_of: StreamsOf,
         home: torch.device | None = None,
     ) -> None:
         """Put the stand-ins and hooks on the module, unless they are there, and hold the weight as codes.
@@ -222,11 +184,18 @@ class WaitingWeight:
 
     def codes(self) -> BlockCodes:
         """Return the codes of a quantised weight, made from the exact weight if there are none."""
+        self._take_over()
         if self._codes is None:
             assert self.source is not None
             with torch.no_grad():
                 self._codes = self._keep(quantize(self.source.read().to(self.device), self.form))
         return self._codes
+
+    def dense(self) -> torch.Tensor:
+        """Return the dense weight for a product: that of the running forward or turn, or a new one from the codes."""
+        if not self.is_waiting or self._is_running:
+            return self.parameter.data
+        return self.codes().dense().to(self.parameter.dtype)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the layer's own forward over the dense weight."""
@@ -246,19 +215,20 @@ class WaitingWeight:
             return packed if isinstance(packed, torch.Tensor) else codes.dense().to(dtype).as_strided(*packed)
 
         stand_in = self.parameter.data
-        self.parameter.data = dense
+        self.parameter.data, self._is_running = dense, True
         try:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             with saved_tensors_hooks(pack, unpack):
                 return forward(*args, **kwargs)
         finally:
-            self.parameter.data = stand_in
+            self.parameter.data, self._is_running = stand_in, False
 
     def exact(self) -> torch.Tensor:
         """Return the exact weight in its own dtype, on the host while it is quantised."""
         if not self.is_waiting:
             return self.parameter.detach()
+        self._take_over()
         assert self.source is not None
         return self.source.read()
 
@@ -298,7 +268,17 @@ class WaitingWeight:
 
     def _leave(self) -> None:
         form = self.parameter
-        self.parameter.data = torch.full((), torch.nan, dtype=form.dtype, device=self.device).expand(form.shape)
+        self._stand_in = torch.full((), torch.nan, dtype=form.dtype, device=self.device)
+        self.parameter.data = self._stand_in.expand(form.shape)
+
+    def _take_over(self) -> None:
+        """Take values that others have assigned to the parameter's `data` while it is quantised."""
+        data = self.parameter.data
+        if is_without_data() or self._stand_in is None or data.data_ptr() == self._stand_in.data_ptr():
+            return
+        assert self.source is not None
+        self.source.write(data)
+        self.hold()
 
     # Hooks of the module's state dict.
 
@@ -314,6 +294,7 @@ class WaitingWeight:
         self.arrive()
         if self.is_waiting and f"{prefix}weight" in state_dict:
             self.parameter.data = self.exact().to(self.parameter.device, copy=True)
+            self._stand_in = None
 
     def _end_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.is_waiting and module.weight is self.parameter and self.parameter.is_contiguous():
@@ -325,14 +306,14 @@ class WaitingWeight:
 class _Forward(StandIn):
     """Forward of the layer. In a deep copy of the model the weight is exact, and pickling is refused."""
 
-    def __init__(self, function: Callable[..., Any], weight: WaitingWeight) -> None:
+    def __init__(self, function: Callable[..., Any], weight: QuantizedWeight) -> None:
         super().__init__(function)
         self.weight = weight
 
     @property
     @override
     def feature(self) -> Feature:
-        return "waiting"
+        return "quantised layers"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.weight.arrive()
@@ -349,15 +330,16 @@ class _Forward(StandIn):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"a model with quantised layers (waiting=) can't be pickled ({self.weight.name}). Save model.state_dict(), "
-            "or model.save_pretrained(folder), which hold the exact weights, or call the optimizer's detach() first"
+            f"a model with quantised layers can't be pickled ({self.weight.name}). Save model.state_dict(), "
+            "or model.save_pretrained(folder), which hold the exact weights, or restore them first (HiFT's detach(), "
+            "the layers' remove())"
         )
 
 
 class _Apply(StandIn):
     """`_apply` of the layer, which `to` and others call to change its parameters."""
 
-    def __init__(self, function: Callable[..., Any], weight: WaitingWeight) -> None:
+    def __init__(self, function: Callable[..., Any], weight: QuantizedWeight) -> None:
         super().__init__(function)
         self.weight = weight
 
@@ -371,7 +353,7 @@ class _Apply(StandIn):
         return self.weight.kept_tensors()
 
 
-def held_by(module: nn.Module) -> WaitingWeight | None:
+def held_by(module: nn.Module) -> QuantizedWeight | None:
     """Return the holder of a layer's weight that is quantised already, or None if it is not.
 
     Args:
@@ -381,7 +363,7 @@ def held_by(module: nn.Module) -> WaitingWeight | None:
     return apply.weight if isinstance(apply, _Apply) else None
 
 
-def waiting_weight_on(module: nn.Module, name: str, form: WaitingForm) -> WaitingWeight:
+def quantized_weight_on(module: nn.Module, name: str, form: CodesForm) -> QuantizedWeight:
     """Return the holder of a layer's weight, a new one if there is none.
 
     Args:
@@ -395,10 +377,10 @@ def waiting_weight_on(module: nn.Module, name: str, form: WaitingForm) -> Waitin
     held = held_by(module)
     if held is not None and held.form != form:
         raise ValueError(
-            f"{name} is quantised as {held.form} already, and waiting={form!r} was asked for. Use the same, or load "
+            f"{name} is quantised as {held.form} already, and {form!r} was asked for. Use the same, or load "
             "the model again"
         )
-    return held or WaitingWeight(module, name, form)
+    return held or QuantizedWeight(module, name, form)
 
 
 def _claimed(codes: BlockCodes) -> BlockCodes:

@@ -31,7 +31,7 @@ from slivertune.core.torch_internals import (
     running_backward,
     saved_tensors_hooks_now,
 )
-from slivertune.hift.host_weights import HostWeights
+from slivertune.parked.host_weights import HostWeights
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class StreamedBlocks:
         """
         self._end_inference = end_inference
         self._undo.append(
-            attach_feature(model, "weights='host'", [each for block in self._modules for each in block.modules()])
+            attach_feature(model, "blocks on the host", [each for block in self._modules for each in block.modules()])
         )
         own = weakref.proxy(self)
         for index, module in enumerate(self._modules):
@@ -164,7 +164,7 @@ class StreamedBlocks:
             end()  # all weights are where the model computes
         else:
             raise RuntimeError(
-                "HiFT has ended, and weights='host' leaves the blocks in host memory, where gradients can't be "
+                "HiFT has ended, and leaves the blocks in host memory, where gradients can't be "
                 "computed. Run the model under torch.no_grad(). To train it in another way, move it to the CPU first "
                 "(model.to('cpu')), and then to its device"
             )
@@ -279,7 +279,7 @@ class _CheckedApply(StandIn):
     @property
     @override
     def feature(self) -> Feature | None:
-        return "weights='host'" if self._is_block else None
+        return "blocks on the host" if self._is_block else None
 
     def __call__(self, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Change everything around the blocks, if the change leaves these as they are.
@@ -295,8 +295,8 @@ class _CheckedApply(StandIn):
                     self.before_move()
                     return self.function(change, recurse)
                 raise RuntimeError(
-                    f"offloaded blocks (weights='host') can't become {after.dtype} on "
-                    f"{after.device}: HiFT loads them to {before.device} in {before.dtype} when they run. Cast the "
-                    "model before HiFT is built, or call detach() first"
+                    f"blocks on the host can't become {after.dtype} on {after.device}: they are loaded to "
+                    f"{before.device} in {before.dtype} when they run. Cast or move the model before that, or call "
+                    "HiFT's detach(), or the parked layers' remove(), first"
                 )
         return None if self._is_block else self.function(change, recurse)

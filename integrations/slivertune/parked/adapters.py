@@ -1,0 +1,92 @@
+"""PEFT's adapters beside parked weights: where they are, and which of them need the weights themselves."""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+from slivertune.core.module_hook import StandIn, put_stand_in
+
+_READ_NO_WEIGHT = (True, False, "gaussian")
+"""Values of `init_lora_weights` whose initialiser reads no weight of the base."""
+
+
+def adapter_modules(model: nn.Module) -> set[int]:
+    """Return the `id`s of modules that PEFT has put beside the layers that it wraps, its `base_layer`s."""
+    return {
+        id(module)
+        for wrapper in _wrappers(model)
+        for name, child in wrapper.named_children()
+        if name != "base_layer"
+        for module in child.modules()
+    }
+
+
+def adapter_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the adapters that PEFT has attached to a model."""
+    return frozenset(getattr(model, "peft_config", {}))
+
+
+def refuse_adapters(model: nn.Module, attached_before: Collection[str] | None = None) -> None:
+    """Refuse adapters that read the weights of the layers that they wrap.
+
+    Args:
+        model: Model on which PEFT may have attached adapters.
+        attached_before: Names of adapters that were attached before the weights were parked, whose initialiser may
+            have read them. None if the weights are not parked yet.
+
+    Raises:
+        ValueError: If there is one, with its name and the way out.
+    """
+    for name, config in dict(getattr(model, "peft_config", {})).items():
+        if getattr(config, "use_dora", False):
+            raise ValueError(
+                f"the adapter {name!r} uses DoRA, which reads the norms of the base's weights in each forward, and "
+                "parked weights are elsewhere then. Set use_dora=False, or leave the layers as they are"
+            )
+        init = getattr(config, "init_lora_weights", True)
+        if attached_before is not None and name not in attached_before and init not in _READ_NO_WEIGHT:
+            raise ValueError(
+                f"the adapter {name!r} was attached after the layers were parked, and init_lora_weights={init!r} reads "
+                "the base's weights. Attach it first, and park the layers then"
+            )
+
+
+def refuse_merges(model: nn.Module, parked: Collection[int]) -> Callable[[], None]:
+    """Refuse to merge adapters into parked weights from now on.
+
+    Args:
+        model: Model with adapters.
+        parked: `id`s of modules whose weights are parked.
+
+    Returns:
+        Function that ends this.
+    """
+    undo = [
+        put_stand_in(wrapper, "merge", _RefusedMerge(wrapper.merge))
+        for wrapper in _wrappers(model)
+        if id(wrapper.base_layer) in parked and hasattr(wrapper, "merge")
+    ]
+
+    def end() -> None:
+        while undo:
+            undo.pop()()
+
+    return end
+
+
+def _wrappers(model: nn.Module) -> Iterator[Any]:
+    """Yield the modules that PEFT has put around layers of a model."""
+    for module in model.modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            yield module
+
+
+class _RefusedMerge(StandIn):
+    """`merge` of an adapter's layer."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "an adapter can't be merged into parked weights. Call remove() on what park_layers returned first, or save "
+            "the adapter and merge its folder (slivertune merge)"
+        )

@@ -1,0 +1,439 @@
+"""Parked layers under all that trains beside them, against dense models whose weights are quantised by hand."""
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from slivertune import SFT, HiFT, HiFTConfig, SFTConfig, TokenTune, park_layers
+from slivertune.core.checkpointing import enable_checkpointing
+from slivertune.core.layers import find_blocks
+from slivertune.parked import streamed_model
+from tests.helpers.delayed_streams import delayed
+from tests.helpers.models import (
+    bits,
+    differing,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_mixtral,
+    token_batches,
+    weights,
+)
+from tests.helpers.pairwise import drawn_rows, pairwise_rows, row_params
+from tests.helpers.reference import quantized_by_hand
+
+BATCHES = token_batches(8)
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
+    "llama": lambda dtype: tiny_llama(dtype, blocks=4),
+    "gpt2": tiny_gpt2,
+    "mixtral": tiny_mixtral,
+}
+
+
+def with_lora(model: nn.Module, **settings: Any) -> nn.Module:
+    config = LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian", **settings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated, and names Conv1D's layout
+        torch.manual_seed(0)
+        return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def with_upper_half(model: nn.Module) -> nn.Module:
+    """Freeze the lower blocks and the embeddings."""
+    blocks = find_blocks(model)
+    model.requires_grad_(False)
+    for _, block in blocks[len(blocks) // 2 :]:
+        block.requires_grad_(True)
+    return model
+
+
+def with_norms(model: nn.Module) -> nn.Module:
+    """Freeze all but the norms, so that each block has weights of both kinds."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "ln_" in name)
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "lora": with_lora,
+    "upper half": with_upper_half,
+    "norms": with_norms,
+    "tokentune x lora": with_lora,
+    "hift x lora": with_lora,
+    "sft": lambda model: model,
+}
+
+
+def by_hand(model: nn.Module, form: str, *, all_of_them: bool = False) -> nn.Module:
+    """A copy whose frozen linear weights in blocks are dense ones, made from codes."""
+    dense = copy.deepcopy(model)
+    blocks = [block for _, block in find_blocks(dense)]
+    for module in {module for block in blocks for module in block.modules()}:
+        if type(module) in (nn.Linear, Conv1D) and (all_of_them or not module.weight.requires_grad):
+            module.weight.data = quantized_by_hand(module.weight.data, form)
+    return dense
+
+
+def optimizer_of(model: nn.Module, way: str) -> Any:
+    if way == "hift x lora":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # says that the base stays frozen
+            return HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
+    if way == "sft":
+        phases: Any = {"reselection_interval": 3, "estimation_steps": 2}
+        config = SFTConfig(form="layer", density=0.1, targets=["q_proj", "v_proj"], **phases)
+        return SFT(model, config=config, lr=1e-2, total_steps=20)
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+
+
+def trained(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> list[Any]:
+    """Losses and gradients of some updates, with two micro-batches in every other one."""
+    seen: list[Any] = []
+    for step in range(start, start + steps):
+        for micro in range(1 + step % 2):
+            loss = model(**BATCHES[(2 * step + micro) % len(BATCHES)]).loss
+            loss.backward()
+            seen.append(loss.item())
+        seen += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def with_deltas(exact: Any, deltas: Any, others: Any) -> dict[str, torch.Tensor]:
+    """The exact weights with SFT's deltas added in fp32 and rounded once. The other run has the same deltas."""
+    summed = {}
+    for name, delta in deltas.items():
+        assert torch.equal(delta.values, others[name].values) and torch.equal(delta.indices, others[name].indices)
+        flat = exact[name].clone().flatten()
+        flat[delta.indices.long()] = (flat[delta.indices.long()].float() + delta.values).to(flat.dtype)
+        summed[name] = flat.view(exact[name].shape)
+    return summed
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(bits(a), bits(b)) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+FACTORS: dict[str, Any] = {
+    "way": WAYS,
+    "storage": [("exact", "host"), ("int8", "device"), ("int8", "host"), ("nf4", "device"), ("nf4", "host")],
+    "checkpointing": [None, True, False],
+    "dtype": [torch.float32, torch.bfloat16],
+    "family": FAMILIES,
+    "resident_bytes": [0, 20_000],
+}
+
+
+def is_legal(row: Any) -> bool:
+    return (row.get("way"), row.get("family")) != ("sft", "gpt2")  # the layer form takes no Conv1D
+
+
+@pytest.mark.filterwarnings("ignore:.*are stacks of experts of .* and stay exact:UserWarning")
+@pytest.mark.parametrize(
+    "row", row_params(pairwise_rows(FACTORS, is_legal), drawn_rows(FACTORS, is_legal, num_rows=60, seed=0))
+)
+def test_training_has_the_bits_of_dense_weights_made_by_hand(row: Any) -> None:
+    way, (form, place), checkpointing = row["way"], row["storage"], row["checkpointing"]
+    model = WAYS[way](FAMILIES[row["family"]](row["dtype"]))
+    exact, dense = weights(model), by_hand(model, form, all_of_them=way == "sft")
+    with ExitStack() as stack:
+        stack.enter_context(delayed(None))
+        own = optimizer_of(model, way) if way == "sft" else None
+        handle = park_layers(model, form=form, place=place, resident_bytes=row["resident_bytes"])
+        for each in (model, dense):
+            if checkpointing is not None:
+                inner: Any = each.get_base_model() if hasattr(each, "get_base_model") else each
+                enable_checkpointing(inner, {"use_reentrant": checkpointing})
+                inner.enable_input_require_grads()
+            if way == "tokentune x lora":
+                stack.enter_context(TokenTune(ratio=0.5, seed=3).attach(each))
+        own, plain = own or optimizer_of(model, way), optimizer_of(dense, way)
+        assert same(trained(model, own, 5), trained(dense, plain, 5))
+        parked = set(handle.names)
+        assert parked
+        shown = model.state_dict()
+        for name, before in exact.items():
+            expected = before if name in parked else dense.get_parameter(name).detach()
+            assert torch.equal(bits(shown[name] + 0), bits(expected + 0)), name
+        model.eval(), dense.eval()
+        with torch.no_grad():
+            assert torch.equal(model(**BATCHES[7]).logits, dense(**BATCHES[7]).logits)
+        if way == "sft":
+            exact |= with_deltas(exact, own.deltas(), plain.deltas())
+        if way in ("hift x lora", "sft"):
+            own.detach(), plain.detach()
+    handle.remove()
+    for name, parameter in model.named_parameters():
+        expected = exact[name] if name in parked else dense.get_parameter(name)
+        assert torch.equal(bits(parameter.detach()), bits(expected.detach())), name
+
+
+def lora_llama(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
+    return with_lora(tiny_llama(dtype, blocks=4), **settings)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**BATCHES[0]).loss
+
+
+# ---- what is refused
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "nothing changes": (lora_llama, {"form": "exact", "place": "device"}, "leaves all weights as they are"),
+    "an unknown form": (lora_llama, {"form": "int4"}, "form='int4' must be one of"),
+    "an unknown place": (lora_llama, {"place": "disk"}, "place='disk' must be one of"),
+    "a size that is none": (lora_llama, {"resident_bytes": "much"}, "resident_bytes='much'"),
+    "all weights train": (tiny_llama, {}, "no weight in the blocks of LlamaForCausalLM is frozen.*requires_grad_"),
+    "DoRA": (lambda: lora_llama(use_dora=True), {}, "'default' uses DoRA.*use_dora=False"),
+    "no blocks": (lambda: nn.Linear(4, 4).requires_grad_(False), {}, "Only models with blocks"),
+    "codes of fp16": (lambda: lora_llama(torch.float16), {"form": "int8"}, "float16.*to quantise its layers"),
+    "a block twice": (lambda: with_shared_blocks(), {}, "layers.0 and is also read outside of it"),
+    "shared weights": (lambda: with_shared_weights(), {}, "layers.2 shares .*layers.0.* with another block"),
+    "4-bit weights": (lambda: with_codes(), {}, "only floating-point weights can be offloaded"),
+}
+
+
+def with_shared_blocks() -> nn.Module:
+    model: Any = tiny_llama(blocks=3).requires_grad_(False)
+    model.model.layers[2] = model.model.layers[0]
+    return model  # type: ignore[no-any-return]
+
+
+def with_shared_weights() -> nn.Module:
+    model: Any = tiny_llama(blocks=3).requires_grad_(False)
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    return model  # type: ignore[no-any-return]
+
+
+def with_codes() -> nn.Module:
+    model: Any = tiny_llama(blocks=3).requires_grad_(False)
+    codes = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    model.model.layers[1].mlp.up_proj.weight = codes
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_parked_is_refused_and_the_model_stays_as_it_was(case: str) -> None:
+    build, settings, message = REFUSED[case]
+    model = build()
+    before, marks = weights(model), marks_of(model)
+    with pytest.raises(ValueError, match=message):
+        park_layers(model, **settings)
+    assert differing(weights(model), before) == [] and marks_of(model) == marks
+
+
+def marks_of(model: nn.Module) -> Any:
+    """What others have put on each module."""
+    return {
+        name: (set(vars(module)) - {"training"}, len(module._forward_hooks), len(module._forward_pre_hooks))
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8", "place": "device"}, {"form": "nf4"}], ids=str)
+def test_removed_layers_leave_no_trace(settings: Any) -> None:
+    model = lora_llama()
+    before, marks = weights(model), marks_of(model)
+    with park_layers(model, **settings) as handle:
+        assert marks_of(model) != marks
+        loss_of(model)
+    assert differing(weights(model), before) == [] and marks_of(model) == marks
+    assert not any(hasattr(each, "_ddp_ignored") for each in model.parameters())
+    handle.remove()  # a second time
+    with park_layers(model, **settings):
+        loss_of(model)
+    assert differing(weights(model), before) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*HiFT keeps them frozen:UserWarning")
+def test_what_would_move_or_write_parked_weights_is_refused() -> None:
+    model = lora_llama()
+    handle = park_layers(model, form="int8", place="device")
+    with pytest.raises(ValueError, match=r"is parked already.*before you park the model again"):
+        park_layers(model)
+    for settings in ({"waiting": "int8"}, {"weights": "host"}):
+        with pytest.raises(ValueError, match=r"is parked already.*before you build HiFT with waiting="):
+            HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(**settings), lr=1e-3)
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(RuntimeError, match=r"can't be merged into parked weights.*remove\(\)"):
+            merge()
+    handle.remove()
+    model.merge_adapter()
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_reads_weights_is_attached_first(init: Any) -> None:
+    model = tiny_llama(blocks=3).requires_grad_(False)
+    park_layers(model)
+    with pytest.raises(ValueError, match=f"attached after the layers were parked, and init_lora_weights='{init}'"):
+        loss_of(with_lora(model, init_lora_weights=init))
+    model = with_lora(tiny_llama(blocks=3), init_lora_weights=init)
+    expected = loss_of(model)
+    with park_layers(model):
+        assert torch.equal(loss_of(model), expected)
+
+
+def replace_weight(model: Any) -> None:
+    layer = model.base_model.model.model.layers[1].mlp.up_proj.base_layer
+    layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "unfrozen": (lambda model: model.requires_grad_(True), "requires a gradient now.*remove"),
+    "replaced": (replace_weight, "was replaced by another parameter.*remove"),
+    "cast": (lambda model: model.float(), r"can't become torch.float32|is torch.float32 of shape .* now.*remove"),
+    "a replica": (lambda model: model.__dict__.update(_is_replica=True), "DataParallel.*one process for each"),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8", "place": "device"}], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_parked_weights_is_an_error(change: str, settings: Any) -> None:
+    model = lora_llama()
+    park_layers(model, **settings)
+    make, message = CHANGES[change]
+
+    def go_on() -> None:
+        make(model)
+        loss_of(model)
+
+    with pytest.raises(RuntimeError, match=message):
+        go_on()
+
+
+# ---- what counts
+
+
+def assign(model: Any, name: str, value: torch.Tensor) -> None:
+    model.get_parameter(name).data = value
+
+
+def load(model: Any, name: str, value: torch.Tensor) -> None:
+    model.load_state_dict({name: value}, strict=False)
+
+
+@pytest.mark.parametrize("write", [assign, load])
+@pytest.mark.parametrize("settings", [{}, {"form": "int8", "place": "device"}, {"form": "nf4"}], ids=str)
+def test_values_that_others_write_count_and_are_saved(settings: Any, write: Any) -> None:
+    model = lora_llama()
+    name = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+    new = torch.randn_like(model.get_parameter(name))
+    dense = copy.deepcopy(model)
+    dense.get_parameter(name).data = new.clone()
+    dense = by_hand(dense, settings.get("form", "exact"))
+    handle = park_layers(model, **settings)
+    loss_of(model)
+    write(model, name, new.clone())
+    assert torch.equal(loss_of(model), loss_of(dense))
+    assert torch.equal(model.state_dict()[name] + 0, new)
+    handle.remove()
+    assert torch.equal(model.get_parameter(name).detach(), new)
+
+
+def test_an_assigned_weight_of_an_idle_layer_of_hift_counts() -> None:
+    model = tiny_llama(torch.bfloat16, blocks=3)
+    name = "model.layers.1.mlp.up_proj.weight"
+    new = torch.randn_like(model.get_parameter(name))
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8"), lr=1e-3)
+    loss_of(model)
+    model.get_parameter(name).data = new.clone()
+    loss_of(model)
+    assert torch.equal(model.state_dict()[name] + 0, new)
+    hift.detach()
+    assert torch.equal(model.get_parameter(name).detach(), new)
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8", "place": "device"}, {"form": "nf4"}], ids=str)
+def test_a_copy_is_exact_and_says_so(settings: Any) -> None:
+    model = lora_llama()
+    before, expected = weights(model), loss_of(model)
+    handle = park_layers(model, **settings)
+    with pytest.warns(UserWarning, match="the copy of a model with parked layers has exact weights"):
+        copied = copy.deepcopy(model)
+    assert differing(weights(copied), before) == []
+    assert torch.equal(loss_of(copied), expected)
+    assert not copied._ddp_params_and_buffers_to_ignore
+    with pytest.raises(TypeError, match="the handle can't be copied"):
+        copy.deepcopy(handle)
+
+
+def test_a_handle_may_be_dropped_and_a_model_that_is_gone_is_freed() -> None:
+    model = lora_llama()
+    expected = loss_of(model)
+    park_layers(model)
+    gc.collect()
+    assert torch.equal(loss_of(model), expected)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_after_a_broken_pass_training_goes_on(moment: str, error: type[BaseException]) -> None:
+    model = lora_llama()
+    dense = copy.deepcopy(model)
+    park_layers(model)
+
+    def break_off(*ignored: Any) -> None:
+        raise error
+
+    block: Any = model.get_submodule("base_model.model.model.layers.2")
+    register = block.register_forward_hook if moment == "forward" else block.register_full_backward_hook
+    handle = register(break_off)
+    with pytest.raises(error):
+        model(**BATCHES[0]).loss.backward()
+    handle.remove()
+    model.zero_grad()
+    own, plain = optimizer_of(model, "lora"), optimizer_of(dense, "lora")
+    assert same(trained(model, own, 4), trained(dense, plain, 4))
+
+
+def test_a_block_or_a_part_may_be_called_by_itself() -> None:
+    model: Any = tiny_llama(torch.bfloat16, blocks=4).requires_grad_(False)
+    dense = copy.deepcopy(model)
+    park_layers(model)
+    ids = BATCHES[0]["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model.model(ids).last_hidden_state, dense.model(ids).last_hidden_state)
+        hidden = model.model.embed_tokens(ids)
+        places = torch.arange(ids.shape[1])[None]
+        rope = model.model.rotary_emb(hidden, places)
+        for index in (2, 0):
+            both = [each.model.layers[index](hidden, position_embeddings=rope) for each in (model, dense)]
+            assert torch.equal(*both)
+    prompt = ids[:, :4]
+    own, expected = (each.eval().generate(prompt, max_new_tokens=4, do_sample=False) for each in (model, dense))
+    assert torch.equal(own, expected)
+
+
+def test_auto_lets_blocks_stay_that_have_room_after_two_training_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lora_llama()
+    dense = copy.deepcopy(model)
+    room = 30_000
+    monkeypatch.setattr(streamed_model.PeakMemory, "unused_bytes", lambda *_: room)
+    handle = park_layers(model)
+    streamed: Any = handle._streamed
+    own, plain = optimizer_of(model, "lora"), optimizer_of(dense, "lora")
+    sizes = streamed.blocks.weights.block_bytes
+    seen = []
+    for step in range(5):
+        assert same(trained(model, own, 1, step), trained(dense, plain, 1, step))
+        seen.append(len(sizes) - len(streamed.blocks.weights.streamed))
+    assert seen[0] == 0 and seen[-1] == room // sizes[0] > 0
