@@ -2,6 +2,9 @@
 
 import torch
 
+MASTER = "master"
+"""Key of a master in the state of its weight."""
+
 
 def refresh_master(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Copy the elements of a weight that others have written into its master.

@@ -1,20 +1,35 @@
-"""Slices of weights that one instance of the base optimizer steps together."""
+"""Chunks of a group: slices of weights that pass through the device and are stepped together.
 
-import itertools
+where:   host --load--> arriving --step--> device (stays) --write back--> leaving (is on the host at its event)
+<--drop--          --step, write back-----------------------^
+"""
+
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from slivertune.core.hyperparameters import differs, in_form_of, own_copy
+from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.host_tensors import aligned, tensor_at
+from slivertune.core.hyperparameters import (
+    Pushed,
+    adapted_hyperparameters,
+    push_hyperparameters,
+    restore_adapted,
+)
 from slivertune.core.torch_internals import with_recompile_limit
 from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.device_slots import DeviceSlots
+from slivertune.hift.masters import MASTER
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.stochastic_rounding import StochasticRounding
-from slivertune.hift.tiled_steps import FactoredRule, step_in_tiles, unmet
+from slivertune.hift.tiled_steps import step_in_tiles
+
+if TYPE_CHECKING:
+    from slivertune.hift.probe import StepMeter
 
 ParamGroups = Sequence[dict[str, Any]]
 """Param groups of the user's optimizer."""
@@ -22,6 +37,11 @@ ParamGroups = Sequence[dict[str, Any]]
 OwnHyperparameters = Mapping[int, dict[str, Any]]
 """Hyperparameters that the base optimizer's instances changed by themselves, by index of the param group."""
 
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Copies to make: source and target of each."""
+Where = Literal["host", "arriving", "device", "leaving"]
+"""Place of a chunk's newest state: on the host; in a copy to the device that the step waits for; on the device alone,
+since it was stepped and stays; in a copy to the host that the next load waits for."""
 
 RECOMPILE_LIMIT = 8
 """Compilations of a step, in addition to two per instance of the base optimizer."""
@@ -77,34 +97,30 @@ class Slice:
         weight: Weight of the slice.
         start: First element of the flattened weight.
         stop: One past the last element.
-        in_fp32: Whether the base optimizer steps an fp32 copy of a 16-bit weight.
-        on_master: Whether that copy is a master, which lasts. Others are made for one step, and rounded stochastically.
-        rule: Rule by which the whole weight is stepped in tiles, None if the base optimizer steps the slice at once.
-        scalars_on_device: Keys of state without dimensions that is on the weight's device in a step, not on the host.
+        meter: Meter of the base optimizer's steps, with HiFT's settings.
     """
 
-    def __init__(
-        self,
-        weight: Weight,
-        start: int,
-        stop: int,
-        *,
-        in_fp32: bool,
-        on_master: bool,
-        rule: FactoredRule | None,
-        scalars_on_device: frozenset[str],
-    ) -> None:
+    def __init__(self, weight: Weight, start: int, stop: int, meter: "StepMeter") -> None:
+        in_fp32 = meter.steps_copy(weight)
         self.weight = weight
         self.start = start
         self.stop = stop
-        self.on_master = on_master
-        self.rule = rule
-        self.is_rounded = in_fp32 and not on_master
-        self.scalars_on_device = scalars_on_device
+        self.on_master = meter.steps_master(weight)
+        """Whether the leaf is a master: a copy in fp32 of a 16-bit weight, which lasts."""
+        self.is_rounded = in_fp32 and not self.on_master
+        """Whether the leaf is a copy in fp32 that is made for one step, and rounded stochastically."""
+        self.rule = meter.rule_of(weight)
+        """Rule by which the whole weight is stepped in tiles. None if the base optimizer steps the slice at once."""
+        self.scalars_on_device = meter.scalars_on_device(weight)
+        """Keys of state without dimensions that is on the weight's device in a step, not on the host."""
         self.is_whole = stop - start == weight.parameter.numel()
         self.is_weight = self.is_whole and not in_fp32
         empty = torch.empty(0, dtype=torch.float32, device="cpu")
         self.leaf = weight.parameter if self.is_weight else torch.nn.Parameter(empty)
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Offloaded tensors by key, as they were loaded to the memory of the chunk."""
+        self.gradient: torch.Tensor | None = None
+        """Part of an offloaded gradient, as it was loaded there."""
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this slice's part of a tensor of the weight's shape: in that shape if whole, else in one dimension."""
@@ -113,6 +129,10 @@ class Slice:
     def part_of_weight(self) -> torch.Tensor:
         """Return this slice's part of the weight's data."""
         return self.part_of(self.weight.parameter.data)
+
+    def is_on_device(self, key: str, value: Any) -> bool:
+        """Return whether a step needs a value of the slice's state on the device, not on the host."""
+        return isinstance(value, torch.Tensor) and (value.dim() > 0 or key == MASTER or key in self.scalars_on_device)
 
     def place_leaf(self, data: torch.Tensor) -> None:
         """Point the leaf to `data`: the weight's part, its fp32 copy, or an empty tensor to release the old data."""
@@ -133,29 +153,31 @@ class Slice:
             start = self.weight.first_element + self.start
             rounding.of(self.weight.name).round_into(self.part_of_weight(), self.leaf.data, start)
 
-    def attach_gradient(self, part: torch.Tensor | None = None) -> None:
-        """Give the leaf its part of the weight's gradient, in the leaf's dtype.
+    def attach_gradient(self) -> None:
+        """Give the leaf its part of the weight's gradient, in the leaf's dtype. An offloaded one is loaded if need be.
 
-        Args:
-            part: Loaded part, in the slice's shape, if the weight's gradient is on the host.
+        Raises:
+            ValueError: If the gradient is sparse, and the leaf is not the weight.
         """
         gradient = self.weight.parameter.grad
-        if part is None and isinstance(gradient, OffloadedGradient):
-            part = gradient.copy_on_device(self.start, None if self.is_whole else self.stop)
-            gradient.part_norms.append(norm_of(part))
-        if part is not None:
+        if isinstance(gradient, OffloadedGradient):
+            stop = None if self.is_whole else self.stop
+            if self.gradient is None:
+                part = gradient.copy_on_device(self.start, stop)
+            else:
+                part = gradient.complete(self.gradient, self.start, stop)
+            gradient.part_norms.append(norm_of(part))  # the whole will never be on the device
             if self.is_weight:
                 drop_gradient(self.weight)  # replaced by the part
-            self.leaf.grad = part.to(self.leaf.dtype)
+        elif self.is_weight or gradient is None:
             return
-        if self.is_weight or gradient is None:
-            return
-        if gradient.is_sparse:
+        elif gradient.is_sparse:
             raise ValueError(
                 f"{self.weight.name} has a sparse gradient, which can't be cut or cast to fp32. "
                 "Set sparse=False on its embedding, or train fp32 weights with stream_bytes=0"
             )
-        part = gradient if self.is_whole else gradient.reshape(-1)[self.start : self.stop]
+        else:
+            part = gradient if self.is_whole else gradient.reshape(-1)[self.start : self.stop]
         self.leaf.grad = part.to(self.leaf.dtype)
 
     def drop_gradient(self, *, is_last: bool) -> None:
@@ -165,160 +187,179 @@ class Slice:
             drop_gradient(self.weight)
 
 
-PARAM_GROUP = "slivertune_param_group"
-"""Key, in an instance's param group, of the index of HiFT's param group that holds its hyperparameters."""
-
-
-class Instance:
-    """An instance of the base optimizer that follows the user's param groups, except for its own adaptations.
-
-    A hyperparameter that the schedule did not change keeps the instance's value: some optimizers adapt their own.
-
-    Args:
-        optimizer: The instance.
-        indices: For each of its param groups, the index of the user's group that holds the hyperparameters. With None,
-            each group has its index under `PARAM_GROUP`, since an engine may step the groups one by one.
-        in_tiles: Slices that are stepped in tiles. The others are stepped by the optimizer itself.
-    """
-
-    _num_made: ClassVar[int] = 0
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, indices: Sequence[int] | None = None, in_tiles: Sequence[Slice] = ()
-    ) -> None:
-        Instance._num_made += 1
-        self.optimizer = optimizer
-        """Instance of the base optimizer's class."""
-        self._indices = indices
-        self._in_tiles = in_tiles
-        self._pushed: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        """Values given last, by index of the user's group, which reveal the instance's own changes."""
-
-    def push(self, param_groups: ParamGroups, learning_rates: Sequence[LearningRate]) -> None:
-        """Give the instance the hyperparameters that have changed since the last call.
-
-        Args:
-            param_groups: Param groups of the user.
-            learning_rates: Learning rates to apply in place of theirs.
-        """
-        for inner, index in self._param_groups():
-            pushed = self._pushed[index]
-            for key, value in {**param_groups[index], "lr": learning_rates[index]}.items():
-                if key != "params" and (key not in pushed or differs(pushed[key], value)):
-                    inner[key] = in_form_of(inner.get(key), own_copy(value))
-                    pushed[key] = own_copy(value)
-
-    def step(self, rounding: StochasticRounding | None = None) -> None:
-        """Step. A class with a compiled step compiles it for each instance and each size of a chunk.
-
-        If each step needs a new compilation, as in torch's own optimizers whose state moves, torch stops at its limit.
-
-        Args:
-            rounding: Rounding of the update, if bf16 weights that are stepped in tiles are rounded stochastically.
-        """
-        tiled = [
-            (one, gradient, self._group_of(one))
-            for one in self._in_tiles
-            if (gradient := one.leaf.grad) is not None and not gradient.is_sparse  # which the optimizer refuses
-        ]
-        try:
-            for one, _, _ in tiled:
-                one.leaf.grad = None
-            with with_recompile_limit(RECOMPILE_LIMIT + 2 * Instance._num_made):
-                self.optimizer.step()
-            for one, gradient, group in tiled:
-                self._step_in_tiles(one, gradient, group, rounding)
-        finally:
-            for one, gradient, _ in tiled:
-                one.leaf.grad = gradient
-
-    def _group_of(self, one: Slice) -> dict[str, Any]:
-        return next(inner for inner, index in self._param_groups() if index == one.weight.param_group)
-
-    def _step_in_tiles(
-        self, one: Slice, gradient: torch.Tensor, group: dict[str, Any], rounding: StochasticRounding | None
-    ) -> None:
-        assert one.rule is not None
-        is_rounded = one.leaf.dtype == torch.bfloat16
-        of_weight = rounding.of(one.weight.name) if rounding is not None and is_rounded else None
-        step_in_tiles(one.rule, self.optimizer.state[one.leaf], group, one.leaf.data, gradient, of_weight)
-
-    def adapted(self) -> dict[int, dict[str, Any]]:
-        """Return hyperparameters that the instance changed itself (as adaptive step sizes), by index of the group."""
-        adapted = {}
-        for inner, index in self._param_groups():
-            pushed = self._pushed[index]
-            own = {key: own_copy(inner[key]) for key in pushed if key in inner and differs(pushed[key], inner[key])}
-            if own:
-                adapted[index] = own
-        return adapted
-
-    def restore(self, param_groups: ParamGroups, own: OwnHyperparameters) -> None:
-        """Restore the hyperparameters that `adapted` returned.
-
-        Args:
-            param_groups: Param groups of the user.
-            own: Hyperparameters that the instance had changed.
-        """
-        for inner, index in self._param_groups():
-            inner.update(own.get(index, {}))
-            self._pushed[index] = {key: own_copy(param_groups[index][key]) for key in own.get(index, {})}
-
-    def _param_groups(self) -> Iterator[tuple[dict[str, Any], int]]:
-        groups = self.optimizer.param_groups
-        indices = [inner[PARAM_GROUP] for inner in groups] if self._indices is None else self._indices
-        return zip(groups, indices, strict=True)
-
-
-class Piece:
-    """A chunk: slices, and the instance of the base optimizer that steps them and lives as long as the chunk.
+class Chunk:
+    """Slices that are on the device together, and an instance of the base optimizer that steps them.
 
     Args:
         slices: Slices to step, in the order of the model's parameters.
+        base: The base optimizer.
+        own: Hyperparameters that an earlier instance in its place had changed; empty for none.
     """
 
-    def __init__(self, slices: Sequence[Slice]) -> None:
-        self.slices = slices
-        self.instance: Instance | None = None
-        """Instance, built when the leaves first have their data: some constructors create their state at once."""
+    _num_made: ClassVar[int] = 0
+    """Instances made so far."""
 
-    def build(self, base: BaseOptimizer, param_groups: ParamGroups, own: OwnHyperparameters) -> Instance:
-        """Build the instance.
+    def __init__(self, slices: Sequence[Slice], base: BaseOptimizer, own: OwnHyperparameters) -> None:
+        self.slices = slices
+        self.base = base
+        self._own = own
+        self._pushed: Pushed = defaultdict(dict)
+        self._param_groups = sorted({one.weight.param_group for one in slices})
+        """For each param group of the instance, the index of the user's."""
+        self.optimizer: torch.optim.Optimizer | None = None
+        """Instance, built when the leaves first have their data: some constructors create their state at once."""
+        self.where: Where = "host"
+        """Place of the newest state."""
+        self.event: Event = None
+        """Event after which it has arrived, was stepped, or has left."""
+        self.memory: torch.Tensor | None = None
+        """Memory of the device that holds the chunk, uint8."""
+        self.num_bytes = 0
+        """Bytes of the memory that the loaded tensors take. Parts of gradients follow."""
+        self.owed: Copies = ()
+        """Write back to make once the chunk, which was stepped and stays, has to leave."""
+
+    def step(
+        self,
+        states: Mapping[torch.Tensor, dict[str, Any]],
+        param_groups: ParamGroups,
+        learning_rates: Sequence[LearningRate],
+        rounding: StochasticRounding | None,
+    ) -> torch.optim.Optimizer:
+        """Step the leaves, which have their data and gradients. Slices with a rule are stepped in tiles.
+
+        A class with a compiled step compiles it for each instance and each size of a chunk. If each step needs a new
+        compilation, as in torch's own optimizers whose state moves, torch stops at its limit.
 
         Args:
-            base: The base optimizer.
+            states: State of those leaves for which the instance has none or another.
             param_groups: Param groups of the user.
-            own: Hyperparameters that an earlier instance in its place had changed; empty for none.
+            learning_rates: Learning rates to apply in place of theirs.
+            rounding: Rounding of the update, if bf16 weights that are stepped in tiles are rounded stochastically.
+
+        Returns:
+            Instance that has stepped.
         """
-        indices = sorted({one.weight.param_group for one in self.slices})
+        optimizer = self.optimizer or self._build(param_groups)
+        optimizer.state.update(states)
+        groups = list(zip(optimizer.param_groups, self._param_groups, strict=True))
+        push_hyperparameters(groups, self._pushed, param_groups, learning_rates)
+        tiled = []
+        for one in self.slices:
+            gradient = one.leaf.grad
+            if one.rule is not None and gradient is not None and not gradient.is_sparse:  # which the optimizer refuses
+                tiled.append((one, one.rule, gradient))
+        try:
+            for one, _, _ in tiled:
+                one.leaf.grad = None
+            with with_recompile_limit(RECOMPILE_LIMIT + 2 * Chunk._num_made):
+                optimizer.step()
+            for one, rule, gradient in tiled:
+                group = next(inner for inner, index in groups if index == one.weight.param_group)
+                is_rounded = one.leaf.dtype == torch.bfloat16
+                of_weight = rounding.of(one.weight.name) if rounding is not None and is_rounded else None
+                step_in_tiles(rule, optimizer.state[one.leaf], group, one.leaf.data, gradient, of_weight)
+        finally:
+            for one, _, gradient in tiled:
+                one.leaf.grad = gradient
+        return optimizer
+
+    def adapted(self) -> OwnHyperparameters | None:
+        """Return hyperparameters that the instance changed itself, or None if there is no instance."""
+        if self.optimizer is None:
+            return None
+        return adapted_hyperparameters(zip(self.optimizer.param_groups, self._param_groups, strict=True), self._pushed)
+
+    def _build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
         groups = [
             {
                 **{key: value for key, value in param_groups[index].items() if key != "params"},
                 "params": [one.leaf for one in self.slices if one.weight.param_group == index],
             }
-            for index in indices
+            for index in self._param_groups
         ]
-        leaves = [(one.leaf, one.weight.parameter) for one in self.slices]
-        in_tiles = [one for one in self.slices if one.rule is not None]
-        self.instance = Instance(base.build(groups, leaves), indices, in_tiles)
-        self.instance.restore(param_groups, own)
-        return self.instance
+        optimizer = self.base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
+        inner = zip(optimizer.param_groups, self._param_groups, strict=True)
+        restore_adapted(inner, self._pushed, param_groups, self._own)
+        Chunk._num_made += 1
+        self.optimizer = optimizer
+        return optimizer
 
+    def load(
+        self,
+        sources: Sequence[Mapping[str, torch.Tensor]],
+        memory: torch.Tensor,
+        free_after: Event,
+        streams: CopyStreams,
+    ) -> None:
+        """Queue the copies of the offloaded tensors to the device, where parts of gradients may follow.
 
-def check_rules(pieces: Sequence[Piece], param_groups: ParamGroups) -> None:
-    """Check that the rules of slices that are stepped in tiles still hold for the hyperparameters.
+        Args:
+            sources: Offloaded tensors of each slice, by key.
+            memory: Memory of the device, with room for all.
+            free_after: Event after which it may be written.
+            streams: Copy streams of the device.
+        """
+        start = 0
+        with streams.on("inbound", free_after, self.event):
+            for one, of_slice in zip(self.slices, sources, strict=True):
+                one.tensors = {}
+                for key, source in of_slice.items():
+                    one.tensors[key] = tensor_at(memory, start, source).copy_(source, non_blocking=True)
+                    start += aligned(source.nbytes)
+            self.event = streams.record("inbound")
+        self.memory, self.num_bytes, self.where = memory, start, "arriving"
 
-    Args:
-        pieces: Chunks of a group.
-        param_groups: Param groups of the optimizer.
+    def load_gradients(self, streams: CopyStreams) -> None:
+        """Queue the copies of the offloaded gradients, if the chunk is loaded."""
+        start = self.num_bytes
+        for one in self.slices:
+            gradient = one.weight.parameter.grad
+            if self.memory is not None and isinstance(gradient, OffloadedGradient):
+                source = gradient.part_on_host(one.start, None if one.is_whole else one.stop)
+                one.gradient = tensor_at(self.memory, start, source)
+                start += aligned(source.nbytes)
+                # The gradient was made after the last step, which has read the previous content.
+                with streams.on("inbound", gradient.stored):
+                    one.gradient.copy_(source, non_blocking=True)
+                    self.event = streams.record("inbound")
 
-    Raises:
-        ValueError: If a hyperparameter has changed for which a rule does not hold, with its name.
-    """
-    for one in itertools.chain.from_iterable(piece.slices for piece in pieces):
-        group = param_groups[one.weight.param_group]
-        if one.rule is not None and (name := unmet(one.rule, group)) is not None:
-            raise ValueError(
-                f"{name}={group[name]!r} was set after the first step, and {one.weight.name} is stepped in tiles, "
-                f"which needs {name}={one.rule.settings.get(name, 'a number')!r}. Set it when HiFT is built"
-            )
+    def stay(self, owed: Copies, streams: CopyStreams) -> None:
+        """Stay on the device after a step, with a write back to make later."""
+        self.where, self.owed, self.event = "device", owed, streams.record()
+        for one in self.slices:
+            one.gradient = None
+
+    def give_up(self, slots: DeviceSlots) -> None:
+        """Leave the device: write back what was stepped there, and drop what was only loaded or is half stepped."""
+        if self.where == "device":
+            self.write_back(self.owed, slots)
+        elif self.where == "arriving":
+            slots.streams.compute_after(self.event)
+            self._leave(slots, slots.streams.record())
+            self.where, self.event = "host", None
+
+    def write_back(self, copies: Copies, slots: DeviceSlots, *, is_from_slot: bool = True) -> None:
+        """Queue the write back behind the computation queued so far, and give the memory back behind it.
+
+        Args:
+            copies: Copies that write the state back.
+            slots: Slots of the device.
+            is_from_slot: Whether all sources are in the chunk's memory.
+        """
+        streams = slots.streams
+        with streams.on("outbound", streams.record(), self.event):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+            self.event = streams.record("outbound")
+        if not is_from_slot:
+            streams.compute_after(self.event)  # before the memory of new tensors is used again
+        self._leave(slots, self.event)
+        self.where = "leaving"
+
+    def _leave(self, slots: DeviceSlots, free_after: Event) -> None:
+        if self.memory is not None:
+            slots.give_back(self.memory, free_after)
+        self.memory, self.owed = None, ()
+        for one in self.slices:
+            one.tensors, one.gradient = {}, None
