@@ -71,7 +71,7 @@ EDGES: dict[str, dict[str, str]] = {
         "OffloadedState.load_weight: inbound copies after slots.streams.record()": "weights come from masters",
         "OffloadedState.load_weight: inbound copies after free_after": "weights come from masters",
         "OffloadedState._step_chunk: the computation after chunk.event": "the optimizer is dropped",
-        "OffloadedState._synchronize: the host after all copies of slots.streams": "the optimizer is dropped",
+        "OffloadedState._synchronize: the host after all copies of self._slots.streams": "the optimizer is dropped",
     },
     "hift/waiting_layers.py": {
         "WaitingLayers._end_turn: the end of (waiting.parameter.data, left) after its copy": "weights come from codes",

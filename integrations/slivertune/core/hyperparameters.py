@@ -70,7 +70,7 @@ def push_hyperparameters(
                 given[key] = own_copy(value)
 
 
-def adapted_hyperparameters(groups: InnerGroups, pushed: Pushed) -> dict[int, dict[str, Any]]:
+def find_adapted(groups: InnerGroups, pushed: Pushed) -> dict[int, dict[str, Any]]:
     """Return hyperparameters that an optimizer changed itself (as adaptive step sizes), by index of the user's group.
 
     Args:
@@ -88,7 +88,7 @@ def adapted_hyperparameters(groups: InnerGroups, pushed: Pushed) -> dict[int, di
 def restore_adapted(
     groups: InnerGroups, pushed: Pushed, outer: Sequence[Mapping[str, Any]], adapted: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """Restore the hyperparameters that `adapted_hyperparameters` returned.
+    """Restore the hyperparameters that `find_adapted` returned.
 
     Args:
         groups: Param groups of the optimizer.

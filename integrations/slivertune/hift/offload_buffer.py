@@ -20,9 +20,8 @@ from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.disk import LentBuffer
-from slivertune.hift.masters import MASTER, refresh_master
 from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
-from slivertune.hift.piece import Slice, Weight
+from slivertune.hift.piece import MASTER, Slice, StepCopies, Weight, refresh_master
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import WeightState
 
@@ -35,10 +34,6 @@ _WHOLE = -1
 # bitsandbytes' 8-bit state: one scale per block of CUT_MULTIPLE elements, and the code book.
 _OF_BLOCKS = ("absmax1", "absmax2")
 _TABLES = ("qmap1", "qmap2")
-
-
-StepCopies = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Copies that bring a stepped slice's state to the host, by key: the tensor on the device, and its place."""
 
 
 class OffloadBuffer:
@@ -195,7 +190,7 @@ class StateStore:
         state = flatten_state(state)
         wholes, slices = self._wholes[one.weight.name], self._slices[one.weight.name]
         known, own = slices.get(one.start, {}), dict(state)
-        copies: StepCopies = {}
+        copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 continue

@@ -14,15 +14,15 @@ import torch
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.hyperparameters import (
+    InnerGroups,
     Pushed,
-    adapted_hyperparameters,
+    find_adapted,
     push_hyperparameters,
     restore_adapted,
 )
-from slivertune.core.torch_internals import with_recompile_limit
+from slivertune.core.torch_internals import storage_key, with_recompile_limit
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.device_slots import DeviceSlots
-from slivertune.hift.masters import MASTER
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.stochastic_rounding import StochasticRounding
@@ -37,11 +37,19 @@ ParamGroups = Sequence[dict[str, Any]]
 OwnHyperparameters = Mapping[int, dict[str, Any]]
 """Hyperparameters that the base optimizer's instances changed by themselves, by index of the param group."""
 
+MASTER = "master"
+"""Key of a master, the fp32 copy of a 16-bit weight, in the state of its weight."""
+
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Copies to make: source and target of each."""
+StepCopies = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Copies that bring a stepped slice's state to the host, by key: the tensor on the device, and its place."""
 Where = Literal["host", "arriving", "device", "leaving"]
-"""Place of a chunk's newest state: on the host; in a copy to the device that the step waits for; on the device alone,
-since it was stepped and stays; in a copy to the host that the next load waits for."""
+"""Place of a chunk's newest state.
+
+`arriving` is a copy to the device, which the step waits for. `device` is the device alone, since the chunk was stepped
+and stays. `leaving` is a copy to the host, which the next load waits for.
+"""
 
 RECOMPILE_LIMIT = 8
 """Compilations of a step, in addition to two per instance of the base optimizer."""
@@ -85,6 +93,26 @@ def drop_gradient(weight: Weight) -> None:
     if isinstance(weight.parameter.grad, OffloadedGradient):
         weight.parameter.grad.close()
     weight.parameter.grad = None
+
+
+def refresh_master(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Copy the elements of a weight that others have written into its master.
+
+    An element was written if its master does not round to it. Others keep their master to the bit, so that loading the
+    same weights changes nothing. It compares values: writes to `weight.data` (averaging libraries) change no version.
+
+    Takes 5 bytes of temporaries per element (`torch.where` casts the weight first), fewer than the step after it.
+
+    Args:
+        master: Master in fp32; changed in place.
+        weight: Weight of the same shape and device, in 16 bits or in fp32, which a master equals.
+
+    Returns:
+        The master.
+    """
+    bits = torch.int32 if weight.dtype == torch.float32 else torch.int16
+    written = master.to(weight.dtype).view(bits) != weight.view(bits)
+    return torch.where(written, weight, master, out=master)
 
 
 class Slice:
@@ -153,6 +181,25 @@ class Slice:
             start = self.weight.first_element + self.start
             rounding.of(self.weight.name).round_into(self.part_of_weight(), self.leaf.data, start)
 
+    def moved_to_slot(self, copies: StepCopies) -> Copies | None:
+        """Copy new tensors of a step over the loaded ones, so that they are written back from there.
+
+        Returns:
+            Copies out of the chunk's memory. None if a tensor has no place there.
+        """
+        places, new = {key: _place_of(tensor) for key, tensor in self.tensors.items()}, []
+        for key, (value, _) in copies.items():
+            own, place = self.tensors.get(key), _place_of(value)
+            if own is None or (own.shape, own.dtype) != (value.shape, value.dtype):
+                return None
+            if place != places[key]:
+                if place in places.values():
+                    return None  # the optimizer has exchanged the places of two tensors
+                new.append((own, value))
+        for own, value in new:
+            own.copy_(value)
+        return [(self.tensors[key], target) for key, (_, target) in copies.items()]
+
     def attach_gradient(self) -> None:
         """Give the leaf its part of the weight's gradient, in the leaf's dtype. An offloaded one is loaded if need be.
 
@@ -180,11 +227,10 @@ class Slice:
             part = gradient if self.is_whole else gradient.reshape(-1)[self.start : self.stop]
         self.leaf.grad = part.to(self.leaf.dtype)
 
-    def drop_gradient(self, *, is_last: bool) -> None:
-        """Drop the leaf's gradient, and the weight's if this is the last of its slices to be stepped."""
-        self.leaf.grad = None
-        if is_last:
-            drop_gradient(self.weight)
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a tensor's storage and address. Without data, addresses count from the beginning of the storage."""
+    return storage_key(tensor.untyped_storage()), tensor.data_ptr()
 
 
 class Chunk:
@@ -219,30 +265,39 @@ class Chunk:
         self.owed: Copies = ()
         """Write back to make once the chunk, which was stepped and stays, has to leave."""
 
+    def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
+        """Build the instance, with the hyperparameters of these param groups of the user."""
+        groups = [
+            {
+                **{key: value for key, value in param_groups[index].items() if key != "params"},
+                "params": [one.leaf for one in self.slices if one.weight.param_group == index],
+            }
+            for index in self._param_groups
+        ]
+        self.optimizer = self.base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
+        Chunk._num_made += 1
+        restore_adapted(self._inner_groups(self.optimizer), self._pushed, param_groups, self._own)
+        return self.optimizer
+
     def step(
         self,
-        states: Mapping[torch.Tensor, dict[str, Any]],
+        optimizer: torch.optim.Optimizer,
         param_groups: ParamGroups,
         learning_rates: Sequence[LearningRate],
         rounding: StochasticRounding | None,
-    ) -> torch.optim.Optimizer:
-        """Step the leaves, which have their data and gradients. Slices with a rule are stepped in tiles.
+    ) -> None:
+        """Step the leaves, which have their data, state and gradients. Slices with a rule are stepped in tiles.
 
         A class with a compiled step compiles it for each instance and each size of a chunk. If each step needs a new
         compilation, as in torch's own optimizers whose state moves, torch stops at its limit.
 
         Args:
-            states: State of those leaves for which the instance has none or another.
+            optimizer: Instance of the chunk.
             param_groups: Param groups of the user.
             learning_rates: Learning rates to apply in place of theirs.
             rounding: Rounding of the update, if bf16 weights that are stepped in tiles are rounded stochastically.
-
-        Returns:
-            Instance that has stepped.
         """
-        optimizer = self.optimizer or self._build(param_groups)
-        optimizer.state.update(states)
-        groups = list(zip(optimizer.param_groups, self._param_groups, strict=True))
+        groups = self._inner_groups(optimizer)
         push_hyperparameters(groups, self._pushed, param_groups, learning_rates)
         tiled = []
         for one in self.slices:
@@ -262,32 +317,19 @@ class Chunk:
         finally:
             for one, _, gradient in tiled:
                 one.leaf.grad = gradient
-        return optimizer
 
     def adapted(self) -> OwnHyperparameters | None:
         """Return hyperparameters that the instance changed itself, or None if there is no instance."""
         if self.optimizer is None:
             return None
-        return adapted_hyperparameters(zip(self.optimizer.param_groups, self._param_groups, strict=True), self._pushed)
+        return find_adapted(self._inner_groups(self.optimizer), self._pushed)
 
-    def _build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
-        groups = [
-            {
-                **{key: value for key, value in param_groups[index].items() if key != "params"},
-                "params": [one.leaf for one in self.slices if one.weight.param_group == index],
-            }
-            for index in self._param_groups
-        ]
-        optimizer = self.base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
-        inner = zip(optimizer.param_groups, self._param_groups, strict=True)
-        restore_adapted(inner, self._pushed, param_groups, self._own)
-        Chunk._num_made += 1
-        self.optimizer = optimizer
-        return optimizer
+    def _inner_groups(self, optimizer: torch.optim.Optimizer) -> InnerGroups:
+        return list(zip(optimizer.param_groups, self._param_groups, strict=True))
 
     def load(
         self,
-        sources: Sequence[Mapping[str, torch.Tensor]],
+        sources: Sequence[Mapping[str, Any]],
         memory: torch.Tensor,
         free_after: Event,
         streams: CopyStreams,
@@ -295,7 +337,7 @@ class Chunk:
         """Queue the copies of the offloaded tensors to the device, where parts of gradients may follow.
 
         Args:
-            sources: Offloaded tensors of each slice, by key.
+            sources: Offloaded state of each slice, by key.
             memory: Memory of the device, with room for all.
             free_after: Event after which it may be written.
             streams: Copy streams of the device.
@@ -305,8 +347,9 @@ class Chunk:
             for one, of_slice in zip(self.slices, sources, strict=True):
                 one.tensors = {}
                 for key, source in of_slice.items():
-                    one.tensors[key] = tensor_at(memory, start, source).copy_(source, non_blocking=True)
-                    start += aligned(source.nbytes)
+                    if one.is_on_device(key, source):
+                        one.tensors[key] = tensor_at(memory, start, source).copy_(source, non_blocking=True)
+                        start += aligned(source.nbytes)
             self.event = streams.record("inbound")
         self.memory, self.num_bytes, self.where = memory, start, "arriving"
 

@@ -11,9 +11,16 @@ from typing_extensions import override
 from slivertune.core.hyperparameters import differs
 from slivertune.core.ledger import claim
 from slivertune.hift.cutting import cut_group
-from slivertune.hift.masters import MASTER, refresh_master
 from slivertune.hift.nested_state import flatten_state, unflatten_state
-from slivertune.hift.piece import Chunk, OwnHyperparameters, ParamGroups, Slice, Weight
+from slivertune.hift.piece import (
+    MASTER,
+    Chunk,
+    OwnHyperparameters,
+    ParamGroups,
+    Weight,
+    drop_gradient,
+    refresh_master,
+)
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.stochastic_rounding import StochasticRounding, rounding_of
@@ -95,7 +102,7 @@ class GroupState(ABC):
 
     @abstractmethod
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
-        """Replace all state by a copy of the results of `export` and `own_hyperparameters`."""
+        """Replace all state by a copy of the results of `export` and `adapted_by_instances`."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -179,43 +186,49 @@ class ResidentState(GroupState):
                 chunk.optimizer.state.clear()
 
     def _step_chunk(self, chunk: Chunk, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        states: dict[torch.Tensor, WeightState] = {}
+        rounded = [one for one in chunk.slices if one.is_rounded]
         try:
+            for one in rounded:
+                one.place_leaf(one.part_of_weight().to(torch.float32))
+            optimizer = chunk.optimizer or self._build(chunk, param_groups)
             for one in chunk.slices:
-                if one.is_rounded:
-                    one.place_leaf(one.part_of_weight().to(torch.float32))
-                if chunk.optimizer is None:
-                    self._begin_state(one, states)
                 if one.on_master:
                     refresh_master(one.leaf.data, one.part_of_weight())
                 one.attach_gradient()
-            optimizer = chunk.step(states, param_groups, held_lr, self._rounding)
+            chunk.step(optimizer, param_groups, held_lr, self._rounding)
             for one in chunk.slices:
-                self._restored.pop(one.weight.name, None)
                 one.write_weight(self._rounding)
-                one.drop_gradient(is_last=one.stop == one.weight.parameter.numel())
+                one.leaf.grad = None
+                if one.stop == one.weight.parameter.numel():
+                    drop_gradient(one.weight)
                 for value in flatten_state(optimizer.state.get(one.leaf, {})).values():
                     if isinstance(value, torch.Tensor):
                         claim(value, "state")
         finally:
-            for one in chunk.slices:
-                if one.is_rounded:
-                    one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
+            for one in rounded:
+                one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
 
-    def _begin_state(self, one: Slice, states: dict[torch.Tensor, WeightState]) -> None:
-        """Make the master of a slice, and a copy of its restored state in `states`, on its weight's device."""
-        restored, parameter = self._restored.get(one.weight.name, {}), one.weight.parameter
-        if one.on_master:
-            source = restored.get(MASTER, parameter.data)
-            master = source.to(device=parameter.device, dtype=torch.float32, copy=True)
-            claim(master, "state")
-            one.place_leaf(master)
-        flat = flatten_state({key: value for key, value in restored.items() if key != MASTER}, copy_objects=True)
-        for key, value in flat.items():
-            if isinstance(value, torch.Tensor):
-                flat[key] = value.to(parameter.device if one.is_on_device(key, value) else "cpu", copy=True)
-        if flat:
-            states[one.leaf] = unflatten_state(flat)
+    def _build(self, chunk: Chunk, param_groups: ParamGroups) -> torch.optim.Optimizer:
+        """Build a chunk's instance over its masters, and copy its restored state to the device of its weights."""
+        for one in chunk.slices:
+            if one.on_master:
+                parameter = one.weight.parameter
+                source = self._restored.get(one.weight.name, {}).get(MASTER, parameter.data)
+                master = source.to(device=parameter.device, dtype=torch.float32, copy=True)
+                claim(master, "state")
+                one.place_leaf(master)
+        optimizer = chunk.build(param_groups)
+        for one in chunk.slices:
+            state = flatten_state(self._restored.get(one.weight.name, {}), copy_objects=True)
+            state.pop(MASTER, None)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    device = one.weight.parameter.device if one.is_on_device(key, value) else "cpu"
+                    state[key] = value.to(device, copy=True)
+            if state:
+                optimizer.state[one.leaf] = unflatten_state(state)
+            self._restored.pop(one.weight.name, None)
+        return optimizer
 
 
 def chunks_of(chunks: Sequence[Chunk], weights: Sequence[Weight]) -> list[Chunk]:
@@ -240,7 +253,7 @@ def check_rules(chunks: Sequence[Chunk], param_groups: ParamGroups) -> None:
                 )
 
 
-def own_hyperparameters(state: GroupState) -> OwnHyperparameters:
+def adapted_by_instances(state: GroupState) -> OwnHyperparameters:
     """Return the hyperparameters that a group's instances of the base optimizer adapted themselves, if there are any.
 
     Raises:
@@ -261,7 +274,7 @@ def own_hyperparameters(state: GroupState) -> OwnHyperparameters:
 
 def adapted_hyperparameters(states: Sequence[GroupState]) -> dict[int, OwnHyperparameters]:
     """Return the own hyperparameters of all groups that have some, by index of the group."""
-    adapted = {index: own_hyperparameters(state) for index, state in enumerate(states)}
+    adapted = {index: adapted_by_instances(state) for index, state in enumerate(states)}
     return {index: dict(own) for index, own in adapted.items() if own}
 
 

@@ -23,16 +23,23 @@ from typing_extensions import override
 from slivertune.core.copy_streams import Event
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.core.torch_internals import storage_key
 from slivertune.hift.cutting import cut_group
 from slivertune.hift.device_slots import DeviceSlots
-from slivertune.hift.masters import MASTER, refresh_master
 from slivertune.hift.nested_state import unflatten_state
-from slivertune.hift.offload_buffer import NewStore, StateStore, StepCopies, waiting_bytes
+from slivertune.hift.offload_buffer import NewStore, StateStore, waiting_bytes
 from slivertune.hift.offloaded_gradient import OffloadedGradient
-from slivertune.hift.piece import Chunk, Copies, OwnHyperparameters, ParamGroups, Slice, Weight, drop_gradient
+from slivertune.hift.piece import (
+    MASTER,
+    Chunk,
+    OwnHyperparameters,
+    ParamGroups,
+    StepCopies,
+    Weight,
+    drop_gradient,
+    refresh_master,
+)
 from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import GroupState, WeightState, check_rules, chunks_of, own_hyperparameters
+from slivertune.hift.residency import GroupState, WeightState, adapted_by_instances, check_rules, chunks_of
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.stochastic_rounding import StochasticRounding, rounding_of
 
@@ -81,7 +88,7 @@ class OffloadedState(GroupState):
         """Bytes of the group's largest chunk."""
         self._stays = False
         """Whether the next update is this group's, too."""
-        self._is_dropped = False
+        self._discards = False
         """Whether all state is discarded after this update."""
         self._arriving: set[str] = set()
         """Names of weights that `load_weight` loads, for whose copies the computation does not wait yet."""
@@ -96,20 +103,19 @@ class OffloadedState(GroupState):
         self._follow_the_model()
         if self._store is None or self._is_first_turn or not self._store.is_loaded:
             return  # there is nothing to load yet, or the file is still being read
-        self._cut()
+        self.chunks = self.chunks or cut_group(self.weights, self._meter, self.restored_own)
         self._begin_loading()
         self._load_ahead(WORKING_CHUNKS if in_backward else 0)
 
     @override
     def begin(self, *, stays: bool, update: int) -> None:
-        self._stays = stays
-        self._is_dropped = not stays and self._config.state == "discard"
+        self._stays, self._discards = stays, not stays and self._config.state == "discard"
         self._follow_the_model()
         self._rounding = rounding_of(self._config, update)
-        self._cut()
+        self.chunks = self.chunks or cut_group(self.weights, self._meter, self.restored_own)
         check_rules(self.chunks, self._meter.param_groups)
         is_new = self._store is None
-        store = self._open(reserves=not self._is_dropped)
+        store = self._open(reserves=not self._discards)
         self._is_first_turn = self._is_first_turn or is_new
         store.load()
 
@@ -143,8 +149,7 @@ class OffloadedState(GroupState):
     @override
     def end(self) -> None:
         self._is_first_turn = False
-        self._give_up(self._pending or () if self._stays else self.chunks)
-        self._slots.shrink()
+        self._evict(self._pending or () if self._stays else self.chunks)
         # Gradients arrive in nearly the same order every time, so the next chunks can be loaded ahead.
         stepped = set(self._turn)
         self.chunks = self._turn + [chunk for chunk in self.chunks if chunk not in stepped]
@@ -152,8 +157,7 @@ class OffloadedState(GroupState):
 
     @override
     def release(self, to_bytes: int | None = None) -> None:
-        self._give_up(self.chunks)
-        self._slots.shrink(to_bytes)
+        self._evict(self.chunks, to_bytes)
 
     @override
     def export(self, *, lasts: bool = True) -> dict[str, WeightState]:
@@ -271,7 +275,7 @@ class OffloadedState(GroupState):
     def _follow_the_model(self) -> None:
         """Move the state along if the model has moved to another device: its memory is right for one device only."""
         if self._store is not None and self._store.device != self._device():
-            state, own = self.export(), own_hyperparameters(self)
+            state, own = self.export(), adapted_by_instances(self)
             self.discard()
             self.restore(state, own)
 
@@ -284,40 +288,37 @@ class OffloadedState(GroupState):
             )
         return devices.pop()
 
-    def _cut(self) -> None:
-        self.chunks = self.chunks or cut_group(self.weights, self._meter, self.restored_own)
-
     # The way of the chunks to the device.
 
-    def _tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
-        """Return the offloaded tensors that a slice's step needs on the device, by key."""
-        assert self._store is not None
-        return {key: value for key, value in self._store.of(one).items() if one.is_on_device(key, value)}
-
-    def _begin_loading(self) -> None:
+    def _begin_loading(self) -> list[Chunk]:
+        """Return the chunks of this update that are not stepped yet, which are all before the first load."""
         if self._pending is not None:
-            return
-        self._pending, self._slot_bytes = list(self.chunks), 0
-        for chunk in self._pending:
+            return self._pending
+        assert self._store is not None
+        slot_bytes = 0
+        for chunk in self.chunks:
             num_bytes = 0
             for one in chunk.slices:
-                num_bytes += sum(aligned(tensor.nbytes) for tensor in self._tensors_of(one).values())
+                for key, value in self._store.of(one).items():
+                    num_bytes += aligned(value.nbytes) if one.is_on_device(key, value) else 0
                 if self._config.gradients != "device":
                     num_bytes += aligned((one.stop - one.start) * one.weight.parameter.itemsize)
-            self._slot_bytes = max(self._slot_bytes, num_bytes)  # one size for all, so that a slot serves any chunk
+            slot_bytes = max(slot_bytes, num_bytes)  # one size for all, so that a slot serves any chunk
             if self._loads_gradients:
                 chunk.load_gradients(self._slots.streams)
+        self._pending, self._slot_bytes = list(self.chunks), slot_bytes
+        return self._pending
 
     def _expect(self, own: Sequence[Chunk]) -> None:
         """Ensure that the chunks to step now are loaded, or the next to be."""
         if self._is_first_turn and not self._loads_gradients:
             return
-        self._begin_loading()
+        pending = self._begin_loading()
         if own[0].memory is None:
             # Not the expected chunk: evict the chunks that were loaded ahead.
-            others = set(self._pending or ()).difference(own)
-            for chunk in self._pending or ():
+            for chunk in pending:
                 chunk.give_up(self._slots)
+            others = set(pending).difference(own)
             self._pending = [*own, *(chunk for chunk in self.chunks if chunk in others)]
         self._load_ahead(WORKING_CHUNKS)
 
@@ -330,7 +331,8 @@ class OffloadedState(GroupState):
             if chunk.memory is None:
                 if (taken := slots.take(self._slot_bytes, at_least)) is None:
                     return
-                chunk.load([self._tensors_of(one) for one in chunk.slices], *taken, slots.streams)
+                assert self._store is not None
+                chunk.load([self._store.of(one) for one in chunk.slices], *taken, slots.streams)
                 if self._loads_gradients:
                     chunk.load_gradients(slots.streams)
 
@@ -362,7 +364,9 @@ class OffloadedState(GroupState):
                     tensors[key] = value.clone() if isinstance(value, torch.Tensor) else value
             if tensors:  # else the constructor's stays
                 states[one.leaf] = unflatten_state(tensors)
-        chunk.step(states, param_groups, held_lr, self._rounding)
+        optimizer = chunk.optimizer or chunk.build(param_groups)
+        optimizer.state.update(states)
+        chunk.step(optimizer, param_groups, held_lr, self._rounding)
 
     def _keep_or_write_back(self, chunk: Chunk, unstepped: Counter[str]) -> None:
         """Write a stepped chunk's weights. Then let it stay in its slot, or queue the write back of its state.
@@ -381,14 +385,15 @@ class OffloadedState(GroupState):
                 one.write_weight(self._rounding)
                 if one.on_master:
                     state[MASTER] = one.leaf.data
-                copies: StepCopies = {} if self._is_dropped else self._store.receive(one, state)
+                copies: StepCopies = {} if self._discards else self._store.receive(one, state)
                 # What the step has left on the host is out of date in the slot.
                 may_stay = may_stay and {key for key, own in one.tensors.items() if not own.dim()} <= copies.keys()
-                moved = _moved_to_slot(copies, one.tensors) if chunk.memory is not None else None
+                moved = one.moved_to_slot(copies) if chunk.memory is not None else None
                 is_from_slot = is_from_slot and moved is not None
                 leaving += copies.values() if moved is None else moved
                 unstepped[one.weight.name] -= 1
-                one.drop_gradient(is_last=not unstepped[one.weight.name])
+                if not unstepped[one.weight.name]:
+                    drop_gradient(one.weight)
                 one.place_leaf(torch.empty(0, dtype=one.leaf.dtype, device="cpu"))
         except BaseException:
             # The places of what was received are in use, and what has stayed exists in the slot alone.
@@ -396,7 +401,7 @@ class OffloadedState(GroupState):
             raise
         if may_stay and is_from_slot and self._may_stay(chunk):
             for one in chunk.slices:  # without what the optimizer has dropped
-                stored = self._tensors_of(one)
+                stored = self._store.of(one)
                 one.tensors = {key: tensor for key, tensor in one.tensors.items() if key in stored}
             chunk.stay(leaving, self._slots.streams)
         else:
@@ -417,10 +422,12 @@ class OffloadedState(GroupState):
         index, passing = chunks.index(chunk), len(chunks) - most  # spread evenly, so that the bus stays busy
         return index * passing // len(chunks) == (index + 1) * passing // len(chunks)
 
-    def _give_up(self, chunks: Iterable[Chunk]) -> None:
-        """End the loads of an update, and let these chunks leave the device."""
+    def _evict(self, chunks: Iterable[Chunk], to_bytes: int | None = None) -> None:
+        """End the loads of an update, let these chunks leave the device, and drop free slots as `release` says."""
+        slots = self._slots
         for chunk in chunks:
-            chunk.give_up(self._slots)
+            chunk.give_up(slots)
+        slots.shrink(to_bytes)
         self._pending, self._loads_gradients = None, False
 
     def _write_back_all(self) -> None:
@@ -432,34 +439,7 @@ class OffloadedState(GroupState):
     def _synchronize(self) -> None:
         """Write back every chunk that is on the device alone, and wait for the copies."""
         self._write_back_all()
-        slots = self._slots
-        slots.streams.synchronize()
-
-
-def _moved_to_slot(copies: StepCopies, loaded: Mapping[str, torch.Tensor]) -> Copies | None:
-    """Copy new tensors of a step over the old ones in the slot, so that they are written back from there.
-
-    Returns:
-        Copies out of the slot. None if a tensor has no place there.
-    """
-    places = {key: _place_of(tensor) for key, tensor in loaded.items()}
-    new = []
-    for key, (value, _) in copies.items():
-        own, place = loaded.get(key), _place_of(value)
-        if own is None or (own.shape, own.dtype) != (value.shape, value.dtype):
-            return None
-        if place != places[key]:
-            if place in places.values():
-                return None  # the optimizer has exchanged the places of two tensors
-            new.append((own, value))
-    for own, value in new:
-        own.copy_(value)
-    return [(loaded[key], target) for key, (_, target) in copies.items()]
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a tensor's storage and address. Without data, addresses count from the beginning of the storage."""
-    return storage_key(tensor.untyped_storage()), tensor.data_ptr()
+        self._slots.streams.synchronize()
 
 
 StreamedGroup = OffloadedState

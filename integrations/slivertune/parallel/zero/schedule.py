@@ -19,7 +19,7 @@ from slivertune.core.copy_streams import CopyStreams, copy_streams
 from slivertune.core.hyperparameters import (
     InnerGroups,
     Pushed,
-    adapted_hyperparameters,
+    find_adapted,
     own_hyperparameters,
     push_hyperparameters,
     restore_adapted,
@@ -177,7 +177,7 @@ class GroupSchedule:
 
     def own_hyperparameters(self, group: int) -> list[dict[str, Any]]:
         """Return the hyperparameters that a group's optimizer itself has changed, by its own param groups."""
-        adapted = adapted_hyperparameters(self._inner_groups(group), self._pushed[group])
+        adapted = find_adapted(self._inner_groups(group), self._pushed[group])
         return [adapted.get(inner[PARAM_GROUP], {}) for inner in self.children[group].optimizer.param_groups]
 
     def adopt(self, group: int, own: Sequence[dict[str, Any]]) -> None:
