@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slivertune import HiFT, HiFTConfig
-from slivertune.hift.streamed import StreamedGroup
+from slivertune.hift.offloaded_state import OffloadedState
 from tests.helpers.models import (
     Batch,
     assert_all_moved,
@@ -129,9 +129,9 @@ def allocated_beside_the_weights(model: nn.Module, batch: Batch) -> int:
     return allocated()
 
 
-def streamed_groups(hift: HiFT) -> list[StreamedGroup]:
+def streamed_groups(hift: HiFT) -> list[OffloadedState]:
     groups = hift._states
-    assert all(isinstance(group, StreamedGroup) for group in groups)
+    assert all(isinstance(group, OffloadedState) for group in groups)
     return groups  # type: ignore[return-value]
 
 
@@ -229,7 +229,7 @@ def test_after_a_step_the_device_holds_the_weights_and_nothing_else(name: str) -
         run(model, hift, [batch])
         left.append(allocated() - before)
     if name == "AdamW8bit":
-        assert max(left) <= sum(len(group._pieces) for group in streamed_groups(hift)) * CODE_BOOK_BYTES
+        assert max(left) <= sum(len(group.chunks) for group in streamed_groups(hift)) * CODE_BOOK_BYTES
         assert left[-5:] == [left[-1]] * 5, "it grows from step to step"
     else:
         assert left == [0] * 15
@@ -293,10 +293,10 @@ def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
     model(hidden).backward()
     end_of_backward = torch.cuda.current_stream(DEVICE).record_event()
     (group,) = streamed_groups(hift)
-    assert sorted(group._in_slots.loaded) == [0, 1], "the first two pieces were not asked for during backward"
-    for loaded in group._in_slots.loaded.values():
-        assert loaded.ready is not None
-        loaded.ready.synchronize()
+    loaded = [index for index, chunk in enumerate(group.chunks) if chunk.where == "arriving"]
+    assert loaded == [0, 1], "the first two pieces were not asked for during backward"
+    for index in loaded:
+        group.chunks[index].event.synchronize()
     assert not end_of_backward.query(), "the copies came only after backward"
     hift.step()
     torch.cuda.synchronize(DEVICE)

@@ -596,7 +596,7 @@ def test_a_model_on_another_device_takes_its_state_along(tmp_path: Path) -> None
     other, reference = hift_over(twin(model), "AdamW", stream_bytes=PIECE)
     train(model, hift, batches, 8)
     for group in hift._states:
-        group._offloaded_from = torch.device("meta")  # type: ignore[attr-defined]
+        group._store.device = torch.device("meta")  # type: ignore[attr-defined]
         monkey = part_of(hift, Prefetcher).slots_of(torch.device("cpu"))
         part_of(hift, Prefetcher).slots[torch.device("meta")] = monkey
     train(model, hift, batches, 12, start=8)

@@ -19,7 +19,7 @@ from torch import nn
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.hift.in_backward import SteppedGradient, SteppedGradients
-from slivertune.hift.streamed import StreamedGroup
+from slivertune.hift.offloaded_state import OffloadedState
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
     LAYERS,
@@ -339,7 +339,7 @@ def test_gradients_of_earlier_backwards_wait_for_a_step_that_can_begin(monkeypat
         raise OSError("no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr(StreamedGroup, "begin", fail)
+        patched.setattr(OffloadedState, "begin", fail)
         with pytest.raises(OSError, match="no space"):
             runs[0][1].step()
     for _, hift in runs:

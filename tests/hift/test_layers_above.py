@@ -12,7 +12,7 @@ from transformers.optimization import Adafactor
 
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.hift import tiled_steps
-from slivertune.hift.piece import Slice
+from slivertune.hift.chunk import Slice
 from tests.helpers.models import (
     LAYERS,
     assert_same_bits,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT
-from slivertune.hift.masters import refresh_master
+from slivertune.hift.chunk import refresh_master
 from tests.helpers.models import (
     LAYERS,
     assert_all_moved,

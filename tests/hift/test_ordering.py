@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
-from slivertune.hift import streamed
+from slivertune.hift.chunk import Chunk
 from tests.helpers.models import assert_same_bits, small_decoder, token_batches, twin
 from tests.helpers.reference import train
 from tests.hift.cases import DTYPES, hift_over
@@ -18,18 +18,18 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
         small_decoder(torch.bfloat16), torch.optim.AdamW, gradients="stepped", stream_bytes=8192, lr=1e-2
     )
     train(model, hift, batches, 5)
-    loads: list[int] = []
-    original = streamed.StreamedGroup._load
+    loads: list[Chunk] = []
+    original = Chunk.load
     monkeypatch.setattr(
-        streamed.StreamedGroup,
-        "_load",
-        lambda self, index, at_least: original(self, index, at_least) and not loads.append(index),
+        Chunk,
+        "load",
+        lambda self, *arguments: (original(self, *arguments), loads.append(self)),
     )
     for group in hift._states:
         loads.clear()
         train(model, hift, batches, 1)
         # Each once and in turn: nothing that was loaded had to give way.
-        assert loads == list(range(len(group._pieces)))  # type: ignore[attr-defined]
+        assert loads == group.chunks
 
 
 class _Counting(CopyStreams):
@@ -53,7 +53,7 @@ def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.Monke
         for group in hift._states:
             monkeypatch.setattr(_Counting, "num_waits", 0)
             train(model, hift, batches, 1)
-            num_pieces = len(group._pieces)
+            num_pieces = len(group.chunks)
             assert num_pieces > 2
             # Each piece for its own arrival; and for the last store out of each slot, whose memory is given up.
             assert _Counting.num_waits == num_pieces + 2
@@ -66,8 +66,8 @@ def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
     other, moved = hift_over(twin(model), torch.optim.AdamW, lr=1e-2, **config)
     moved.load_state_dict(copy.deepcopy(hift.state_dict()))
     for group in moved._states:
-        group._offloaded_from = torch.device("cuda", 0)  # type: ignore[attr-defined]
+        group._store.device = torch.device("cuda", 0)  # type: ignore[attr-defined]
     train(model, hift, batches, 8)
     train(other, moved, batches, 8)
     assert_same_bits(model, other)
-    assert {group._offloaded_from for group in moved._states} == {torch.device("cpu")}  # type: ignore[attr-defined]
+    assert {group._store.device for group in moved._states} == {torch.device("cpu")}  # type: ignore[attr-defined]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from slivertune import HiFT
-from slivertune.hift.loaded_piece import LoadedPiece
+from slivertune.hift.chunk import Chunk
+from slivertune.hift.offloaded_state import OffloadedState
 from slivertune.hift.prefetch import Prefetcher
-from slivertune.hift.streamed import StreamedGroup
 from tests.helpers.delayed_streams import delayed
 from tests.helpers.hift_parts import part_of
 from tests.helpers.models import (
@@ -47,12 +47,16 @@ def updates_of(hift: HiFT) -> int:
     return hift.cycle_length + TURN + 2
 
 
-def kept(hift: HiFT) -> dict[int, LoadedPiece]:
+def kept(hift: HiFT) -> dict[int, Chunk]:
     """The active group's pieces that stay."""
     owner = hift._states[hift.active_group]
-    assert isinstance(owner, StreamedGroup)
-    pieces = owner._in_slots
-    return pieces.staying | {index: each for index, each in pieces.loaded.items() if each.owed is not None}
+    assert isinstance(owner, OffloadedState)
+    return {index: chunk for index, chunk in enumerate(owner.chunks) if chunk.where == "device"}
+
+
+def memory_of(chunk: Chunk) -> torch.Tensor:
+    assert chunk.memory is not None
+    return chunk.memory
 
 
 def held_bytes(hift: HiFT) -> int:
@@ -126,12 +130,12 @@ def test_no_more_stays_than_there_is_room_for() -> None:
 
     def check(update: int) -> None:
         pieces = kept(hift)
-        assert sum(each.slot.memory.numel() for each in pieces.values()) <= held_bytes(hift) <= SOME
+        assert sum(memory_of(each).numel() for each in pieces.values()) <= held_bytes(hift) <= SOME
         seen.add(len(pieces))
 
     train(model, hift, BATCHES, updates_of(hift), after_step=check)
     owner = hift._states[0]
-    assert 0 in seen and 0 < max(seen) < max(len(each._pieces) for each in hift._states) and owner.is_offloaded
+    assert 0 in seen and 0 < max(seen) < max(len(each.chunks) for each in hift._states) and owner.is_offloaded
 
 
 def test_what_passes_is_spread_evenly_among_what_stays() -> None:
@@ -143,7 +147,7 @@ def test_what_passes_is_spread_evenly_among_what_stays() -> None:
         layers_per_group=2,
     )
     train(model, hift, BATCHES, hift.cycle_length + 2)
-    num_pieces = len(hift._states[hift.active_group]._pieces)
+    num_pieces = len(hift._states[hift.active_group].chunks)
     passing = sorted(set(range(num_pieces)) - kept(hift).keys())
     gaps = {after - before for before, after in itertools.pairwise([-1, *passing])}
     assert len(kept(hift)) > 10 and len(passing) > 3
@@ -242,8 +246,7 @@ def test_a_turn_whose_last_step_is_skipped_leaves_nothing_behind() -> None:
                 optimizer.step()
             optimizer.zero_grad()
     assert hift.active_group != before and kept(hift) == {}
-    owner: Any = hift._states[before]
-    assert owner._in_slots.staying == {}
+    assert {chunk.memory for chunk in hift._states[before].chunks} == {None}
     go_on(model, hift, other, plain)
 
 

@@ -18,9 +18,9 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.ledger import Ledger
 from slivertune.hift import compiled_passes, probe, tiled_steps
+from slivertune.hift.chunk import Slice
 from slivertune.hift.compiled_passes import CompiledPasses
 from slivertune.hift.cutting import cut_group
-from slivertune.hift.piece import Slice
 from slivertune.hift.stochastic_rounding import StochasticRounding
 from slivertune.hift.tiled_steps import Factors, TilePasses, rule_of, step_in_tiles, unmet
 from tests.helpers.models import LAYERS, assert_same_bits, bits, differing, small_decoder, token_batches, weights
@@ -234,7 +234,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def slices_of(hift: HiFT) -> list[Slice]:
-    return [one for each in hift._states for piece in each._pieces for one in piece.slices]
+    return [one for each in hift._states for piece in each.chunks for one in piece.slices]
 
 
 BATCHES = token_batches(2 * LAYERS, vocab=BIG_VOCAB)
@@ -311,7 +311,7 @@ def test_weights_in_tiles_take_no_room_for_copies_in_their_chunks(monkeypatch: p
     with tiles_of(8):
         for master in ("none", "stochastic", "fp32"):
             _, hift = hift_over(small_decoder(BF16), TransformersAdafactor, master=master, **settings)
-            chunks = cut_group(hift._states[0].weights, hift._meter)
+            chunks = cut_group(hift._states[0].weights, hift._meter, {})
             num_chunks.append(len(chunks))
             assert all(one.rule is not None for each in chunks for one in each.slices if one.weight.parameter.dim() > 1)
     assert num_chunks[0] == num_chunks[1] < num_chunks[2]

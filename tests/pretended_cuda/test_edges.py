@@ -25,15 +25,9 @@ EDGES: dict[str, dict[str, str]] = {
         ),
         "WaitingActivations._end: the computation after record.loading[1]": "a backward ends early",
     },
-    "hift/device_pieces.py": {
-        "settle: the host after all copies of slots.streams": "the optimizer is dropped",
-        "write_back: outbound copies after streams.record()": "a forward fails at once",
-        "write_back: outbound copies after after": "a step fails in a turn",
-        "_give_up: the computation after piece.ready": "the optimizer is dropped",
-    },
     "hift/device_slots.py": {
         "DeviceSlots.__init__: the end of the object after all copies": "the optimizer is dropped",
-        "DeviceSlots._give_up: the computation after slot.free_after": "the optimizer is dropped",
+        "DeviceSlots.shrink: the computation after free_after": "the optimizer is dropped",
     },
     "hift/disk.py": {
         "Disk._end_exchange: the host after buffer.exchange": "state on disk",
@@ -62,16 +56,22 @@ EDGES: dict[str, dict[str, str]] = {
         "OffloadedGradient.copy_on_device: the computation after self.stored": "ranks write gradients",
         "OffloadedGradient.norm_of_two: the computation after self.stored": "gradients are added",
     },
+    "hift/chunk.py": {
+        "Chunk.load: inbound copies after free_after": "the optimizer is dropped",
+        "Chunk.load_gradients: inbound copies after gradient.stored": "gradients leave",
+        "Chunk.give_up: the computation after self.event": "the optimizer is dropped",
+        "Chunk.write_back: outbound copies after streams.record()": "a forward fails at once",
+        "Chunk.write_back: outbound copies after self.event": "a step fails in a turn",
+        "Chunk.write_back: the computation after self.event": "a forward fails at once",
+    },
     "hift/prefetch.py": {
         "Prefetcher.before_load: the host after all copies of slots.streams": "its own state is loaded",
     },
-    "hift/streamed.py": {
-        "StreamedGroup.load_weight: inbound copies after slots.streams.record()": "weights come from masters",
-        "StreamedGroup.load_weight: inbound copies after slot.free_after": "weights come from masters",
-        "StreamedGroup._load: inbound copies after slot.free_after": "the optimizer is dropped",
-        "StreamedGroup._load_gradients: inbound copies after gradient.stored": "gradients leave",
-        "StreamedGroup._step_piece: the computation after loaded.ready": "the optimizer is dropped",
-        "StreamedGroup._let_go: the computation after stored": "a forward fails at once",
+    "hift/offloaded_state.py": {
+        "OffloadedState.load_weight: inbound copies after slots.streams.record()": "weights come from masters",
+        "OffloadedState.load_weight: inbound copies after free_after": "weights come from masters",
+        "OffloadedState._step_chunk: the computation after chunk.event": "the optimizer is dropped",
+        "OffloadedState._synchronize: the host after all copies of self._slots.streams": "the optimizer is dropped",
     },
     "parked/exact_source.py": {
         "HostCopy.read: the host after all copies of self._streams": "waiting weights are replaced",
@@ -118,11 +118,11 @@ UNREPORTED: dict[str, str] = {
         ),
         "there are more slots than usual, since a backward has gone through more blocks at once than a forward does",
     ),
-    "hift/streamed.py StreamedGroup._load: inbound copies after self._in_slots.stored.get(index)": (
+    "hift/chunk.py Chunk.load: inbound copies after self.event": (
         "the first chunk of an update is the one that was stepped last in the update before, and no other was loaded "
         "ahead: else its slot has waited for a store that comes later on the same stream"
     ),
-    "hift/streamed.py StreamedGroup.load_weight: inbound copies after *self._in_slots.stored.values()": (
+    "hift/offloaded_state.py OffloadedState.load_weight: inbound copies after *stored": (
         "two groups take turns, of which one has so many more chunks than the other that its last stores are in flight "
         "when its turn comes again, and its weights are fewer than its slots"
     ),
@@ -178,8 +178,8 @@ DROPPED = (
     "core/waiting_activations.py WaitingActivations._end: the computation after record.loading[1]",
     "hift/prefetch.py Prefetcher.before_load: the host after all copies of slots.streams",
     "parked/exact_source.py HostCopy.store: outbound copies after streams.record()",
-    "hift/streamed.py StreamedGroup._load_gradients: inbound copies after gradient.stored",
-    "hift/device_pieces.py write_back: outbound copies after streams.record()",
+    "hift/chunk.py Chunk.load_gradients: inbound copies after gradient.stored",
+    "hift/chunk.py Chunk.write_back: outbound copies after streams.record()",
     "parallel/zero/state_mover.py StateMover.to_host: outbound copies after self._streams.record()",
     "parallel/ddp/gradient_sync.py _Bucket.settle: the computation after self.work",
 )

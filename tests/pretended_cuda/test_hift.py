@@ -55,19 +55,29 @@ ROWS = table()
 @contextmanager
 def loads_counted() -> Iterator[Counter[str]]:
     """Count the loads of chunks that prefetching begins, and the most chunks of a group."""
-    from slivertune.hift.streamed import StreamedGroup
+    import torch
+
+    from slivertune.core.copy_streams import Event
+    from slivertune.hift.device_slots import DeviceSlots
+    from slivertune.hift.offloaded_state import OffloadedState
 
     counts: Counter[str] = Counter()
-    load = StreamedGroup._load
+    take, end = DeviceSlots.take, OffloadedState.end
 
-    def counted_load(self: StreamedGroup, index: int, at_least: int) -> bool:
-        counts["chunks of the largest group"] = max(counts["chunks of the largest group"], len(self._pieces))
-        has_begun = load(self, index, at_least)
+    def counted_take(self: DeviceSlots, num_bytes: int, at_least: int) -> tuple[torch.Tensor, Event] | None:
+        taken = take(self, num_bytes, at_least)
         # A backward and a step ask for at least the chunks that a step works on, whatever the budget of prefetching.
-        counts["prefetched"] += has_begun and at_least == 0
-        return has_begun
+        counts["prefetched"] += taken is not None and at_least == 0
+        return taken
 
-    with mock.patch.object(StreamedGroup, "_load", counted_load):
+    def counted_end(self: OffloadedState) -> None:
+        counts["chunks of the largest group"] = max(counts["chunks of the largest group"], len(self.chunks))
+        end(self)
+
+    with (
+        mock.patch.object(DeviceSlots, "take", counted_take),
+        mock.patch.object(OffloadedState, "end", counted_end),
+    ):
         yield counts
 
 
@@ -141,12 +151,12 @@ def counts_after_an_error(steps_per_group: int) -> tuple[list[float], bool]:
     """Step counts after an update that fails in the middle of a chunk, and whether all state is finite."""
     import torch
 
-    from slivertune.hift.offload_buffer import OffloadedState
+    from slivertune.hift.offload_buffer import StateStore
     from tests.helpers.models import small_decoder
     from tests.hift.cases import hift_over
     from tests.pretended_cuda.programs import batches, trained
 
-    received, receive = [], OffloadedState.receive
+    received, receive = [], StateStore.receive
 
     def fail_at_the_second(self: Any, one: Any, state: Any) -> Any:
         received.append(one)
@@ -164,7 +174,7 @@ def counts_after_an_error(steps_per_group: int) -> tuple[list[float], bool]:
     )
     trained(model, hift, "cuda", 2)
     model(**next(batches("cuda"))).loss.backward()
-    with mock.patch.object(OffloadedState, "receive", fail_at_the_second), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(StateStore, "receive", fail_at_the_second), pytest.raises(KeyboardInterrupt):
         hift.step()
     states = [state for group in hift._states for state in group.export().values()]
     finite = all(bool(value.isfinite().all()) for state in states for value in state.values())

@@ -111,5 +111,5 @@ def test_no_step_of_hift_waits(name: str, gradients: str) -> None:
 @pytest.mark.parametrize("name", quick(WAITS_BY_ITSELF, ["torch Adafactor"]))
 def test_others_wait_within_their_own_step_alone(name: str) -> None:
     num_tensors, waits = on_device(waits_of_steps, name, "device")
-    assert all(line.startswith("hift/piece.py") for line in waits), "not in the base optimizer's step"
+    assert all(line.startswith("hift/chunk.py") for line in waits), "not in the base optimizer's step"
     assert sum(waits.values()) >= WAITS_BY_ITSELF[name] * num_tensors

@@ -9,22 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.layers import find_blocks
+from slivertune.hift.chunk import Weight
 from slivertune.hift.disk import Disk
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
+from slivertune.hift.group_state import GroupState, ResidentState
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import HostRoom
 from slivertune.hift.in_backward import SteppedGradients
 from slivertune.hift.layers_above import LayersAbove
-from slivertune.hift.offload_buffer import host_buffer, mapped_buffer, waiting_bytes
+from slivertune.hift.offload_buffer import StateStore, host_buffer, mapped_buffer, waiting_bytes
+from slivertune.hift.offloaded_state import OffloadedState
 from slivertune.hift.parked_weights import ParkedWeights, blocks_by_group
 from slivertune.hift.parts import Part
-from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import ResidentGroup
 from slivertune.hift.rotation import Group
-from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import check_master
 from slivertune.parked.park import refuse_parked
 from slivertune.parked.quantized_layers import QuantizedLayers, linear_modules
@@ -36,7 +37,7 @@ from slivertune.parked.streamed_model import StreamedModel
 class Assembly:
     """Parts of one HiFT over one model, and what it must know of them."""
 
-    states: Sequence[ResidentGroup]
+    states: Sequence[GroupState]
     """Owners of all groups' masters and state, by index."""
     route: DeviceGradients
     """Route of gradients to the step."""
@@ -125,7 +126,7 @@ def assemble(
         )
     parked = None
     if quantized is not None or streamed is not None:
-        offloaded = [each for each in states if isinstance(each, StreamedGroup)]
+        offloaded = [each for each in states if isinstance(each, OffloadedState)]
         parked = ParkedWeights(quantized, streamed, offloaded, lambda: max(sizes()))
     above = LayersAbove(of_groups, config, param_groups) if config.inactive == "above" else None
     host = partial(
@@ -165,21 +166,26 @@ def _states(
     prefetcher: Prefetcher,
     sizes: Callable[[], list[int]],
     coming: Sequence[int],
-) -> tuple[Sequence[ResidentGroup], Disk | None]:
+) -> tuple[Sequence[GroupState], Disk | None]:
     """Build the owners of all groups' state, and the `Disk` that they share if each has a file.
 
     If weights are sharded, files are memory-mapped, and each rank's copies wait for the disk.
     """
-    config, slots_of = meter.config, prefetcher.slots_of
+    config, folder, disk = meter.config, None, None
     if config.state == "device":
-        return [ResidentGroup(weights, meter) for weights in groups], None
-    if config.state != "disk":
-        return [StreamedGroup(weights, meter, slots_of, host_buffer) for weights in groups], None
-    if any(weight.trained is not weight.parameter for weights in groups for weight in weights):
-        folder = Path(config.state_dir or ".")
-        return [StreamedGroup(each, meter, slots_of, lambda streams: mapped_buffer(folder)) for each in groups], None
-    disk = Disk(config, sizes, coming)
-    owners = [
-        StreamedGroup(weights, meter, slots_of, partial(disk.new_buffer, group)) for group, weights in enumerate(groups)
+        return [ResidentState(weights, meter) for weights in groups], None
+    if config.state == "disk":
+        if any(weight.trained is not weight.parameter for weights in groups for weight in weights):
+            folder = Path(config.state_dir or ".")
+        else:
+            disk = Disk(config, sizes, coming)
+
+    def new_store(group: int, streams: CopyStreams) -> StateStore:
+        buffer = host_buffer(streams) if folder is None else mapped_buffer(folder)
+        return StateStore(streams.device, buffer, None if disk is None else disk.lend(group, streams))
+
+    states = [
+        OffloadedState(weights, meter, prefetcher.slots_of, partial(new_store, group))
+        for group, weights in enumerate(groups)
     ]
-    return owners, disk
+    return states, disk

@@ -18,10 +18,10 @@ from slivertune.core.saved_values import (
 )
 from slivertune.core.typed_command import setting_name
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
+from slivertune.hift.chunk import MASTER, Weight
+from slivertune.hift.group_state import WeightState
 from slivertune.hift.nested_state import flatten_state
-from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, TensorForm, describe_form, form_of
-from slivertune.hift.residency import MASTER, WeightState
 from slivertune.hift.rotation import Rotation
 
 VERSION = 2

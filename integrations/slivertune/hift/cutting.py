@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slivertune.hift.base import CUT_MULTIPLE, Slicing
-from slivertune.hift.piece import Piece, Slice, Weight
+from slivertune.hift.chunk import Chunk, OwnHyperparameters, Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.stochastic_rounding import BYTES_PER_ELEMENT
 
@@ -94,12 +94,13 @@ def _smallest(rest: int, cuttable: bool, slicing: Slicing) -> int:
     return aligned if cuttable and rest - aligned >= slicing.minimum else rest
 
 
-def cut_group(weights: Sequence[Weight], meter: StepMeter) -> list[Piece]:
-    """Cut one group into new chunks, which together hold every element once.
+def cut_group(weights: Sequence[Weight], meter: StepMeter, own: OwnHyperparameters) -> list[Chunk]:
+    """Cut one group into new chunks, which together hold every element once, in the order of their steps.
 
     Args:
         weights: Trained weights of the group.
         meter: Meter of the memory that steps need, with HiFT's settings.
+        own: Hyperparameters that earlier instances of the base optimizer had changed.
     """
     config = meter.config
     meter.compile_steps(weights)
@@ -108,20 +109,12 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter) -> list[Piece]:
     has_copies = config.state == "device" and config.master == "stochastic" and meter.base.slicing.unit != "group"
     by_weight = config.steps_in_backward or has_copies
     cuts_of = cut_pieces(sizes, config.piece_bytes, meter.base.slicing, by_weight=by_weight)
-    # A rank may hold no part of a group.
-    return [Piece([_slice(weights[cut.weight], cut, meter) for cut in cuts]) for cuts in cuts_of if cuts]
-
-
-def _slice(weight: Weight, cut: Cut, meter: StepMeter) -> Slice:
-    return Slice(
-        weight,
-        cut.start,
-        cut.stop,
-        in_fp32=meter.steps_copy(weight),
-        on_master=meter.steps_master(weight),
-        rule=meter.rule_of(weight),
-        scalars_on_device=meter.scalars_on_device(weight),
-    )
+    cuts_of = [cuts for cuts in cuts_of if cuts]  # a rank may hold no part of a group
+    if config.state != "device" and config.gradients == "host":
+        # A backward makes the gradients of the last weights first, so these are stepped first.
+        cuts_of.sort(key=lambda cuts: -cuts[0].weight)
+    slices_of = [[Slice(weights[cut.weight], cut.start, cut.stop, meter) for cut in cuts] for cuts in cuts_of]
+    return [Chunk(slices, meter.base, own) for slices in slices_of]
 
 
 def _size(weight: Weight, meter: StepMeter) -> WeightSize:

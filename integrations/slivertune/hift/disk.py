@@ -8,7 +8,7 @@ The caller chooses the group of a buffer. The thread makes one exchange at a tim
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,7 +22,6 @@ from slivertune.core.host_tensors import aligned, claimed_host_memory, tensor_at
 from slivertune.core.ledger import claim
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.group_file import GroupFile, make_files
-from slivertune.hift.offload_buffer import Name, OffloadBuffer, host_buffer
 from slivertune.hift.parts import Part, Turn
 
 NUM_BUFFERS = 2
@@ -94,14 +93,18 @@ class Disk(Part):
         self.open()
         self._expect(())
 
-    def new_buffer(self, group: int, streams: CopyStreams) -> OffloadBuffer:
-        """Create the owner of a group's new state, and forget its old state. Raises as `load`."""
+    def lend(self, group: int, streams: CopyStreams) -> "LentBuffer | None":
+        """Lend a buffer to a group's new state, and forget its old state. Raises as `load`.
+
+        Returns:
+            The buffer, or None if the group has no file, since its state is stored in host memory.
+        """
         assert self.files is not None, "no group has state before the files are made"
         if (file := self.files.get(group)) is None:
-            return host_buffer(streams)
+            return None
         if file.used_bytes:  # the thread may be writing it
             self._thread.submit(file.clear).result()
-        return FileBuffer(self, file, streams)
+        return LentBuffer(self, file, streams)
 
     def _expect(self, coming: Sequence[int]) -> None:
         """Write groups that are not needed soon, and read those that are, given all in the order of their turns."""
@@ -184,39 +187,35 @@ def _exchange(buffer: _HostBuffer, copied: Sequence[Event], file: GroupFile | No
         buffer.content = file
 
 
-class FileBuffer(OffloadBuffer):
-    """Owner of one group's tensors, which are in a buffer of the disk during its turn, and in a file between turns.
-
-    Tensors that outgrow the file stay in host memory.
-    """
-
-    is_resident = False
+class LentBuffer:
+    """Tensors of one group, which are in a buffer of the disk during its turn, and in its file between turns."""
 
     def __init__(self, disk: Disk, file: GroupFile, streams: CopyStreams) -> None:
-        super().__init__("host", streams.host_memory)
         self._disk, self._file, self._streams = disk, file, streams
         self._memory = disk.load(file, streams)
 
-    @override
-    def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
-        """Do nothing: the memory and the file exist."""
-
-    @override
-    def empty_like(self, model: torch.Tensor) -> torch.Tensor:
+    def empty_like(self, model: torch.Tensor) -> torch.Tensor | None:
+        """Return a new tensor with arbitrary content, or None if the file has no room for it."""
         start, num_bytes = self._file.used_bytes, aligned(model.nbytes)
         if start + num_bytes > self._file.num_bytes:
-            super().reserve({model.dtype: max(1, num_bytes)})
-            return super().empty_like(model)
+            return None
         self._file.used_bytes += num_bytes
         return tensor_at(self._memory, start, model)
 
     @property
-    @override
     def is_loaded(self) -> bool:
+        """Whether the tensors are in host memory now, so that `load` does not wait."""
         return self._disk.is_loaded(self._file)
 
-    @override
     def load(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Wait until the tensors are in host memory, and return the function that finds one there by its old place.
+
+        Returns:
+            The function, or None if the tensors are where they were.
+
+        Raises:
+            OSError: If they can't be read.
+        """
         before, self._memory = self._memory, self._disk.load(self._file, self._streams)
         if self._memory is before:
             return None
@@ -227,17 +226,24 @@ class FileBuffer(OffloadBuffer):
 
         return moved
 
-    @override
-    def lasting(self, tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
+    def lasting(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Write the tensors, and return the function that makes one readable when other groups' are loaded.
+
+        Raises:
+            OSError: If they can't be written.
+        """
         self._disk.write(self._file)
-        mapping, views = self._file.map(), dict(tensors)
-        for name, tensor in tensors.items():
-            if (start := _place(tensor, self._memory)) is not None:
-                # Each has a storage of its own: torch.save refuses several dtypes in one.
-                flat = torch.frombuffer(mapping, dtype=torch.uint8, count=tensor.nbytes, offset=start)
-                claim(flat, "state", "disk")
-                views[name] = tensor_at(flat, 0, tensor)
-        return views
+        mapping = self._file.map()
+
+        def lasting(tensor: torch.Tensor) -> torch.Tensor:
+            if (start := _place(tensor, self._memory)) is None:
+                return tensor
+            # Each has a storage of its own: torch.save refuses several dtypes in one.
+            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=tensor.nbytes, offset=start)
+            claim(flat, "state", "disk")
+            return tensor_at(flat, 0, tensor)
+
+        return lasting
 
 
 def _place(tensor: torch.Tensor, memory: torch.Tensor) -> int | None:

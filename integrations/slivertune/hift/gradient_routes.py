@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from slivertune.hift.chunk import Weight, drop_gradient
 from slivertune.hift.parts import Part, Turn
-from slivertune.hift.piece import Weight, drop_gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

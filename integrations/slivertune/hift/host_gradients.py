@@ -10,10 +10,10 @@ from typing_extensions import override
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.host_tensors import aligned, claimed_host_memory, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.hift.chunk import Weight
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
-from slivertune.hift.piece import Weight
 
 
 class HostGradients(DeviceGradients):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.torch_internals import is_without_data
 from slivertune.hift.disk import Disk, split_bytes
+from slivertune.hift.group_state import GroupState
 from slivertune.hift.host_gradients import bytes_of
 from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import ResidentGroup
 
 
 class HostRoom:
@@ -21,7 +21,7 @@ class HostRoom:
         disk: Files of the groups, if they are stored there.
     """
 
-    def __init__(self, groups: Sequence[ResidentGroup], meter: StepMeter, disk: Disk | None) -> None:
+    def __init__(self, groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None) -> None:
         self._groups, self._meter, self._disk = groups, meter, disk
         self._is_checked = False
 
@@ -39,7 +39,7 @@ class HostRoom:
             self._disk.open()
 
 
-def _check(groups: Sequence[ResidentGroup], meter: StepMeter, disk: Disk | None) -> None:
+def _check(groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None) -> None:
     available = None if is_without_data() else available_host_bytes()
     if available is None:
         return

@@ -23,13 +23,13 @@ from slivertune.core.torch_internals import (
     running_backward,
     version_of,
 )
+from slivertune.hift.chunk import Weight
 from slivertune.hift.gradient_placeholder import GradientPlaceholder
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
 from slivertune.hift.host_gradients import HostGradients
 from slivertune.hift.layers_above import LayersAbove
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.parts import Turn
-from slivertune.hift.piece import Weight
 from slivertune.hift.unsupported import STEPPED_ONCE
 
 

@@ -12,11 +12,11 @@ import torch
 from typing_extensions import override
 
 from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.chunk import Weight
 from slivertune.hift.config import HiFTConfig
+from slivertune.hift.group_state import ResidentState
 from slivertune.hift.parts import Part, Turn, Update
-from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import ResidentGroup
 from slivertune.hift.rotation import LearningRate, scheduled_lr
 from slivertune.hift.unsupported import clash_of_rounding
 
@@ -49,7 +49,7 @@ class LayersAbove(Part):
         on_device = replace(config, state="device", state_dir=None, state_ram_bytes=0, prefetch_bytes="auto")
         meter = StepMeter(base, self._param_groups, on_device)
         meter.compile_steps(each for weights in groups for each in weights)
-        self._groups = [ResidentGroup(weights, meter) for weights in groups]
+        self._groups = [ResidentState(weights, meter) for weights in groups]
         self._group_of = {weight.name: index for index, weights in enumerate(groups) for weight in weights}
         self._active = 0
         self._applied: list[float] = []
@@ -82,7 +82,7 @@ class LayersAbove(Part):
     def step(self, weight: Weight) -> None:
         """Step a weight above the active group from its gradient, and drop the gradient."""
         group = self._groups[self._group_of[weight.name]]
-        group.forget_state()  # of the last step, which may have failed
+        group.forget_moments()  # of the last step, which may have failed
         group.step((weight,), self._param_groups, self._applied)
 
 

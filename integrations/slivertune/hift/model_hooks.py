@@ -30,7 +30,7 @@ from slivertune.core.torch_internals import (
     is_without_data,
     running_backward,
 )
-from slivertune.hift.piece import Weight
+from slivertune.hift.chunk import Weight
 
 
 class ModelHooks:

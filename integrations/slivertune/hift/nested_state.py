@@ -78,6 +78,8 @@ def unflatten_state(flat: dict[str, Any], *, copy_objects: bool = False) -> dict
         copy_objects: Whether objects are returned as copies. Otherwise their attributes are set, in place.
     """
     nested = {key for key, value in flat.items() if isinstance(value, Structure)}
+    if not nested:
+        return dict(flat)
     return {
         key: _put_together(value, flat, copy_objects)
         for key, value in flat.items()

@@ -1,16 +1,17 @@
-"""Storage of a group's masters and optimizer state between turns: pinned host memory, or files by `disk.FileBuffer`.
+"""Storage of a group's masters and optimizer state between turns: in host memory, mapped files, or `disk` files.
 
 Offloaded state is flat: a value with nested tensors is a `Structure` under its key, and its tensors have own keys.
 """
 
 import errno
+import itertools
 import math
 import os
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -18,39 +19,25 @@ from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.hift.base import CUT_MULTIPLE
-from slivertune.hift.masters import refresh_master
+from slivertune.hift.chunk import MASTER, Slice, StepCopies, Weight, refresh_master
+from slivertune.hift.disk import LentBuffer
+from slivertune.hift.group_state import WeightState
 from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
-from slivertune.hift.piece import Slice, Weight
 from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import MASTER, WeightState
 
 _GAPS_BYTES = 512
 """Bytes of gaps between a weight's tensors."""
 
 _WHOLE = -1
-"""Start of a slice that stands for the whole weight, whose scalars were restored."""
+"""Start of a slice that stands for the whole weight, whose state was restored."""
 
 # bitsandbytes' 8-bit state: one scale per block of CUT_MULTIPLE elements, and the code book.
 _OF_BLOCKS = ("absmax1", "absmax2")
 _TABLES = ("qmap1", "qmap2")
 
 
-Name = tuple[str, str]
-"""Name of a weight, and key of its stored tensor."""
-Copy = tuple[str, torch.Tensor, torch.Tensor]
-"""Key of a slice's state, its tensor on the device, and its place on the host."""
-
-
-def _small_place(value: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-    """Return host memory for a tensor of a few bytes. If it is pinned, torch keeps it until its copies have ended."""
-    with claimed_at_birth("state", "host"):
-        place = torch.empty_like(value, device="cpu", pin_memory=is_pinned)
-    claim(place, "state", "host")
-    return place
-
-
 class OffloadBuffer:
-    """Owner of one group's offloaded tensors.
+    """Memory for offloaded tensors.
 
     Args:
         tier: Memory tier that its bytes count to in the ledger.
@@ -82,37 +69,6 @@ class OffloadBuffer:
         start = self._used_bytes[dtype]
         self._used_bytes[dtype] += aligned(model.nbytes)
         return tensor_at(self._buffers[dtype], start, model)
-
-    is_resident: ClassVar[bool] = True
-    """Whether the tensors are always in host memory, so that there is nothing to load."""
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the tensors are in host memory now, so that `load` does not wait."""
-        return True
-
-    def load(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Wait until the tensors are in host memory.
-
-        Returns:
-            Function from a tensor at its old place to the same tensor at its new place; None if none has moved.
-
-        Raises:
-            OSError: If they can't be read.
-        """
-        return None
-
-    def lasting(self, tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
-        """Return tensors that stay readable when other groups' are loaded, given those in host memory.
-
-        Raises:
-            OSError: If they can't be written.
-        """
-        return dict(tensors)
-
-
-NewBuffer = Callable[[CopyStreams], OffloadBuffer]
-"""Function that makes the owner of a group's tensors, given the streams that copy to and from them."""
 
 
 def host_buffer(streams: CopyStreams) -> OffloadBuffer:
@@ -168,47 +124,59 @@ def waiting_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torch.
     return num_bytes
 
 
-class OffloadedState:
-    """Offloaded state of one group.
+class StateStore:
+    """Offloaded state of one group. Each use of it waits until its tensors are in host memory.
 
     Args:
-        buffer: Storage of tensors with dimensions.
+        device: Device that computes with the state.
+        buffer: Memory of tensors with dimensions.
+        lent: Buffer of the group's file, which takes the tensors that fit; None without a file.
     """
 
-    def __init__(self, buffer: OffloadBuffer) -> None:
-        self.buffer = buffer
-        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
-        self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
-        self._received: dict[tuple[str, int], frozenset[str]] = {}
-        """Keys of the tensors that each slice has left here. A weight's other slices may have none yet."""
-        self._parts: dict[tuple[str, int, int, str], tuple[torch.Tensor, torch.Tensor]] = {}
-        """By weight, slice and key: an offloaded tensor, and the slice's part of it, which is read often."""
+    def __init__(self, device: torch.device, buffer: OffloadBuffer, lent: LentBuffer | None = None) -> None:
+        self.device = device
+        """Device that computes with the state."""
+        self._buffer = buffer
+        self._lent = lent
+        self._wholes: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        """Tensors with dimensions, by weight and key."""
+        self._slices: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+        """By weight and start of a slice: its parts of the tensors, and its values without dimensions, by key."""
 
-    def tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
-        """Return what a slice's step needs on the device, by key: parts of the offloaded tensors, and scalars."""
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the tensors are in host memory now, so that no use of them waits."""
+        return self._lent is None or self._lent.is_loaded
+
+    def load(self) -> None:
+        """Wait until the tensors are in host memory.
+
+        Raises:
+            OSError: If they can't be read.
+        """
+        if self._lent is not None and (moved := self._lent.load()) is not None:
+            of_slices = itertools.chain.from_iterable(slices.values() for slices in self._slices.values())
+            for values in (*self._wholes.values(), *of_slices):
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        values[key] = moved(value)
+
+    def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
+        """Allocate memory for the tensors to come, so that a lack of memory shows now. A file has it already."""
+        if self._lent is None:
+            self._buffer.reserve(num_bytes)
+
+    def of(self, one: Slice) -> Mapping[str, Any]:
+        """Return a slice's state by key: parts of the offloaded tensors, and values without dimensions."""
         self.load()
-        name = one.weight.name
-        keys = self._received.get((name, one.start), self._received.get((name, _WHOLE), frozenset()))
-        parts = {key: self._part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
-        return {
-            **parts,
-            **{key: value for key, value in self._scalars_of(one).items() if _is_on_device(one, key, value)},
-        }
-
-    def host_values_of(self, one: Slice) -> dict[str, Any]:
-        """Copy the values without dimensions that a slice's step needs on the host."""
-        return {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in self._scalars_of(one).items()
-            if not _is_on_device(one, key, value)
-        }
-
-    def _scalars_of(self, one: Slice) -> dict[str, Any]:
-        scalars = self._scalars.get((one.weight.name, one.start))
+        slices = self._slices[one.weight.name]
+        if one.start in slices:
+            return slices[one.start]
         # Restored: every slice starts from the weight's.
-        return self._scalars.get((one.weight.name, _WHOLE), {}) if scalars is None else scalars
+        restored = slices.get(_WHOLE, {}).items()
+        return {key: _part(value, one, key) if _has_extent(key, value) else value for key, value in restored}
 
-    def receive(self, one: Slice, state: WeightState) -> list[Copy]:
+    def receive(self, one: Slice, state: WeightState) -> StepCopies:
         """Take a slice's state after its step. The caller copies what is on the device, behind the computing stream.
 
         Args:
@@ -220,34 +188,28 @@ class OffloadedState:
         """
         self.load()
         state = flatten_state(state)
-        known = self._tensors.get(one.weight.name, {})
-        copies = [
-            (key, value, self._place_of(one, key, value))
-            for key, value in state.items()
-            # A table never changes, and the next chunk may be loading it.
-            if _has_extent(key, value) and not (key in _TABLES and key in known)
-        ]
-        copies += self._keep_scalars(one.weight, one.start, state)
+        wholes, slices = self._wholes[one.weight.name], self._slices[one.weight.name]
+        known, own = slices.get(one.start, {}), dict(state)
+        copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if key in _TABLES and key in wholes:
+                own[key] = wholes[key]  # a table never changes, and the next chunk may be loading it
+            elif not _has_extent(key, value):
+                own[key] = _small_place(value, is_pinned=value.is_cuda)
+                if value.device.type == "cpu":
+                    own[key].copy_(value.detach())
+                else:
+                    copies[key] = (value, own[key])
+            else:
+                place = known.get(key)
+                if not isinstance(place, torch.Tensor) or (place.shape, place.dtype) != (value.shape, value.dtype):
+                    place = _part(self._whole(one.weight, key, _like_whole(value, one, key)), one, key)
+                own[key], copies[key] = place, (value, place)
+        slices[one.start] = own
         empty_objects(state)
         return copies
-
-    def waiting_tensors(self) -> dict[Name, torch.Tensor]:
-        """Return all offloaded tensors by weight and key, without keys that no slice leaves here any more."""
-        kept = {(name, key) for (name, _), keys in self._received.items() for key in keys}
-        return {
-            (name, key): tensor
-            for name, tensors in self._tensors.items()
-            for key, tensor in tensors.items()
-            if (name, key) in kept
-        }
-
-    def load(self) -> None:
-        """Wait until all tensors are in host memory. Each use of them does so."""
-        moved = None if self.buffer.is_resident else self.buffer.load()
-        if moved is not None:
-            self._parts = {}
-            for tensors in self._tensors.values():
-                tensors.update({key: moved(tensor) for key, tensor in tensors.items()})
 
     def export(self, weights: Sequence[Weight], *, lasts: bool = True) -> dict[str, WeightState]:
         """Return the state of a group's weights, after masters have followed writes of others.
@@ -257,44 +219,43 @@ class OffloadedState:
             lasts: Whether the tensors are read after other groups' were loaded.
         """
         self.load()
-        exported: dict[str, WeightState] = {}
-        waiting = self.waiting_tensors()
         for weight in weights:
-            if (weight.name, MASTER) in waiting and not weight.is_waiting:
-                master = waiting[weight.name, MASTER]
+            if self.has(weight, MASTER) and not weight.is_waiting:
+                master = self._wholes[weight.name][MASTER]
                 refresh_master(master, weight.parameter.detach().to(master.device))
-        if lasts:
-            waiting = self.buffer.lasting(waiting)
+        view = self._lent.lasting() if lasts and self._lent is not None else None
+        exported: dict[str, WeightState] = {}
         for weight in weights:
-            tensors: WeightState = {key: value for (name, key), value in waiting.items() if name == weight.name}
-            starts = sorted(start for name, start in self._scalars if name == weight.name)
-            # Scalars restored for the whole weight are out of date once its slices were stepped.
-            slices = [start for start in starts if start != _WHOLE] or starts
-            scalars = dict(self._scalars[weight.name, slices[0]]) if slices else {}
-            if tensors or scalars:
-                exported[weight.name] = unflatten_state({**tensors, **scalars}, copy_objects=True)
+            slices, wholes = self._slices[weight.name], self._wholes[weight.name]
+            # No slice leaves others here any more.
+            kept = {key for of_slice in slices.values() for key, value in of_slice.items() if _has_extent(key, value)}
+            state: WeightState = {key: view(wholes[key]) if view else wholes[key] for key in wholes if key in kept}
+            # The restored values are out of date once slices were stepped.
+            first = min((start for start in slices if start != _WHOLE), default=_WHOLE)
+            state.update(item for item in slices.get(first, {}).items() if not _has_extent(*item))
+            if state:
+                exported[weight.name] = unflatten_state(state, copy_objects=True)
         return exported
 
     def restore(self, weights: Sequence[Weight], state: Mapping[str, WeightState]) -> None:
-        """Copy the state that `export` returned into this storage."""
+        """Copy the state that `export` returned into this store."""
         self.load()
-        arriving: dict[str, WeightState] = {}
+        flat = {each.name: flatten_state(state.get(each.name, {}), copy_objects=True) for each in weights}
         num_bytes: Counter[torch.dtype] = Counter()
+        for values in flat.values():
+            for key, value in values.items():
+                if _has_extent(key, value):
+                    num_bytes[value.dtype] += aligned(value.nbytes)
+        self.reserve(num_bytes)
         for weight in weights:
-            values = flatten_state(state.get(weight.name, {}), copy_objects=True)
-            # Nobody would wait for copies that are queued here.
-            values = {
-                key: value.cpu() if isinstance(value, torch.Tensor) and not value.dim() else value
-                for key, value in values.items()
-            }
-            self._keep_scalars(weight, _WHOLE, values)
-            arriving[weight.name] = {key: value for key, value in values.items() if _has_extent(key, value)}
-            for value in arriving[weight.name].values():
-                num_bytes[value.dtype] += aligned(value.nbytes)
-        self.buffer.reserve(num_bytes)
-        for weight in weights:
-            for key, value in arriving[weight.name].items():
-                self._whole(weight, key, value).copy_(value)
+            own = self._slices[weight.name][_WHOLE] = flat[weight.name]
+            for key, value in own.items():
+                if _has_extent(key, value):
+                    own[key] = self._whole(weight, key, value).copy_(value)
+                elif isinstance(value, torch.Tensor):
+                    # A step on a GPU loads it from here. Nobody would wait for a copy that is queued here.
+                    value = value.detach().cpu()
+                    own[key] = _small_place(value, is_pinned=weight.device.type == "cuda").copy_(value)
 
     def place(self, weight: Weight, key: str, value: torch.Tensor) -> None:
         """Store a tensor of a weight's shape before any step has left its state here.
@@ -305,74 +266,43 @@ class OffloadedState:
             value: Values on the host; copied.
         """
         self.load()
-        place = (weight.name, _WHOLE)
-        self._received[place] = self._received.get(place, frozenset()) | {key}
-        self._whole(weight, key, value).copy_(value)
+        own = self._slices[weight.name].setdefault(_WHOLE, {})
+        own[key] = self._whole(weight, key, value).copy_(value)
 
     def has(self, weight: Weight, key: str) -> bool:
         """Return whether a tensor of a weight is stored here."""
-        return key in self._tensors.get(weight.name, {})
+        return key in self._wholes[weight.name]
 
     def whole(self, weight: Weight, key: str) -> torch.Tensor:
         """Return a weight's offloaded tensor itself, not a copy."""
         self.load()
-        return self._tensors[weight.name][key]
-
-    def _keep_scalars(self, weight: Weight, start: int, state: WeightState) -> list[Copy]:
-        """Keep the values without dimensions of a slice's state, and note the keys of the others.
-
-        Returns:
-            Copies of those values that are on the device.
-        """
-        scalars, copies = {key: value for key, value in state.items() if not _has_extent(key, value)}, []
-        for key, value in scalars.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            # A step on a GPU loads what was restored from here.
-            is_pinned = value.is_cuda or (start == _WHOLE and weight.device.type == "cuda")
-            scalars[key] = place = _small_place(value, is_pinned=is_pinned)
-            if value.device.type == "cpu":
-                place.copy_(value.detach())
-            else:
-                copies.append((key, value, place))
-        self._received[weight.name, start] = frozenset(state.keys() - scalars.keys())
-        self._scalars[weight.name, start] = scalars
-        return copies
-
-    def _place_of(self, one: Slice, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the place of a slice's part of the state under `key`: the old one if it has the same form."""
-        whole = self._tensors.get(one.weight.name, {}).get(key)
-        if whole is not None:
-            part = self._part(whole, one, key)
-            if part.shape == value.shape and part.dtype == value.dtype:
-                return part
-        return self._part(self._whole(one.weight, key, _like_whole(value, one, key)), one, key)
-
-    def _part(self, whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
-        """Return a slice's part of an offloaded tensor."""
-        place = (one.weight.name, one.start, one.stop, key)
-        known = self._parts.get(place)
-        if known is None or known[0] is not whole:
-            known = self._parts[place] = (whole, _part(whole, one, key))
-        return known[1]
+        return self._wholes[weight.name][key]
 
     def _whole(self, weight: Weight, key: str, model: torch.Tensor) -> torch.Tensor:
         """Return the place of a weight's state under `key`, made like `model` if it is new or has changed."""
-        tensors = self._tensors.setdefault(weight.name, {})
-        known = tensors.get(key)
+        wholes = self._wholes[weight.name]
+        known = wholes.get(key)
         if known is None or known.shape != model.shape or known.dtype != model.dtype:
-            tensors[key] = self.buffer.empty_like(model)
-        return tensors[key]
+            lent = None if self._lent is None else self._lent.empty_like(model)
+            wholes[key] = self._buffer.empty_like(model) if lent is None else lent
+        return wholes[key]
+
+
+NewStore = Callable[[CopyStreams], StateStore]
+"""Function that makes a group's store, given the streams that copy to and from it."""
+
+
+def _small_place(value: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+    """Return host memory for a tensor of a few bytes. If it is pinned, torch keeps it until its copies have ended."""
+    with claimed_at_birth("state", "host"):
+        place = torch.empty_like(value, device="cpu", pin_memory=is_pinned)
+    claim(place, "state", "host")
+    return place
 
 
 def _has_extent(key: str, value: Any) -> bool:
     # A master counts even if its weight has no dimensions.
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or key == MASTER)
-
-
-def _is_on_device(one: Slice, key: str, value: Any) -> bool:
-    """Return whether a step needs a value without dimensions on the device."""
-    return key in one.scalars_on_device and isinstance(value, torch.Tensor)
 
 
 def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:

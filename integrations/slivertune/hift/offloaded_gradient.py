@@ -121,12 +121,6 @@ class OffloadedGradient(GradientPlaceholder):
             part.add_(self._arriving if part.shape == self.shape else self._arriving.view(-1)[start:stop])
         return part
 
-    def complete_for_step(self, part: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
-        """Complete a part that is stepped, and keep its norm, since the whole will never be on the device."""
-        part = self.complete(part, start, stop)
-        self.part_norms.append(norm_of(part))
-        return part
-
     def write(self, start: int, stop: int, values: torch.Tensor) -> None:
         """Replace elements [start, stop), flattened.
 

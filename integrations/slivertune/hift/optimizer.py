@@ -24,13 +24,13 @@ from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.assembly import assemble
 from slivertune.hift.base import BaseOptimizer, refuse_settings
 from slivertune.hift.checkpoint import check_accepted, check_header, check_weights, make_header
+from slivertune.hift.chunk import Weight
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.gradient_routes import Steps
+from slivertune.hift.group_state import WeightState, adapted_hyperparameters, restore_state
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.parts import Turn, Update, methods_by_moment
-from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
-from slivertune.hift.residency import WeightState, adapted_hyperparameters, restore_state
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
 from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout

@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from slivertune.core.copy_streams import Event
 from slivertune.core.layers import find_blocks
+from slivertune.hift.chunk import Weight
+from slivertune.hift.offloaded_state import OffloadedState
 from slivertune.hift.parts import Part, Turn, Update
-from slivertune.hift.piece import Weight
 from slivertune.hift.rotation import Group
-from slivertune.hift.streamed import StreamedGroup
 from slivertune.parked.exact_source import ExactSource
 from slivertune.parked.quantized_layers import QuantizedLayers
 from slivertune.parked.streamed_model import StreamedModel
@@ -32,7 +32,7 @@ class ParkedWeights(Part):
         self,
         quantized: QuantizedLayers | None,
         streamed: StreamedModel | None,
-        groups: Sequence[StreamedGroup],
+        groups: Sequence[OffloadedState],
         state_bytes: Callable[[], int],
     ) -> None:
         self.quantized = quantized
@@ -140,7 +140,7 @@ def blocks_by_group(model: nn.Module, groups: Sequence[Group]) -> list[list[int]
 class _Master(ExactSource):
     """A weight whose fp32 master is offloaded with its group's state."""
 
-    def __init__(self, group: StreamedGroup, weight: Weight) -> None:
+    def __init__(self, group: OffloadedState, weight: Weight) -> None:
         self._group = group
         self._weight = weight
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from slivertune.hift.residency import ResidentGroup
+from slivertune.hift.group_state import GroupState
 from slivertune.hift.rotation import LearningRate
 
 
@@ -35,7 +35,7 @@ class Turn:
     """Index of the group."""
     coming: tuple[int, ...]
     """All groups in the order of their next turns, this one first."""
-    state: ResidentGroup
+    state: GroupState
     """Owner of the group's state."""
 
 

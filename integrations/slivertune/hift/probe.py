@@ -15,10 +15,10 @@ from slivertune.core.saved_values import is_finite
 from slivertune.core.torch_internals import FakeTensor, can_compile_kernels, is_compilation_disabled
 from slivertune.hift import tiled_steps
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
+from slivertune.hift.chunk import Weight
 from slivertune.hift.compiled_passes import CompiledPasses, compile_passes
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.nested_state import Structure, UnsupportedStateError, flatten_state
-from slivertune.hift.piece import Weight
 from slivertune.hift.tiled_steps import FactoredRule, TilePasses, rule_of, unmet
 from slivertune.hift.unsupported_optimizers import NEEDS_CLOSURE, refusal
 

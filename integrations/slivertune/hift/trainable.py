@@ -9,8 +9,8 @@ from torch import nn
 
 from slivertune.core.layout import world_size
 from slivertune.core.torch_internals import uncompiled_module
+from slivertune.hift.chunk import Weight
 from slivertune.hift.config import MasterKind
-from slivertune.hift.piece import Weight
 
 
 def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> dict[str, Weight]:

@@ -26,9 +26,8 @@ with the updates.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slivertune.hift.device_pieces import PASSING_PIECES
 from slivertune.hift.disk import NUM_BUFFERS, groups_on_disk
-from slivertune.hift.streamed import WORKING_PIECES
+from slivertune.hift.offloaded_state import PASSING_CHUNKS, WORKING_CHUNKS
 from slivertune.planning.cards import LAUNCH_SECONDS, Rates
 from slivertune.planning.collectives import mean_state_bytes, owed
 from slivertune.planning.methods import planned
@@ -225,24 +224,24 @@ class _Update:
         ahead = max(0.0, time - self._copying(others)) * self._rates.bus_bandwidth
         staying = 0.0
         if request.steps_per_group > 1:
-            num = self._num_pieces if self._slots >= self._num_pieces else max(0, self._slots - PASSING_PIECES)
+            num = self._num_pieces if self._slots >= self._num_pieces else max(0, self._slots - PASSING_CHUNKS)
             staying = min(self._state, num * self._piece)
         first = self._waits(self._state, self._slots, ahead, late, window)
         if request.state == "discard":
             first = self._copying(0, self._state)
         later = self._waits(
-            self._state - staying, min(self._slots, PASSING_PIECES) if staying else self._slots, ahead, late, window
+            self._state - staying, min(self._slots, PASSING_CHUNKS) if staying else self._slots, ahead, late, window
         )
         return (first + (request.steps_per_group - 1) * later) / request.steps_per_group
 
     def _waits(self, state: float, slots: int, ahead: float, gradients: float, window: float) -> float:
         """Return the seconds that loads take beyond a window of computation."""
-        room = slots * self._piece if slots >= WORKING_PIECES else 0.0
+        room = slots * self._piece if slots >= WORKING_CHUNKS else 0.0
         rest = state - min(state, room, ahead)
         if rest + gradients <= 0:
             return 0.0
         load, each = self._copying(self._piece, self._piece), self.computing["step"] / self._num_pieces
-        one = max(load, (2 * load + each) / max(WORKING_PIECES, slots))
+        one = max(load, (2 * load + each) / max(WORKING_CHUNKS, slots))
         is_full = 0 < room <= min(state, ahead)
         seconds = (rest + gradients) / self._piece * one + each + (load + each if is_full else 0.0)
         return max(0.0, seconds - window)

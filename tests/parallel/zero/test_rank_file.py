@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.manifest import write_manifest
-from slivertune.hift.piece import PARAM_GROUP
-from slivertune.parallel.zero.rank_file import VERSION, check_fits, file_name, read_rank_file
+from slivertune.parallel.zero.rank_file import PARAM_GROUP, VERSION, check_fits, file_name, read_rank_file
 from slivertune.parallel.zero.shares import fp32_weights, identity, load_zero
 from tests.helpers.models import assert_same_tree, tiny_llama
 from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced

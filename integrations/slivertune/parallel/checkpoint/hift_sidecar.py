@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from slivertune.core.layout import world_size
 from slivertune.core.saved_state import StateMismatchError, check_loadable, is_count, load_dictionary, refuse_damage
 from slivertune.hift import HiFT
-from slivertune.hift.piece import Weight
+from slivertune.hift.chunk import Weight
 from slivertune.parallel.checkpoint.sidecar import Sidecar, check_by_name, check_plain
 from slivertune.parallel.fsdp2.sharding import ShardedWeight
 

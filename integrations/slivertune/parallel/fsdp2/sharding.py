@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import nn
 from typing_extensions import override
 
-from slivertune.hift.piece import Weight
+from slivertune.hift.chunk import Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

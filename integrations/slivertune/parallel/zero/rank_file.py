@@ -15,8 +15,10 @@ from slivertune.core.saved_state import StateMismatchError, describe_damage, is_
 from slivertune.core.saved_values import check_hyperparameters, fits_sign, is_finite, is_rate, is_step
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import check_accepted
-from slivertune.hift.piece import PARAM_GROUP
 from slivertune.parallel.checkpoint.sidecar import check_plain
+
+PARAM_GROUP = "slivertune_param_group"
+"""Key, in a param group of a ZeRO optimizer, of the index of HiFT's param group that holds its hyperparameters."""
 
 VERSION = 3
 """Version of the saved form."""

@@ -7,6 +7,7 @@ import functools
 import itertools
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,17 @@ import torch
 from torch import nn
 
 from slivertune.core.copy_streams import CopyStreams, copy_streams
-from slivertune.core.hyperparameters import own_hyperparameters
+from slivertune.core.hyperparameters import (
+    InnerGroups,
+    Pushed,
+    find_adapted,
+    own_hyperparameters,
+    push_hyperparameters,
+    restore_adapted,
+)
 from slivertune.core.torch_internals import at_end_of_backward, mark_stepped, running_backward
 from slivertune.hift import HiFT
 from slivertune.hift.model_hooks import ModelHooks
-from slivertune.hift.piece import PARAM_GROUP, Instance
 from slivertune.hift.prefetch import PrefetchBudget
 from slivertune.hift.rotation import LearningRate, scheduled_lr
 from slivertune.parallel.consistency.explain import explain
@@ -28,6 +35,7 @@ from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import applied_settings, header_of
 from slivertune.parallel.zero.deepspeed_internals import new_zero_optimizer, note_step_without_update, set_owner
 from slivertune.parallel.zero.engine import is_last_backward
+from slivertune.parallel.zero.rank_file import PARAM_GROUP
 from slivertune.parallel.zero.shares import clear_padding
 from slivertune.parallel.zero.state_mover import StateMover, check_flat_memory
 
@@ -109,9 +117,9 @@ class GroupSchedule:
         for group in (g for g in range(optimizer.num_groups) if g != self.active):
             self._build(group, first)
         self._share_scaler()
-        self._instances: dict[int, Instance] = {}
+        self._pushed: defaultdict[int, Pushed] = defaultdict(lambda: defaultdict(dict))
+        """Hyperparameters that each group's optimizer was given last."""
         for group, child in self.children.items():
-            self._instances[group] = Instance(child.optimizer)
             child.optimizer.register_step_pre_hook(functools.partial(self._push_hyperparameters, group))
             if self.stage == 3:
                 set_owner((weight.parameter for weight in optimizer.weights_of(group)), child)
@@ -169,7 +177,7 @@ class GroupSchedule:
 
     def own_hyperparameters(self, group: int) -> list[dict[str, Any]]:
         """Return the hyperparameters that a group's optimizer itself has changed, by its own param groups."""
-        adapted = self._instances[group].adapted()
+        adapted = find_adapted(self._inner_groups(group), self._pushed[group])
         return [adapted.get(inner[PARAM_GROUP], {}) for inner in self.children[group].optimizer.param_groups]
 
     def adopt(self, group: int, own: Sequence[dict[str, Any]]) -> None:
@@ -180,7 +188,8 @@ class GroupSchedule:
             own: Its `own_hyperparameters` at saving.
         """
         indices = [inner[PARAM_GROUP] for inner in self.children[group].optimizer.param_groups]
-        self._instances[group].restore(self.optimizer.param_groups, dict(zip(indices, own, strict=True)))
+        adapted = dict(zip(indices, own, strict=True))
+        restore_adapted(self._inner_groups(group), self._pushed[group], self.optimizer.param_groups, adapted)
         if group != self.active and self._waits_on_host:
             self.movers[group].to_host()
             self.movers[group].release()
@@ -373,10 +382,14 @@ class GroupSchedule:
             engine.lr_scheduler.step()
         self._end_step()
 
+    def _inner_groups(self, group: int) -> InnerGroups:
+        # The engine may step them one by one.
+        return [(inner, inner[PARAM_GROUP]) for inner in self.children[group].optimizer.param_groups]
+
     def _push_hyperparameters(self, group: int, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Inside the step, not before it: a cycle applies the schedule's learning rate at this time.
         outer_groups = self.optimizer.param_groups
         self._applied = self.optimizer.rotation.to_apply(scheduled_lr(outer_groups))
-        self._instances[group].push(outer_groups, self._applied)
+        push_hyperparameters(self._inner_groups(group), self._pushed[group], outer_groups, self._applied)
         # A torch schedule built over HiFT checks whether its optimizer has stepped.
         mark_stepped(self.optimizer)

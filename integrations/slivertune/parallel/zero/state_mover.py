@@ -21,9 +21,8 @@ import torch.distributed as dist
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.host_tensors import aligned
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.hift.masters import refresh_master
+from slivertune.hift.chunk import Weight, refresh_master
 from slivertune.hift.offload_buffer import OffloadBuffer, host_buffer
-from slivertune.hift.piece import Weight
 from slivertune.parallel.zero.deepspeed_internals import call_before_reading, link_fragments, unlink_fragments
 
 _Key = tuple[int, str]

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from slivertune import HiFT
+from slivertune.core.copy_streams import Event
 from slivertune.core.ledger import Census, Ledger, StateCount
-from slivertune.hift.device_slots import DeviceSlots, Slot
+from slivertune.hift.device_slots import DeviceSlots
 from tests.helpers.models import assert_same_bits, small_decoder, token_batches
 from tests.hift.cases import hift_over
 
@@ -99,14 +100,14 @@ def test_between_steps_all_state_waits_on_the_host(dtype: torch.dtype) -> None:
 
 
 def test_keeping_a_groups_state_alive_after_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Slot] = []
-    give_up = DeviceSlots._give_up
+    kept: list[torch.Tensor] = []
+    give_back = DeviceSlots.give_back
 
-    def forgetful(slots: DeviceSlots, slot: Slot) -> None:
-        kept.append(slot)
-        give_up(slots, slot)
+    def forgetful(slots: DeviceSlots, memory: torch.Tensor, free_after: Event) -> None:
+        kept.append(memory)
+        give_back(slots, memory, free_after)
 
-    monkeypatch.setattr(DeviceSlots, "_give_up", forgetful)
+    monkeypatch.setattr(DeviceSlots, "give_back", forgetful)
     model, optimizer = build(BF16)
     *_, last = censuses(model, optimizer, NUM_GROUPS + 1)
     with pytest.raises(AssertionError, match="bytes of state stayed on the device"):
