@@ -3,29 +3,27 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.layers import find_blocks
 from slivertune.hift.chunk import Weight
-from slivertune.hift.disk import Disk
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
-from slivertune.hift.group_state import GroupState, ResidentState
+from slivertune.hift.group_state import GroupState
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import HostRoom
 from slivertune.hift.in_backward import SteppedGradients
 from slivertune.hift.layers_above import LayersAbove
-from slivertune.hift.offload_buffer import StateStore, host_buffer, mapped_buffer, waiting_bytes
+from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.offloaded_state import OffloadedState
 from slivertune.hift.parked_weights import ParkedWeights, blocks_by_group
 from slivertune.hift.parts import Part
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import Group
+from slivertune.hift.state_places import STATE_PLACES, Groups
 from slivertune.hift.trainable import check_master
 from slivertune.parked.park import refuse_parked
 from slivertune.parked.quantized_layers import QuantizedLayers, linear_modules
@@ -112,7 +110,9 @@ def assemble(
     of_groups = [[weights[name] for name in group.parameter_names] for group in groups]
     sizes = partial(_sizes, of_groups, meter)
     prefetcher = Prefetcher(config.prefetch_bytes, shares_bus=streamed is not None)
-    states, disk = _states(of_groups, meter, prefetcher, sizes, coming)
+    states, disk = STATE_PLACES[config.state](
+        Groups(weights=of_groups, meter=meter, prefetcher=prefetcher, sizes=sizes, coming=coming)
+    )
     room = HostRoom(states, meter, disk)
     quantized = None
     if config.waiting is not None:
@@ -158,34 +158,3 @@ def assemble(
 
 def _sizes(groups: Sequence[Sequence[Weight]], meter: StepMeter) -> list[int]:
     return [waiting_bytes(weights, meter).total() for weights in groups]
-
-
-def _states(
-    groups: Sequence[Sequence[Weight]],
-    meter: StepMeter,
-    prefetcher: Prefetcher,
-    sizes: Callable[[], list[int]],
-    coming: Sequence[int],
-) -> tuple[Sequence[GroupState], Disk | None]:
-    """Build the owners of all groups' state, and the `Disk` that they share if each has a file.
-
-    If weights are sharded, files are memory-mapped, and each rank's copies wait for the disk.
-    """
-    config, folder, disk = meter.config, None, None
-    if config.state == "device":
-        return [ResidentState(weights, meter) for weights in groups], None
-    if config.state == "disk":
-        if any(weight.trained is not weight.parameter for weights in groups for weight in weights):
-            folder = Path(config.state_dir or ".")
-        else:
-            disk = Disk(config, sizes, coming)
-
-    def new_store(group: int, streams: CopyStreams) -> StateStore:
-        buffer = host_buffer(streams) if folder is None else mapped_buffer(folder)
-        return StateStore(streams.device, buffer, None if disk is None else disk.lend(group, streams))
-
-    states = [
-        OffloadedState(weights, meter, prefetcher.slots_of, partial(new_store, group))
-        for group, weights in enumerate(groups)
-    ]
-    return states, disk
