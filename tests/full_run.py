@@ -23,7 +23,18 @@ from slivertune.core.atomic import write_json
 CHECKOUT = Path(__file__).resolve().parents[1]
 RECORD = Path("tests/last_full_run.json")
 PARTS: dict[str, tuple[str, ...]] = {
-    "methods": ("chunked_loss", "core", "deltas", "gpu", "helpers", "hift", "pretended_cuda", "sft", "tokentune"),
+    "methods": (
+        "chunked_loss",
+        "core",
+        "deltas",
+        "gpu",
+        "helpers",
+        "hift",
+        "parked",
+        "pretended_cuda",
+        "sft",
+        "tokentune",
+    ),
     "ranks": ("parallel",),
     "planning": ("planning",),
     "training": ("interop", "training"),

@@ -388,7 +388,8 @@ OTHER_REFUSALS = {
         "--gpu {} takes effect only with --layers_per_group auto": "an option that completes another"
     },
     "training/methods/registry.py": {
-        "--load_in_4bit does not go with --method {}": "a method of another package, which says so itself"
+        "--load_in_4bit does not go with --method {}": "a method of another package, which says so itself",
+        "{} is not available under {}": "parked weights and an engine, before there is a model",
     },
     "training/methods/sft.py": {
         "--reselection_interval 0 keeps the first choice, so nothing is ever replaced. Leave out one of the two": "two "

@@ -253,6 +253,14 @@ SETTING_DOORS: dict[tuple[Member, Member], dict[str, Callable[[], Any]]] = {
         "train": lambda: assemble._attach_tiles(_model(), 6, "zero3"),
         "forward": _run_tiles_of_shards,
     },
+    ("quantised layers", "load_in_4bit"): {
+        "train": _train("--method", "lora", "--waiting", "int8", "--load_in_4bit"),
+        "plan": partial(paper_request, method="lora", waiting="int8", load_in_4bit=True),
+    },
+    ("blocks on the host", "load_in_4bit"): {
+        "train": _train("--method", "lora", "--weights", "host", "--load_in_4bit"),
+        "plan": partial(paper_request, method="sft", weights="host", load_in_4bit=True),
+    },
     ("load_in_4bit", "zero3"): {
         "plan": partial(paper_request, method="lora", load_in_4bit=True, **SHARDED),
         "train": lambda: check_processes(Mock(world_size=1, deepspeed_plugin=Mock(zero_stage=3)), 1, four_bit=True),

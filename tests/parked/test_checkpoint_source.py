@@ -99,9 +99,10 @@ def test_a_folder_may_be_removed_or_replaced(change: Any, tmp_path: Path) -> Non
 
 def test_a_file_that_is_written_in_place_is_an_error_that_names_it(tmp_path: Path) -> None:
     model = loaded(saved(tmp_path))
-    park_layers(model, form="int8", place="device")
+    handle = park_layers(model, form="int8", place="device")
     loss_of(model)
     path = tmp_path / "model.safetensors"
+    before = path.stat()
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\1")
@@ -109,6 +110,11 @@ def test_a_file_that_is_written_in_place_is_an_error_that_names_it(tmp_path: Pat
     assert loss_of(model).isfinite(), "the codes are there"
     with pytest.raises(RuntimeError, match=r"safetensors has changed since its weights were parked.*another folder"):
         model.state_dict()[NAME] + 0
+    with pytest.raises(RuntimeError, match=r"has changed since"):
+        handle.remove()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    handle.remove()  # goes on
+    assert not any(each.isnan().any() for each in model.parameters())
 
 
 def test_a_model_that_came_quantised_gives_up_its_copies(tmp_path: Path) -> None:

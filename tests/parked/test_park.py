@@ -2,12 +2,14 @@
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -17,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from slivertune import SFT, HiFT, HiFTConfig, SFTConfig, TokenTune, park_layers
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.layers import find_blocks
-from slivertune.parked import streamed_model
+from slivertune.core.torch_internals import saved_tensors_hooks_now
+from slivertune.parked import exact_source, streamed_model
 from tests.helpers.delayed_streams import delayed
 from tests.helpers.models import (
     bits,
@@ -437,3 +440,222 @@ def test_auto_lets_blocks_stay_that_have_room_after_two_training_forwards(monkey
         assert same(trained(model, own, 1, step), trained(dense, plain, 1, step))
         seen.append(len(sizes) - len(streamed.blocks.weights.streamed))
     assert seen[0] == 0 and seen[-1] == room // sizes[0] > 0
+
+
+class Wrapper(nn.Module):
+    """A program's own module around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, **batch: Any) -> Any:
+        return self.inner(**batch)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
+@pytest.mark.parametrize("kind", ["AdaLora", "IA3", "LoHa", "LoKr", "OFT", "BOFT", "Vera", "RandLora", "LNTuning"])
+@pytest.mark.parametrize("storage", [("exact", "host"), ("int8", "device")], ids=str)
+def test_other_adapters_of_peft_have_the_same_bits(kind: str, storage: Any) -> None:
+    settings: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+    settings |= {"AdaLora": {"total_step": 20}, "IA3": {"feedforward_modules": ["down_proj"]}}.get(kind, {})
+    settings |= {"BOFT": {"boft_block_size": 4}, "OFT": {"oft_block_size": 4}}.get(kind, {})
+    settings = {"target_modules": ["norm", "input_layernorm"]} if kind == "LNTuning" else settings
+    config = getattr(peft, f"{kind}Config")(**settings)
+    torch.manual_seed(0)
+    model = Wrapper(get_peft_model(tiny_llama(blocks=3), config))
+    dense = by_hand(model, storage[0])
+    park_layers(model, form=storage[0], place=storage[1])
+    assert same(trained(model, optimizer_of(model, "lora"), 3), trained(dense, optimizer_of(dense, "lora"), 3))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
+def test_adapters_that_read_weights_are_found_inside_of_a_wrapper() -> None:
+    with pytest.raises(ValueError, match="'default' uses DoRA"):
+        park_layers(Wrapper(lora_llama(use_dora=True)))
+    config = peft.HRAConfig(target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"'default' is of the type HRA, which may read.*Use one of"):
+        park_layers(get_peft_model(tiny_llama(), config))
+    model = Wrapper(lora_llama())
+    park_layers(model, form="int8", place="device")
+    loss_of(model)
+    inner: Any = model.inner
+    inner.add_adapter("other", LoraConfig(r=2, target_modules=["up_proj"]))
+    loss_of(model)
+    with pytest.raises(RuntimeError, match="can't be merged into parked weights"):
+        inner.base_model.model.model.layers[0].mlp.up_proj.merge()
+    inner.add_adapter("dora", LoraConfig(r=2, target_modules=["up_proj"], use_dora=True))
+    with pytest.raises(ValueError, match="'dora' uses DoRA"):
+        loss_of(model)
+
+
+def test_a_merged_adapter_is_not_parked() -> None:
+    model = lora_llama()
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"has merged its adapter.*unmerge_adapter"):
+        park_layers(model)
+    model.unmerge_adapter()
+    park_layers(model).remove()
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8", "place": "device"}], ids=str)
+def test_a_second_thread_is_refused_while_the_first_runs(settings: Any) -> None:
+    model = lora_llama()
+    expected = loss_of(model)
+    handle = park_layers(model, **settings)
+    expected = loss_of(model)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loss_of(model)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def start_another(*ignored: Any) -> None:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    block: Any = model.get_submodule("base_model.model.model.layers.1")
+    hook = block.register_forward_hook(start_another)
+    assert torch.equal(loss_of(model), expected)
+    hook.remove()
+    (error,) = errors
+    assert "a second thread runs the model" in str(error)
+    run()  # in turn
+    assert len(errors) == 1 and torch.equal(loss_of(model), expected)
+    handle.remove()
+
+
+def test_after_ctrl_c_any_part_of_the_model_begins_anew() -> None:
+    model = lora_llama()
+    dense = copy.deepcopy(model)
+    park_layers(model)
+    name = "model.layers.0.self_attn.q_proj.base_layer.weight"
+    block: Any = model.get_submodule("base_model.model.model.layers.1.mlp")
+
+    def interrupt(*ignored: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = block.register_forward_hook(interrupt)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            model(**BATCHES[0])
+    hook.remove()
+    for each in (model, dense):
+        with torch.no_grad():
+            each.get_base_model().get_parameter(name).mul_(2)
+    assert torch.equal(loss_of(model.get_base_model()), loss_of(dense.get_base_model()))
+    assert saved_tensors_hooks_now() is None
+    model.get_base_model().get_parameter(name).requires_grad_(True)
+    with pytest.raises(RuntimeError, match="requires a gradient now"):
+        loss_of(model.get_base_model())
+
+
+def lower_norms(model: Any) -> list[torch.Tensor]:
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8"}], ids=str)
+def test_a_backward_after_a_write_is_an_error(settings: Any) -> None:
+    model = lora_llama()
+    park_layers(model, **settings)
+    name = "base_model.model.model.layers.2.mlp.up_proj.base_layer.weight"
+    for write in (assign, load):
+        loss = model(**BATCHES[0]).loss
+        write(model, name, torch.randn(model.get_parameter(name).shape, dtype=torch.bfloat16))
+        loss_of(model)
+        with pytest.raises(RuntimeError, match=r"Run the backward before"):
+            loss.backward()
+        model.zero_grad()
+
+
+def test_a_backward_after_the_end_has_the_gradients_of_before_and_changes_no_weight() -> None:
+    model = lora_llama()
+    dense = copy.deepcopy(model)
+    handle = park_layers(model)
+    losses = [each(**BATCHES[0]).loss for each in (model, dense)]
+    handle.remove()
+    for loss in losses:
+        loss.backward()
+    assert same(lower_norms(model), lower_norms(dense))
+    assert not differing(weights(model), weights(dense))
+    handle = park_layers(model)
+    loss = model(**BATCHES[0]).loss
+    handle.remove()
+    weight = model.get_parameter("base_model.model.model.layers.2.mlp.up_proj.base_layer.weight")
+    with torch.no_grad():
+        weight.fill_(3)
+    with pytest.raises(RuntimeError, match="Run the backward before"):
+        loss.backward()
+    assert (weight == 3).all()
+    codes = park_layers(model, form="int8")
+    loss = model(**BATCHES[0]).loss
+    codes.remove()
+    with pytest.raises(RuntimeError, match=r"was restored since this forward. Run the backward before"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8"}, {"form": "int8", "place": "device"}], ids=str)
+def test_a_gradient_of_a_gradient_is_that_of_dense_weights(settings: Any) -> None:
+    base: Any = tiny_llama(blocks=3)
+    base.set_attn_implementation("eager")  # the fused one has no second derivative
+    model = with_lora(base)
+    dense = by_hand(model, settings.get("form", "exact"))
+    park_layers(model, **settings)
+    found = []
+    for each in (model, dense):
+        trains = [parameter for parameter in each.parameters() if parameter.requires_grad]
+        first = torch.autograd.grad(each(**BATCHES[0]).loss, trains, create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()  # type: ignore[union-attr]
+        found.append(lower_norms(each))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8"}], ids=str)
+def test_blocks_may_become_resident_between_a_forward_and_its_backward(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lora_llama()
+    dense = by_hand(model, settings.get("form", "exact"))
+    monkeypatch.setattr(streamed_model.PeakMemory, "unused_bytes", lambda *_: 30_000)
+    handle = park_layers(model, **settings)
+    for each in (model, dense):
+        for _ in range(2):
+            each(**BATCHES[0]).loss.backward()
+        sum(each(**BATCHES[index]).loss for index in range(3)).backward()  # type: ignore[union-attr]
+    assert same(lower_norms(model), lower_norms(dense))
+    streamed: Any = handle._streamed
+    assert len(streamed.blocks.weights.streamed) < len(streamed.blocks.weights.block_bytes)
+
+    def fail(*ignored: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    hook = model.get_submodule("base_model.model.model.layers.1").register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(**BATCHES[0])
+    hook.remove()
+    assert len(streamed.blocks.weights.streamed) == len(streamed.blocks.weights.block_bytes)
+    assert torch.equal(loss_of(model), loss_of(dense))
+
+
+@pytest.mark.parametrize("settings", [{"form": "int8", "place": "device"}, {"form": "nf4"}], ids=str)
+def test_a_lack_of_host_memory_leaves_the_model_as_it_was(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lora_llama()
+    before, marks = weights(model), marks_of(model)
+    left = iter(range(5))
+    make = exact_source.claimed_host_memory
+
+    def allocate(*arguments: Any) -> torch.Tensor:
+        if next(left, None) is None:
+            raise MemoryError("no more")
+        return make(*arguments)
+
+    monkeypatch.setattr(exact_source, "claimed_host_memory", allocate)
+    with pytest.raises(MemoryError, match="no more"):
+        park_layers(model, **settings)
+    monkeypatch.undo()
+    assert differing(weights(model), before) == [] and marks_of(model) == marks
+    park_layers(model, **settings).remove()
+    assert differing(weights(model), before) == []

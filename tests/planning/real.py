@@ -26,6 +26,7 @@ from slivertune.core.ledger import Ledger, claim
 from slivertune.core.offloaded_activations import offload_activations
 from slivertune.core.token_tiles import tile_tokens
 from slivertune.hift import HiFT, HiFTConfig
+from slivertune.parked import park_layers
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT, SFTConfig, adam, largest
 from slivertune.tokentune import TokenTune
@@ -186,6 +187,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
                 reselection_interval=request.reselection_interval,
                 replacement_rate=request.replacement_rate,
                 redistribute=request.redistribute,
+                form="layer" if request.parks else "auto",
             ),
             lr=1e-3,
             total_steps=1000,
@@ -259,6 +261,9 @@ def _counted(
     request: PlanRequest, model: nn.Module, batch: dict[str, torch.Tensor], num_steps: int | None, first: int
 ) -> Ledger:
     optimizer = real_optimizer(request, model)
+    if request.parks and request.method != "hift":
+        form = request.waiting or "exact"
+        park_layers(model, form=form, place=request.weights, resident_bytes=request.resident_bytes)
     attach_hooks(request, model)
     # SFT's tables of bias corrections outlive a run; here they are to be counted in each.
     adam._corrections.cache_clear()

@@ -14,7 +14,9 @@ from tests.helpers.launching import run_python
 
 pytestmark = pytest.mark.slow
 
-PLAN, LONG, HIFT = (CHECKOUT / "docs" / name for name in ("plan.md", "long-sequences.md", "hift.md"))
+PLAN, LONG, HIFT, PARKED = (
+    CHECKOUT / "docs" / name for name in ("plan.md", "long-sequences.md", "hift.md", "parked.md")
+)
 GB, GIB = 10**9, 2**30
 
 
@@ -71,6 +73,21 @@ def test_models_larger_than_the_card_need_what_the_page_of_hift_says(capfd: pyte
     for model, said in zip((first, *others[1::2]), others[::2], strict=True):
         found = plan(capfd, "--model", model, *options.split())
         assert f"{found['need_bytes'] / GIB:.1f}" == said, model
+
+
+def test_a_lora_over_parked_weights_needs_what_the_page_says(capfd: pytest.CaptureFixture[str]) -> None:
+    page = words_of(PARKED)
+    (command,) = re.findall(r"`slivertune plan (.*?)`", page)
+    rows = re.findall(r"\| (none|`[^`|]*`) \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d,]+) (?=\|)", page)
+    assert len(rows) == 4
+    for options, peak, host, tokens in rows:
+        found = plan(capfd, *command.split(), *("" if options == "none" else options.strip("`")).split())
+        assert f"{found['peak_bytes'] / GIB:.1f}" == peak, options
+        assert f"{found['host_bytes'] / GIB:.1f}" == host, options
+        assert f"{found['time']['tokens_per_second']:,.0f}" == tokens, options
+        if "host" in options:
+            # The targets: 3.5 GiB with codes, 4.5 GiB with exact weights.
+            assert found["peak_bytes"] <= (3.5 if "nf4" in options else 4.5) * GIB
 
 
 def test_the_seconds_of_full_with_and_without_compiled_tiles_are_planned(capfd: pytest.CaptureFixture[str]) -> None:

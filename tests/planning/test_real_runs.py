@@ -20,6 +20,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import reselection
 from slivertune.sft.reselection import share_out
+from tests.helpers.pairwise import pairwise_rows, row_params
 from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA, ROBERTA, run_for_real
 
@@ -287,6 +288,32 @@ def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: boo
     )
 
 
+PARKED: dict[str, Any] = {
+    "method": ["lora", "sft"],
+    "waiting": [None, "int8", "nf4"],
+    "weights": ["device", "host"],
+    "precision": ["fp32", "bf16"],
+    "gradient_checkpointing": [False, True],
+    "resident_bytes": [0, 2**18],
+    "token_ratio": [None, 0.5],
+}
+
+
+def is_legal(row: Any) -> bool:
+    is_parked = (row.get("waiting", "int8"), row.get("weights", "host")) != (None, "device")
+    return is_parked and not (row.get("resident_bytes") and row.get("weights") == "device")
+
+
+@pytest.mark.parametrize("row", row_params(pairwise_rows(PARKED, is_legal)))
+def test_parked_weights_are_as_planned(row: Any) -> None:
+    request = paper_request(**row, density=0.05, reselection_interval=0, **SIZES)
+    check(request, LLAMA, first=1)
+    if row["waiting"] is None:  # exact weights beside codes are in no checkpoint here
+        assert make_plan(request, LLAMA).host_bytes == pytest.approx(
+            run_for_real(request, LLAMA).highest.host, rel=TOLERANCE
+        )
+
+
 @pytest.mark.parametrize("method", ["lora", "sft"])
 def test_4_bit_weights_under_a_head_in_bf16_are_planned_with_their_loss_in_chunks(method: Any) -> None:
     # A vocabulary that sets the peak: whole logits would be 2 x 64 x 8192 x (2 + 4 + 4 + 2) bytes more.
@@ -322,6 +349,7 @@ SPARSE: list[dict[str, Any]] = [
     {"precision": "fp32", "task": "classification"},
     {"precision": "fp32", "load_in_4bit": True, "gradient_checkpointing": True},
     {"precision": "bf16", "token_ratio": 0.3},
+    {"precision": "bf16", "waiting": "nf4", "weights": "host", "gradient_checkpointing": True},
 ]
 
 

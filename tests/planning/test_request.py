@@ -52,7 +52,7 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
         ({"gradients": "host", "state": "device"}, 'Use gradients="stepped", or state="host"'),
         (
             {"method": "dense", "weights": "host"},
-            "weights='host' is read by HiFT, not by method",
+            "weights='host' is read by HiFT, LoRA and SFT, not by method",
         ),
         ({"weights": "host", "state": "device"}, 'weights="host" saves. Use state="host" or "disk"'),
         ({"resident_bytes": 5}, 'resident_bytes=5 is for offloaded weights. Set weights="host"'),

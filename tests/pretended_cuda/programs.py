@@ -6,12 +6,14 @@ Each takes the name of a device and returns tensors on the CPU: losses, and weig
 import copy
 import itertools
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -107,6 +109,33 @@ def hift(
         return [*losses, *weights(model)]
 
 
+def parked(device: str, *, reentrant: bool | None = False, by_sft: bool = False, **settings: Any) -> Any:
+    """A LoRA, or SFT's layers of deltas, over parked weights; evaluated in between, and restored at the end."""
+    model: Any = tiny_llama(torch.bfloat16, blocks=4)
+    if settings.get("place") != "host":
+        model = model.to(device)
+    checkpointed(model, reentrant)
+    if by_sft:
+        config = SFTConfig(form="layer", num_weights=600, reselection_interval=3, estimation_steps=2)
+        optimizer: Any = SFT(model, config=config, total_steps=20, lr=1e-2)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT asks for what is deprecated
+            model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights="gaussian"))
+        model.enable_input_require_grads()
+    handle = st.park_layers(model, **settings) if settings else nullcontext()
+    if not by_sft:
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    with handle:
+        losses = trained(model, optimizer, device, 5)
+        with torch.no_grad():
+            losses.append(model(**next(batches(device))).loss.cpu())
+        losses += trained(model, optimizer, device, 8, 5)
+        if by_sft:
+            optimizer.detach(merge=False)
+    return [*losses, *weights(model)]
+
+
 def resumed(device: str, **settings: Any) -> Any:
     """HiFT over a fused AdamW, whose step counts lie on the device; saved after a cycle and more, and resumed."""
     model: Any = tiny_llama(torch.bfloat16)
@@ -197,6 +226,23 @@ PROGRAMS: dict[str, tuple[Callable[[str], Any], Callable[[str], Any]]] = {
             "the chunked loss": chunked_loss,
         }.items()
     },
+    "LoRA over blocks on the host": (partial(parked, place="host", resident_bytes=0), parked),
+    "LoRA over blocks on the host, not checkpointed": (
+        partial(parked, place="host", resident_bytes=40_000, reentrant=None),
+        partial(parked, reentrant=None),
+    ),
+    "LoRA over codes on the host, re-entered": (
+        partial(parked, form="int8", place="host", resident_bytes=0, reentrant=True),
+        partial(parked, form="int8", place="device", reentrant=True),
+    ),
+    "SFT over blocks on the host": (
+        partial(parked, place="host", resident_bytes=0, by_sft=True),
+        partial(parked, by_sft=True),
+    ),
+    "SFT over codes on the host": (
+        partial(parked, form="int8", place="host", resident_bytes=0, by_sft=True, reentrant=None),
+        partial(parked, form="int8", place="device", by_sft=True, reentrant=None),
+    ),
     "HiFT, resumed": (resumed, partial(resumed, state="device")),
     "HiFT whose chunks stay, resumed in mid-turn": (
         partial(resumed, steps_per_group=3, prefetch_bytes=10**9),

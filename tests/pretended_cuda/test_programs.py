@@ -49,6 +49,8 @@ VARIANTS = (
     ("HiFT with activations that wait on the host, re-entered", "cuda"),
     ("HiFT, steps skipped, some chunks stay", "cuda"),
     ("HiFT, resumed", "cuda:1"),
+    ("LoRA over blocks on the host, not checkpointed", "cuda"),
+    ("SFT over blocks on the host", "cuda"),
     ("SFT by accumulated gradients", "cuda:1"),
 )
 """Cases that `make test-all` alone runs."""
@@ -66,6 +68,8 @@ def test_bits_are_those_of_what_stays_and_nothing_races(name: str, device: str) 
     moved = found["copied on side streams"]
     if name.startswith(("HiFT", "the Trainer", "TokenTune over HiFT")):
         assert found["registered"] > 0 < min(moved.values())
+    elif "on the host" in name:
+        assert found["registered"] > 0 < moved["inbound"] and not moved["outbound"]
     else:
         assert moved == {"inbound": 0, "outbound": 0} and not found["registered"]
 

@@ -116,7 +116,8 @@ class ModelHandle:
     def remove(self) -> None:
         """Restore the model as it was. A second call does nothing."""
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            self._undo.pop()  # one that fails is tried again by the next call
 
     def __enter__(self) -> Self:
         """Return the handle itself."""

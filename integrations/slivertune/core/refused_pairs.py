@@ -91,6 +91,17 @@ REFUSED_PAIRS = (
         reason="a block's weights are at another address in each forward, which a compiled block does not follow",
     ),
     RefusedPair(
+        first="quantised layers",
+        second="load_in_4bit",
+        reason="both hold the frozen weights as codes",
+    ),
+    RefusedPair(
+        first="blocks on the host",
+        second="load_in_4bit",
+        reason="only floating-point weights can be offloaded",
+        way_out="Quantise the weights after they are loaded: waiting nf4 in place of load_in_4bit",
+    ),
+    RefusedPair(
         first="keep_activations='auto'",
         second="offload_activations",
         reason="'auto' measures a block's activations, not its input, which offload_activations moves to the host",

@@ -5,6 +5,7 @@ name any that has moved.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -77,6 +78,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.nn.Module()._modules": "the children of a module, None and repetitions included",
     "torch.nn.Module()._buffers": "replaces a buffer",
     "torch.nn.Module()._compiled_call_impl": "tells a module that was compiled in place",
+    "torch.nn.Module._call_impl.__code__": "tells whether a module is being called",
     "torch.nn.modules.conv._ConvNd": "all convolutions",
     "torch.nn.modules.batchnorm._NormBase": "all norms over a batch or an instance",
     "torch.nn.modules.padding._ConstantPadNd": "all paddings by a constant",
@@ -112,6 +114,7 @@ Convolution = nn.modules.conv._ConvNd
 """Base class of all convolutions."""
 CODE_OF_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 """Code of `torch.autograd.Function.apply`, whose locals `cls` and `args` are the function and its arguments."""
+_CODE_OF_CALL = nn.Module._call_impl.__code__
 BatchNorm = nn.modules.batchnorm._NormBase
 """Base class of all norms over a batch or over a whole instance, whose statistics run over tokens."""
 ConstantPad = nn.modules.padding._ConstantPadNd
@@ -319,6 +322,21 @@ def runs_in_compiled_module() -> bool:
     """Return whether the result of `torch.compile(module)` is being called."""
     eval_frame: Any = torch._dynamo.eval_frame
     return bool(eval_frame._is_in_optimized_module())
+
+
+def is_called(module: nn.Module, thread: int) -> bool:
+    """Return whether a call of a module is running.
+
+    Args:
+        module: The module.
+        thread: Number of the thread (`threading.get_ident`).
+    """
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is _CODE_OF_CALL and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def apply_of(module: nn.Module) -> Callable[..., Any]:

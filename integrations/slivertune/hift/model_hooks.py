@@ -7,6 +7,7 @@ backward only reports that it ran. Tensors that require a gradient stay as they 
 """
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from slivertune.core.torch_internals import (
     NO_BACKWARD,
     at_end_of_backward,
     compiled_call_of,
+    is_called,
     is_without_data,
     running_backward,
 )
@@ -90,6 +92,8 @@ class ModelHooks:
         self._task = -1
         self._witness: nn.Parameter | None = None
         self._outermost: nn.Module | None = None
+        self._thread = 0
+        """Thread that runs the outermost forward."""
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._has_warned_of_compilation = False
         self._reentrant: ReentrantBlocks
@@ -284,9 +288,11 @@ class ModelHooks:
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
     def _before_forward(self, module: nn.Module, inputs: Any, named_inputs: Any) -> None:
-        if self._outermost is not None:
+        thread = threading.get_ident()
+        # After Ctrl-C torch does not call `_after_forward`.
+        if self._outermost is not None and is_called(self._outermost, self._thread):
             return
-        self._outermost = module
+        self._outermost, self._thread = module, thread
         if not torch.is_grad_enabled():
             self._on_forward(None)
             return

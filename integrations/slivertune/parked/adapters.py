@@ -1,14 +1,21 @@
 """PEFT's adapters beside parked weights: where they are, and which of them need the weights themselves."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from slivertune.core.module_hook import StandIn, put_stand_in
 
-_READ_NO_WEIGHT = (True, False, "gaussian")
+_READ_NO_WEIGHT = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` whose initialiser reads no weight of the base."""
+_TYPES = frozenset(
+    (
+        *("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "FOURIERFT", "RANDLORA", "VBLORA"),
+        *("C3A", "ROAD", "WAVEFT", "LN_TUNING", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT"),
+    )
+)
+"""Types of PEFT's adapters that call the layers that they wrap, and read no weight of them."""
 
 
 def adapter_modules(model: nn.Module) -> set[int]:
@@ -22,23 +29,38 @@ def adapter_modules(model: nn.Module) -> set[int]:
     }
 
 
-def adapter_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the adapters that PEFT has attached to a model."""
-    return frozenset(getattr(model, "peft_config", {}))
+def adapters_of(modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return the configurations of the adapters that PEFT has attached to models, by name.
+
+    Args:
+        modules: Modules that may be models with adapters.
+    """
+    found: dict[str, Any] = {}
+    for module in modules:
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, Mapping):
+            found |= configs
+    return found
 
 
-def refuse_adapters(model: nn.Module, attached_before: Collection[str] | None = None) -> None:
+def refuse_adapters(adapters: Mapping[str, Any], attached_before: Collection[str] | None = None) -> None:
     """Refuse adapters that read the weights of the layers that they wrap.
 
     Args:
-        model: Model on which PEFT may have attached adapters.
+        adapters: Configurations by name.
         attached_before: Names of adapters that were attached before the weights were parked, whose initialiser may
             have read them. None if the weights are not parked yet.
 
     Raises:
         ValueError: If there is one, with its name and the way out.
     """
-    for name, config in dict(getattr(model, "peft_config", {})).items():
+    for name, config in adapters.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind not in _TYPES:
+            raise ValueError(
+                f"the adapter {name!r} is of the type {kind}, which may read the weights of the layers that it wraps, "
+                f"while they are parked. Use one of {', '.join(sorted(_TYPES))}, or leave the layers as they are"
+            )
         if getattr(config, "use_dora", False):
             raise ValueError(
                 f"the adapter {name!r} uses DoRA, which reads the norms of the base's weights in each forward, and "
@@ -61,12 +83,21 @@ def refuse_merges(model: nn.Module, parked: Collection[int]) -> Callable[[], Non
 
     Returns:
         Function that ends this.
+
+    Raises:
+        ValueError: If one is merged already, and so could not be disabled any more.
     """
-    undo = [
-        put_stand_in(wrapper, "merge", _RefusedMerge(wrapper.merge))
-        for wrapper in _wrappers(model)
-        if id(wrapper.base_layer) in parked and hasattr(wrapper, "merge")
-    ]
+    undo = []
+    for wrapper in _wrappers(model):
+        if id(wrapper.base_layer) not in parked or isinstance(vars(wrapper).get("merge"), _RefusedMerge):
+            continue
+        if getattr(wrapper, "merged", False):
+            raise ValueError(
+                f"{type(wrapper).__name__} has merged its adapter into a weight that is to be parked. Call "
+                "unmerge_adapter() first, or merge_and_unload()"
+            )
+        if hasattr(wrapper, "merge"):
+            undo.append(put_stand_in(wrapper, "merge", _RefusedMerge(wrapper.merge)))
 
     def end() -> None:
         while undo:

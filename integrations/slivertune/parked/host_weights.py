@@ -12,8 +12,10 @@ Blocks that train stay in their slots through the whole turn, and are trained th
 forward begins: until then others may write to them.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -21,7 +23,7 @@ import torch
 from slivertune.core.copy_streams import CopyStreams, Event, copy_streams
 from slivertune.core.host_tensors import aligned, claimed_host_memory, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.core.torch_internals import storage_key
+from slivertune.core.torch_internals import storage_key, version_of
 
 NUM_WORKING_SLOTS = 2
 """Slots beside those of blocks that train: one is read while the other is loaded."""
@@ -96,6 +98,8 @@ class HostWeights:
         self._arrives: dict[int, Event] = {}
         """Events by block, after which a write back in flight is complete."""
         self._coming: list[int] = []
+        self._num_taken_over = Counter[int]()
+        """Times that others have replaced a weight's data, by the weight's `id`."""
         for index, block in enumerate(blocks):
             self._blocks.append(block)
             if index not in resident:
@@ -237,6 +241,7 @@ class HostWeights:
                 )
             own.copy_(weight.data)
             weight.data = own
+            self._num_taken_over[id(weight)] += 1
 
     def forget(self) -> None:
         """Empty the slots of blocks that do not train: others may have written to the host's copy since the load."""
@@ -290,20 +295,45 @@ class HostWeights:
 
     def place_in_slot(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the block whose slot a tensor is a view of and its first byte there, or None for other tensors."""
+        if tensor.layout != torch.strided:
+            return None
         key = storage_key(tensor.untyped_storage())
         for index, slot in self._brought.items():
             if storage_key(slot.memory.untyped_storage()) == key:
                 return index, int(tensor.storage_offset()) * tensor.itemsize
         return None
 
-    def memory_of(self, index: int) -> torch.Tensor:
-        """Return the slot of a block, which is loaded first if it is not there.
+    def version_at(self, index: int, start: int) -> int:
+        """Return the number of times that others have written to a block's weight, which lies at a byte of its slot."""
+        weight = self._weight_at(index, start)[0]
+        written = version_of(weight) if isinstance(weight, torch.Tensor) else 0
+        return written + self._num_taken_over[id(weight)]
+
+    def memory_from(self, index: int, start: int, *, loads: bool) -> torch.Tensor:
+        """Return the memory of a block's weight from a byte of its slot on.
+
+        Args:
+            index: Index of the block.
+            start: First byte in the block's slot.
+            loads: Whether the block may be loaded into a slot. Otherwise the weight alone is copied to the device.
 
         Returns:
-            uint8, one dimension.
+            uint8, one dimension, on the device.
         """
-        self.bring(index)
-        return self._brought[index].memory
+        if loads:
+            self.bring(index)
+            if index in self._brought:
+                return self._brought[index].memory[start:]
+        weight, first = self._weight_at(index, start)
+        data = weight.data.to(self.device)
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        flat.set_(data.untyped_storage(), data.storage_offset() * data.itemsize, (data.nbytes,))  # type: ignore[call-overload]
+        return flat[start - first :]
+
+    def _weight_at(self, index: int, start: int) -> tuple[Movable, int]:
+        """Return the weight that has a byte of a block's slot, and its first byte there."""
+        starts = accumulate((aligned(weight.data.nbytes) for weight in self._blocks[index].weights), initial=0)
+        return [each for each in zip(self._blocks[index].weights, starts, strict=False) if each[1] <= start][-1]
 
     def _move_to_host(self, block: OffloadedBlock) -> None:
         waiting = []

@@ -6,10 +6,13 @@ are read in forwards and backwards, and never written. The device needs them one
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,8 +25,8 @@ from slivertune.core.layers import find_blocks
 from slivertune.core.module_hook import ModelHandle, ModuleHook
 from slivertune.core.parameters import owner_of
 from slivertune.core.setting_checks import check_choice, read_bytes
-from slivertune.core.torch_internals import NO_BACKWARD, leave_to_each_rank, running_backward
-from slivertune.parked.adapters import adapter_modules, adapter_names, refuse_adapters, refuse_merges
+from slivertune.core.torch_internals import NO_BACKWARD, is_called, leave_to_each_rank, running_backward
+from slivertune.parked.adapters import adapter_modules, adapters_of, refuse_adapters, refuse_merges
 from slivertune.parked.checkpoint_source import CheckpointFiles
 from slivertune.parked.exact_source import ExactSource
 from slivertune.parked.forms import WeightForm, WeightPlace
@@ -32,8 +35,8 @@ from slivertune.parked.streamed_model import StreamedModel
 
 _handles = WeakTensorKeyDictionary()
 """Handles by parked parameter, weakly."""
-_FORWARDS_TO_MEASURE = 2
-"""Forwards with gradients before `resident_bytes="auto"` is measured: the second runs beside the optimizer's state."""
+_BACKWARDS_TO_MEASURE = 2
+"""Backward passes before `resident_bytes="auto"` is measured: the second runs beside the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,16 @@ class _Copied(ModuleHook):
 
 
 class ParkedLayers(ModelHandle):
-    """Handle of parked weights, made by `park_layers`. `remove()` restores the exact weights."""
+    """Handle of parked weights, made by `park_layers`. `remove()` restores the exact weights.
+
+    Args:
+        model: Model whose frozen weights are parked.
+        form: As in `park_layers`.
+        place: As in `park_layers`.
+        resident_bytes: As in `park_layers`.
+        sources_of: Function that returns the storage of exact weights by the parameter's `id`; by default the model's
+            checkpoint, as far as it has their bits.
+    """
 
     refusal_to_copy = (
         "parked layers belong to one model, and the handle can't be copied. A copy of the model has exact weights of "
@@ -90,18 +102,27 @@ class ParkedLayers(ModelHandle):
     )
 
     def __init__(
-        self, model: nn.Module, form: WeightForm, place: WeightPlace, resident_bytes: int | Literal["auto"]
+        self,
+        model: nn.Module,
+        form: WeightForm,
+        place: WeightPlace,
+        resident_bytes: int | Literal["auto"],
+        sources_of: Callable[[QuantizedLayers], Mapping[int, ExactSource]] | None = None,
     ) -> None:
         super().__init__()
         self.device: torch.device | None = None
         """Device on which the blocks compute, if their weights are on the host."""
         self._outermost: nn.Module | None = None
-        self._num_forwards = 0
+        self._thread = 0
+        """Thread that runs the outermost forward."""
         self._streamed: StreamedModel | None = None
+        self._quantized: QuantizedLayers | None = None
+        self._above_blocks: list[nn.Module] = []
+        """The model and the modules in it that hold blocks."""
         refuse_parked(model, "park the model again")
-        refuse_adapters(model)
+        self._adapters = adapters_of(model.modules())
+        refuse_adapters(self._adapters)
         self._parked = list(_frozen_in_blocks(model))
-        self._adapters = adapter_names(model)
         self._model = weakref.ref(model)
         if not self._parked:
             raise ValueError(
@@ -117,11 +138,13 @@ class ParkedLayers(ModelHandle):
             streamed = StreamedModel(model, resident_bytes, parked=parked) if place == "host" else None
             if form != "exact":
                 quantized = QuantizedLayers(model, layers, form, home=None if streamed is None else streamed.device)
-                self.on_remove(quantized.attach(_sources_in_checkpoint(model, quantized)))
+                sources_of = sources_of or partial(_sources_in_checkpoint, model)
+                quantized.attach(sources_of(quantized))
+                self._quantized = quantized
                 if streamed is not None:
                     streamed.quantised = quantized
             if streamed is not None:
-                self.on_remove(streamed.attach(model))
+                streamed.attach(model)
                 self._streamed, self.device = streamed, streamed.device
             self._put_on(model, blocks)
             for each in self._parked:
@@ -132,34 +155,61 @@ class ParkedLayers(ModelHandle):
 
     def _put_on(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         in_blocks = set(map(id, blocks))
+        entries = [each for each in model.modules() if any(id(other) in in_blocks for other in each.modules())]
+        self._above_blocks = [each for each in entries if id(each) not in in_blocks]
         self.on_remove(model.register_forward_pre_hook(_Copied(None)).remove)
-        for module in model.modules():
-            if any(id(each) in in_blocks for each in module.modules()):
-                self.on_remove(module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True).remove)
-                self.on_remove(module.register_forward_hook(ModuleHook(self._after_forward), always_call=True).remove)
+        for module in entries:
+            self.on_remove(module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True).remove)
+            self.on_remove(module.register_forward_hook(ModuleHook(self._after_forward), always_call=True).remove)
         self.on_remove(refuse_merges(model, {id(each.module) for each in self._parked}))
         self.on_remove(leave_to_each_rank(model, self.names))
 
     @override
     def remove(self) -> None:
         """Restore the exact weights, on the host if they were parked there. A second call does nothing."""
+        if self._streamed is not None:
+            self._streamed.blocks.release()
+        if self._quantized is not None:
+            self._quantized.remove()
         super().remove()
-        self._streamed = None
         for each in self._parked:
             if each.parameter in _handles:
                 del _handles[each.parameter]
+        self._streamed, self._quantized = None, None
+        self._parked.clear()
+        self._above_blocks.clear()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that hold offloaded weights or codes."""
+        return 0 if self._streamed is None else self._streamed.blocks.weights.waiting_bytes
+
+    @property
+    def num_streamed(self) -> int:
+        """Number of blocks that each forward loads from the host."""
+        return 0 if self._streamed is None else len(self._streamed.blocks.weights.streamed)
+
+    def make_codes(self) -> None:
+        """Make the codes now that the next forward would make."""
+        if self._quantized is not None:
+            self._quantized.make_codes()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or running_backward() != NO_BACKWARD:
             return  # refused by another hook, or recomputed
-        if self._outermost is not None and self._outermost is not module:
+        thread = threading.get_ident()
+        # After Ctrl-C torch does not call `_after_forward`.
+        if self._outermost is not None and is_called(self._outermost, self._thread):
+            if self._thread != thread:
+                raise RuntimeError(
+                    "a second thread runs the model, and parked layers are loaded for one forward at a time. Let the "
+                    "threads take turns, or call remove() on what park_layers returned"
+                )
             return
-        self._outermost = module
+        self._outermost, self._thread = module, thread
         for each in self._parked:
             each.check()
-        model = self._model()
-        if model is not None:
-            refuse_adapters(model, self._adapters)
+        self._meet_adapters()
         if vars(module).get("_is_replica"):
             raise RuntimeError(
                 "nn.DataParallel copies a model for each forward, which parked layers can't follow. Use one device, or "
@@ -168,19 +218,34 @@ class ParkedLayers(ModelHandle):
         streamed = self._streamed
         if streamed is None:
             return
+        if streamed.blocks.was_broken_off:
+            streamed.out_of_memory()  # of which no backward tells
         if torch.is_grad_enabled():
             streamed.note_peak()
-            if self._num_forwards == _FORWARDS_TO_MEASURE:
+            if streamed.blocks.num_backwards >= _BACKWARDS_TO_MEASURE:
                 streamed.end_cycle(lambda: 0)
-            self._num_forwards += 1
         streamed.blocks.begin_forward()
+
+    def _meet_adapters(self) -> None:
+        """Check adapters that were attached since the weights were parked."""
+        adapters = adapters_of(self._above_blocks)
+        if adapters.keys() <= self._adapters.keys():
+            return
+        refuse_adapters(adapters, self._adapters.keys())
+        model = self._model()
+        if model is not None:
+            self.on_remove(refuse_merges(model, {id(each.module) for each in self._parked}))
+        self._adapters |= adapters
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._outermost is not module or running_backward() != NO_BACKWARD:
             return
         self._outermost = None
-        if self._streamed is not None:
-            self._streamed.blocks.end_forward()
+        if self._streamed is None:
+            return
+        if isinstance(sys.exception(), torch.OutOfMemoryError):
+            self._streamed.out_of_memory()
+        self._streamed.blocks.end_forward()
 
 
 def park_layers(
@@ -204,14 +269,14 @@ def park_layers(
             slightly rounded; the exact weights stay in host memory. All other weights of blocks stay exact.
         place: Place of the parked weights. On the "host" they are in pinned memory.
         resident_bytes: With `place="host"`, bytes of blocks that stay on the device, such as "4GiB". "auto" measures
-            what is free after two training forwards; it is 0 without a GPU.
+            what is free after two backward passes; it is 0 without a GPU.
 
     Returns:
         Handle. `remove()` restores the exact weights. It is also a context manager.
 
     Raises:
         ImportError: If the library of the codes is not installed.
-        MemoryError: If host memory can't be pinned.
+        OSError: If host memory can't be mapped.
         RuntimeError: If a block is compiled.
         ValueError: If no weight of the blocks is frozen, nothing would change, or a weight can't be parked, with its
             name and the way out.

@@ -86,8 +86,12 @@ class QuantizedLayers:
         ]
         self._end_feature = attach_feature(self._model, "quantised layers", layers)
         self._is_attached = True
-        for key, held in self._by_parameter.items():
-            hold(held, self.streams_of, None if sources is None else sources.get(key), self._home)
+        try:
+            for key, held in self._by_parameter.items():
+                hold(held, self.streams_of, None if sources is None else sources.get(key), self._home)
+        except BaseException:
+            self._restore()
+            raise
         return self.remove
 
     @property
@@ -153,8 +157,13 @@ class QuantizedLayers:
         self.let_go()
         if self._home is None and not self._has_room():
             return
+        self._restore()
+
+    def _restore(self) -> None:
+        """Restore the exact weights that are held as codes, and remove everything from the model."""
         for each in self._by_parameter.values():
-            each.restore()
+            if each.source is not None:
+                each.restore()
             each.remove()
         self._end_feature()
         self._is_attached = False

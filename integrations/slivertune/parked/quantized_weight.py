@@ -214,7 +214,7 @@ class QuantizedWeight:
         def unpack(packed: Any) -> torch.Tensor:
             return packed if isinstance(packed, torch.Tensor) else codes.dense().to(dtype).as_strided(*packed)
 
-        stand_in = self.parameter.data
+        stand_in = self.parameter.data if self._stand_in is None else self._stand_in.expand(self.parameter.shape)
         self.parameter.data, self._is_running = dense, True
         try:
             if not torch.is_grad_enabled():

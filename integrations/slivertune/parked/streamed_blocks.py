@@ -56,6 +56,8 @@ class _SavedWeight:
     """First byte of the view in the block's slot."""
     form: torch.Tensor
     """Form of the view, on the meta device."""
+    version: int
+    """Version of the weight."""
 
 
 class StreamedBlocks:
@@ -76,6 +78,8 @@ class StreamedBlocks:
         """Blocks that ran in this forward and will have a backward, in order."""
         self._task = NO_BACKWARD
         """Backward at whose end the loaded blocks are put back."""
+        self.num_backwards = 0
+        """Backward passes that have run to their end."""
         self._undo: list[Callable[[], None]] = []
         self._end_inference: Callable[[], None] | None = None
 
@@ -119,9 +123,18 @@ class StreamedBlocks:
         self._handles, self._undo, self._end_inference = [], [], None
         self.weights.take_all_back()
 
+    @property
+    def was_broken_off(self) -> bool:
+        """Whether a backward has begun and not come to its end."""
+        return self._task != NO_BACKWARD
+
     def begin_forward(self) -> None:
         """Begin an outermost forward: load the first blocks."""
         weights = self.weights
+        while self._running:  # of a forward that Ctrl-C has ended, for which torch calls no hooks
+            hooks = self._running.pop().hooks
+            if hooks is not None:
+                hooks.__exit__()
         weights.put_all_back()  # needed if the last forward or backward has failed
         weights.settle()
         for index in weights.streamed:
@@ -198,6 +211,8 @@ class StreamedBlocks:
                 state_dict[key] = on_host[id(parameter)]
 
     def _begin_backward(self, call: _Call, gradient: torch.Tensor) -> None:
+        if not self._undo:
+            return  # released
         if call.begun_in != running_backward():
             call.begun_in = running_backward()
             self._turn_to(call.block)
@@ -217,6 +232,7 @@ class StreamedBlocks:
 
     def _end_backward(self) -> None:
         self._task = NO_BACKWARD
+        self.num_backwards += 1
         self.weights.put_all_back()
         self.weights.expect(())
 
@@ -225,13 +241,20 @@ class StreamedBlocks:
         if found is None:
             return pack(tensor)
         form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return _SavedWeight(*found, form)
+        return _SavedWeight(*found, form, self.weights.version_at(*found))
 
     def _bring_saved(self, saved: _SavedWeight) -> torch.Tensor:
-        memory, form = self.weights.memory_of(saved.block), saved.form
-        values = memory[saved.start :].view(torch.uint8)
+        if self.weights.version_at(saved.block, saved.start) != saved.version:
+            raise RuntimeError(
+                f"a weight of block {saved.block} was written or replaced after this forward, whose backward needs the "
+                "value of before. Run the backward before the weights are changed or loaded"
+            )
+        form = saved.form
+        values = self.weights.memory_from(saved.block, saved.start, loads=bool(self._undo))
         num_bytes = values.numel() // form.itemsize * form.itemsize
-        return values[:num_bytes].view(form.dtype).as_strided(form.shape, form.stride())
+        found = values[:num_bytes].view(form.dtype).as_strided(form.shape, form.stride())
+        # A gradient's gradient keeps it beyond the time of the slot.
+        return found.clone() if torch.is_grad_enabled() else found
 
 
 def _unpack(bring: Callable[[_SavedWeight], torch.Tensor], unpack: Callable[[Any], torch.Tensor], saved: Any) -> Any:

@@ -82,7 +82,13 @@ class StreamedCodes:
                 f"{self._name} was quantised again since this forward, and its codes were replaced on the host. Run "
                 "the backward before the weights are stepped or loaded, or leave the blocks on the device"
             )
-        self._weights().bring(self._block)
+        try:
+            weights = self._weights()
+        except ReferenceError:
+            raise RuntimeError(
+                f"{self._name} was restored since this forward. Run the backward before remove() or detach()"
+            ) from None
+        weights.bring(self._block)
         return self._codes
 
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -178,6 +178,15 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             shrinks_weights=True,
         ),
         Candidate(
+            title="frozen weights on the host, streamed layer by layer",
+            cost="the same update to the bit; a step copies the blocks' weights twice, which overlaps with a few "
+            "thousand tokens; shorter steps stall",
+            fields=("weights",),
+            options=_frozen_weights_on_host,
+            cannot_help=_gpu_is_large_enough,
+            shrinks_weights=True,
+        ),
+        Candidate(
             title="weights on the host, by FSDP2's CPU offload",
             cost="the same update; all weights cross the bus in each forward and backward, which stall for them",
             fields=("layout", "offload_parameters", "num_gpus"),
@@ -220,12 +229,20 @@ def _token_tiles(request: PlanRequest) -> list[PlanRequest]:
 
 def _weights_on_host(request: PlanRequest) -> list[PlanRequest]:
     # `weights="host"` and `waiting` can be combined, but a search takes only one of them.
-    may = _reads(request, "weights") and request.weights == "device" and request.waiting is None
-    return _changed(request, weights="host") if may else []
+    # Where all blocks stay frozen, 4 bits cost less time.
+    if not planned(request.method).trains_in_groups or request.weights == "host" or request.waiting is not None:
+        return []
+    return _changed(request, weights="host")
+
+
+def _frozen_weights_on_host(request: PlanRequest) -> list[PlanRequest]:
+    if not _reads(request, "weights") or planned(request.method).trains_in_groups or request.weights == "host":
+        return []
+    return _changed(request, weights="host")
 
 
 def _waiting_in_fewer_bits(request: PlanRequest) -> list[PlanRequest]:
-    if not _reads(request, "waiting") or request.waiting is not None or request.weights == "host":
+    if not planned(request.method).trains_in_groups or request.waiting is not None or request.weights == "host":
         return []
     return [waiting for form in _WAITING_FORMS if _is_available(form) for waiting in _changed(request, waiting=form)]
 
@@ -271,13 +288,14 @@ def _no_masters(request: PlanRequest) -> list[PlanRequest]:
 
 def _four_bits(request: PlanRequest) -> list[PlanRequest]:
     may = clash_with_method(request.method) is None and not request.load_in_4bit and request.layout == "single"
+    may = may and not request.parks
     if not may:
         return []
     return [replace(request, load_in_4bit=True, precision="fp32" if request.precision == "fp32" else "bf16")]
 
 
 def _offload(request: PlanRequest) -> list[PlanRequest]:
-    if _reads(request, "weights"):  # HiFT's `weights="host"` overlaps its copies
+    if _reads(request, "weights"):  # `weights="host"` overlaps its copies
         return []
     if request.offload_parameters or request.load_in_4bit or request.layout != "single":
         return []

@@ -17,7 +17,9 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.optimizers import optimizer_of
+from slivertune.planning.parked_weights import PARKING, num_streamed, park
 from slivertune.planning.request import PlanRequest, PrecisionName, TaskName
+from slivertune.planning.slow_streams import planned_streams
 from slivertune.planning.step import (
     Forward,
     GradientMeter,
@@ -68,6 +70,7 @@ class _Steps:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._meter = GradientMeter(model)
         self._optimizer = _optimizer_over(self._trained, request)
+        self._parked = park(request, model)
         self._first: UpdatePeak | None = None
         self._second: UpdatePeak | None = None
 
@@ -78,7 +81,7 @@ class _Steps:
             request: Planned run.
             forward: Forward of the model on its batch.
         """
-        with attached(request, self._model) as notes, Ledger(self._model) as ledger:
+        with planned_streams(request), attached(request, self._model) as notes, Ledger(self._model) as ledger:
             peak = self._peak(request, ledger, forward)
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         return MeasuredSteps(
@@ -91,8 +94,9 @@ class _Steps:
                     state_bytes=sum(each.nbytes for each in state if isinstance(each, torch.Tensor)),
                 )
             ],
+            host_bytes=0 if self._parked is None else self._parked.host_bytes,
             notes=notes,
-            updates=[peak.work.of_update(share=1.0)],
+            updates=[peak.work.of_update(share=1.0, num_streamed=num_streamed(self._parked))],
         )
 
     def _peak(self, request: PlanRequest, ledger: Ledger, forward: Forward) -> StepPeak:
@@ -116,7 +120,7 @@ class _Steps:
 class PlannedLora(PlannedDense):
     """LoRA by PEFT: dense fine-tuning of small adapters beside frozen weights (Hu et al., 2021)."""
 
-    settings = frozenset({"lora_rank", "lora_dropout", "lora_target_modules"})
+    settings = frozenset({"lora_rank", "lora_dropout", "lora_target_modules"}) | PARKING
     bf16_precision = "bf16"
 
     def change_model(self, model: Any, request: PlanRequest) -> Any:
@@ -160,7 +164,7 @@ class PlannedLora(PlannedDense):
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Return LoRA's options: rank, dropout, target modules and 4-bit weights."""
-        names = ("lora_dropout", "lora_target_modules", "load_in_4bit")
+        names = ("lora_dropout", "lora_target_modules", "load_in_4bit", *sorted(PARKING))
         return ("--lora_rank", str(request.lora_rank), *given_arguments(request, names))
 
 

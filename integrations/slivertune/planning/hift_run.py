@@ -1,17 +1,14 @@
 """Plans of HiFT: find the groups that differ, and measure the steps of each."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from slivertune.core.byte_text import format_bytes
-from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.layers import find_blocks
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
@@ -19,7 +16,6 @@ from slivertune.core.torch_internals import storage_key
 from slivertune.hift.disk import split_bytes
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
-from slivertune.planning.counter import beside_computation
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
@@ -28,6 +24,7 @@ from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.plan import GroupPlan, Phase
 from slivertune.planning.request import PlanRequest
+from slivertune.planning.slow_streams import planned_streams
 from slivertune.planning.step import (
     Forward,
     GradientMeter,
@@ -62,28 +59,6 @@ _NAMED_ALIKE = (
 _FP32 = 4
 
 
-class SlowStreams(CopyStreams):
-    """Copy streams whose copies end at unknown times: an outbound tensor lives until the computation waits for it."""
-
-    @override
-    @contextmanager
-    def on(self, direction: Direction, *after: Event) -> Iterator[None]:
-        with beside_computation():
-            yield
-
-    @override
-    def record(self, direction: Direction | None = None) -> Event:
-        return object()
-
-    @override
-    def compute_after(self, event: Event) -> None:
-        pass
-
-    @override
-    def wait_on_host(self, event: Event) -> None:
-        pass
-
-
 @dataclass(frozen=True, slots=True)
 class _KnownTurn:
     """Measurements of a group's turn that hold for other batches."""
@@ -112,7 +87,7 @@ class HiFTRun:
         # discarded after every update is never found again.
         throws_away = request.state == "discard" and request.steps_per_group == 1
         self._num_updates = 1 if throws_away or is_shared else 2
-        with self._streams():
+        with planned_streams(self._request):
             self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
             with FakeOverrides():
                 self.optimizer.state_sizes()  # trial steps on parameters of its own, in no update
@@ -132,15 +107,11 @@ class HiFTRun:
         Returns:
             Larger peak; `after` is of the last update, or of the first one if the state is discarded after a turn.
         """
-        with self._streams():
+        with planned_streams(self._request):
             if group.index in self._known:
                 return self._measure_again(group, forward, self._known[group.index])
             peak = self._measure_second(group, forward) if self._num_updates > 1 else None
             return peak or self._measure_all(group, forward)
-
-    def _streams(self) -> AbstractContextManager[None]:
-        """Return the context of copy streams: `SlowStreams` for a GPU, copies in plain order for the CPU."""
-        return streams_made_by(SlowStreams) if self._request.kernels == "gpu" else nullcontext()
 
     def _measure_all(self, group: Group, forward: Forward) -> StepPeak:
         self._begin_turn(group, self._at_start)

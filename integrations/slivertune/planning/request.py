@@ -37,6 +37,8 @@ AttentionName = Literal["sdpa", "eager"]
 PrecisionName = Literal["fp32", "mixed", "mixed_hi", "bf16"]
 TaskName = Literal["causal_lm", "classification", "image_text", "speech"]
 
+PARKED_BY = "HiFT, LoRA and SFT"
+"""Methods that leave weights of blocks frozen, which can be parked."""
 COUNTS = ("density", "num_weights", "equivalent_lora_rank")
 """Fields that set the number of weights that SFT trains, one of which may be given."""
 _HIFT, _SFT = HiFTConfig(), SFTConfig()
@@ -181,6 +183,11 @@ class PlanRequest:
         return self.precision in ("bf16", "mixed_hi")
 
     @property
+    def parks(self) -> bool:
+        """Whether weights of blocks are quantised or on the host while they do not train."""
+        return self.waiting is not None or self.weights == "host"
+
+    @property
     def num_backwards(self) -> int:
         """Number of an update's forwards and backwards to run: at most 2, since the third is like the second."""
         return min(self.gradient_accumulation_steps, 2)
@@ -279,9 +286,16 @@ class PlanRequest:
             *(
                 (
                     getattr(self, name) != getattr(_HIFT, name) and name not in method.settings,
-                    f"{name}={getattr(self, name)!r} is read by HiFT, not by method={self.method!r}. Leave it out",
+                    f"{name}={getattr(self, name)!r} is read by {readers}, not by method={self.method!r}. Leave it out",
                 )
-                for name in ("gradients", "waiting", "weights")
+                for name, readers in (("gradients", "HiFT"), ("waiting", PARKED_BY), ("weights", PARKED_BY))
+            ),
+            (
+                self.parks and self.method != "hift" and self.layout not in ("single", "ddp"),
+                (
+                    f"waiting={self.waiting!r} and weights={self.weights!r} with layout={self.layout!r}, whose ranks "
+                    "hold shards of weights. Use layout='single' or 'ddp', or leave them out"
+                ),
             ),
         )
 
@@ -324,6 +338,8 @@ class PlanRequest:
             {
                 "tile_tokens": None if self.token_tile_size is None else "--token_tile_size",
                 "load_in_4bit": "--load_in_4bit" if self.load_in_4bit else None,
+                "quantised layers": None if self.waiting is None else f"--waiting {self.waiting}",
+                "blocks on the host": "--weights host" if self.weights == "host" else None,
                 "zero3": "ZeRO-3" if self.layout == "zero3" else None,
             }
         )

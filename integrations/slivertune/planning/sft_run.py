@@ -19,9 +19,11 @@ from slivertune.planning.counter import WorkCounter
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
+from slivertune.planning.parked_weights import PARKING, num_streamed, park
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.replayed import replaying
 from slivertune.planning.request import COUNTS, PlanRequest
+from slivertune.planning.slow_streams import planned_streams
 from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
 from slivertune.planning.step_work import StepWork, UpdateWork, Work
 from slivertune.sft import SFT, adam
@@ -117,6 +119,7 @@ class PlannedSFT(PlannedMethod):
             "redistribute",
             "packed",
             "sft_momentum",
+            *PARKING,
         }
     )
     is_optimizer = True
@@ -133,7 +136,8 @@ class PlannedSFT(PlannedMethod):
         # ZeRO-3 has released more weights before most is exchanged, at the end of a backward.
         if shared.num_gpus > 1 and shared.layout != "zero3":
             optimizer.exchange_among(shared.num_gpus)
-        with attached(request, model) as notes, Ledger(model) as ledger:
+        parked = park(request, model)
+        with planned_streams(request), attached(request, model) as notes, Ledger(model) as ledger:
             optimizer.claim_state()
             peaks = [
                 measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards)
@@ -160,9 +164,13 @@ class PlannedSFT(PlannedMethod):
         add("outside of estimation phases", outside, outside.after.state)
         return MeasuredSteps(
             groups=groups,
+            host_bytes=0 if parked is None else parked.host_bytes,
             own_parameters=[parameter for group in optimizer.param_groups for parameter in group["params"]],
             notes=notes,
-            updates=_updates_of(request, [peak.work for peak in peaks], num_inside),
+            updates=[
+                replace(each, num_streamed=num_streamed(parked))
+                for each in _updates_of(request, [peak.work for peak in peaks], num_inside)
+            ],
         )
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
@@ -173,7 +181,8 @@ class PlannedSFT(PlannedMethod):
             names.append("estimation_steps")
         if request.reselection_interval > 0:
             names += ["replacement_rate", "redistribute"]
-        return ("--selection", request.selection, *given_arguments(request, (*names, "load_in_4bit")))
+        names += ["load_in_4bit", *sorted(PARKING)]
+        return ("--selection", request.selection, *given_arguments(request, names))
 
 
 def _updates_of(request: PlanRequest, steps: Sequence[StepWork], num_inside: int) -> list[UpdateWork]:
@@ -215,7 +224,8 @@ def _counted(request: PlanRequest, model: nn.Module, steps: int, interval: int) 
         steps: Updates per estimation phase (gamma).
         interval: Updates between two reselections (S); 0 for no reselection.
     """
-    config = request.sft_config(estimation_steps=steps, reselection_interval=interval)
+    form = {"form": "layer"} if request.parks else {}
+    config = request.sft_config(estimation_steps=steps, reselection_interval=interval, **form)
     with FakeOverrides():
         return CountedSFT(model, config=config, lr=1e-4, total_steps=1000, momentum=request.sft_momentum)
 

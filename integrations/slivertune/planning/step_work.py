@@ -80,6 +80,7 @@ class StepWork:
         usual: int = -1,
         is_part: Callable[[Place], bool] = lambda place: True,
         trained: Collection[int] = (),
+        num_streamed: int = 0,
     ) -> "UpdateWork":
         """Return a kind of update with the work of this step.
 
@@ -89,6 +90,7 @@ class StepWork:
             usual: As in `UpdateWork`.
             is_part: Function that selects the places of the backward that count.
             trained: Indices of the blocks that trained in this step.
+            num_streamed: As in `UpdateWork`.
         """
         places = [[work for place, work in each.items() if is_part(place)] for each in self.backwards]
         own = [work for place, work in self.backwards[-1].items() if place is not None and place[0] in trained]
@@ -101,6 +103,7 @@ class StepWork:
             usual=usual,
             own_backward=sum(own, Work()),
             num_blocks=len(trained),
+            num_streamed=num_streamed,
         )
 
 
@@ -122,6 +125,8 @@ class UpdateWork:
     """Index of the micro-batch that stands for those that were not run."""
     num_blocks: int = 0
     """Number of blocks that train, if updates train different blocks."""
+    num_streamed: int = 0
+    """Number of blocks that each forward loads from the host, if they do not train."""
     own_backward: Work = field(default_factory=Work)
     """Part of the backward that goes through these blocks."""
 

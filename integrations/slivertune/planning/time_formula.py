@@ -32,6 +32,7 @@ from slivertune.planning.cards import LAUNCH_SECONDS, Rates
 from slivertune.planning.collectives import mean_state_bytes, owed
 from slivertune.planning.methods import planned
 from slivertune.planning.plan import Phase, Plan
+from slivertune.planning.request import PlanRequest
 from slivertune.planning.step_work import UpdateWork, Work
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
@@ -67,14 +68,21 @@ def mean_update(plan: Plan, rates: Rates) -> MeanUpdate:
             computing[phase] += work.share * seconds
         for phase, seconds in update.with_copies().items():
             together[phase] += work.share * seconds
-    copied = "masters, state and activations" if plan.request.offload_activations else "masters and state"
-    waiting = {f"copies of {copied}": sum(together.values()) - sum(computing.values())}
+    waiting = {f"copies of {_copied(plan.request)}": sum(together.values()) - sum(computing.values())}
     for each in owed(plan, rates):
         waiting[each.reason] = waiting.get(each.reason, 0.0) + each.waited_for(together[each.phase])
     # A group is read into the buffer from which another was written. Both overlap with the updates.
     moved = (2 if rates.disk_duplex == "half" else 1) * disk_bytes_per_update(plan) / rates.disk_bandwidth
     waiting["the disk"] = moved - sum(computing.values()) - sum(waiting.values())
     return MeanUpdate(computing=computing, waiting={reason: each for reason, each in waiting.items() if each > 0})
+
+
+def _copied(request: PlanRequest) -> str:
+    """Return the words for what crosses the bus in an update."""
+    names = ["masters", "state"] if planned(request.method).waits_on_host(request) else []
+    names += ["weights"] if request.weights == "host" else []
+    names += ["activations"] if request.offload_activations else []
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names or ["masters and state"])
 
 
 def disk_bytes_per_update(plan: Plan) -> float:
@@ -136,7 +144,7 @@ class _Update:
         self._slots = int(request.prefetch_bytes // in_slot) if in_slot else 0
         self._queued = 0.0 if request.state == "discard" else min(self._state, self._slots * self._piece)
         """Bytes of state that are prefetched at the same time, and so are written back together."""
-        num_blocks = sum(each.num_blocks for each in plan.updates)
+        num_blocks = work.num_streamed or sum(each.num_blocks for each in plan.updates)
         self._block = self._forward.copied("inbound", "parameters") / num / max(1, num_blocks)
 
     def _seconds(self, work: Work, *, is_fused: bool = False) -> float:

@@ -19,6 +19,7 @@ from slivertune.core.transformers_internals import today_in_templates, use_one_d
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.training_metrics import TrainingMetrics, metrics_of
+from slivertune.parked import ParkedLayers, keep_blocks_on_host
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard, keep_events_in
 from slivertune.training.command_line.parse import TrainArguments
@@ -68,6 +69,8 @@ class Run:
     """Handle of offloaded activations. None if the inputs of checkpointed blocks remain on the device."""
     tiles: TokenTilesHandle | None
     """Handle of the token tiles. None if MLPs and norms see whole batches."""
+    parked: ParkedLayers | None
+    """Handle of the parked weights. None if none are, or HiFT parks them."""
     num_parameters: int
     """Weights of the model, adapters included."""
     num_trained: int
@@ -118,6 +121,8 @@ class Run:
             self.tiles.remove()
         self.compilation.end()
         self.method.close()
+        if self.parked is not None:
+            self.parked.remove()
 
 
 def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoordinator | None = None) -> Run:
@@ -161,6 +166,12 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         four_bit_device=training.device if arguments.model.load_in_4bit else None,
     )
     model = method.adapt(loaded, task)
+    # The Trainer moves the model to the GPU, which need not have room for the exact weights.
+    parked = kept_on_host = None
+    if arguments.parked.is_asked and method.is_optimizer:
+        kept_on_host = keep_blocks_on_host(model)
+    elif arguments.parked.is_asked:
+        parked = method.park(model, arguments.parked)
     counts = [(num_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
     display = Display(console, bar=bar)
     if "log_level_replica" not in arguments.given:
@@ -204,6 +215,10 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     facts.update(method.facts())
     # Attach the method before TokenTune: SFT may replace a layer's forward, and TokenTune reads the one it finds.
     method.attach(trainer)
+    if kept_on_host is not None:
+        kept_on_host.remove()
+        parked = method.park(model, arguments.parked)
+        model.to(training.device)
     tiles = _attach_tiles(trainer.model, arguments.run.token_tile_size, layout)
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
     # Compile by block: fewer graphs, and a chunked loss. No other compilation survives HiFT's rotation or TokenTune.
@@ -233,6 +248,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         kept=kept,
         offloaded=offloaded,
         tiles=tiles,
+        parked=parked,
         num_parameters=sum(count for count, _ in counts),
         num_trained=method.num_trained(sum(count for count, is_trained in counts if is_trained)),
         display=display,

@@ -38,7 +38,7 @@ def plan_request(
     """
     _check(arguments, layout)
     training, method = arguments.training, arguments.method
-    options = (asdict(each) for each in (arguments.run, arguments.tokens, arguments.model))
+    options = (asdict(each) for each in (arguments.run, arguments.tokens, arguments.parked, arguments.model))
     values = {
         "method": method.name,
         **method.values(),

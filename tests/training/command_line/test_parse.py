@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from slivertune.core.options import options_of
 from slivertune.hift.config import HiFTConfig
 from slivertune.training.command_line.parse import parse_train_arguments
-from slivertune.training.options.arguments import TokenArguments
+from slivertune.training.options.arguments import ParkedArguments, TokenArguments
 from slivertune.training.options.methods import HIFT, LoraOptions
 from slivertune.training.options.parser import make_parser
 from slivertune.training.options.table import RENAMED
@@ -166,9 +167,10 @@ def test_what_is_typed_and_what_is_not_become_settings(typed: str, expected: dic
 
 
 def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None:
-    config, options = {item.name for item in dataclasses.fields(HiFTConfig)}, HIFT.options()
+    config = {item.name for item in dataclasses.fields(HiFTConfig)}
+    options = {option.name for option in (*HIFT.options(), *options_of(ParkedArguments))}
     # The seed and the largest norm are the run's; element-wise is for code, where it can be looked up.
-    assert config - {option.name for option in options} == {"seed", "max_grad_norm", "elementwise"}
+    assert config - options == {"seed", "max_grad_norm", "elementwise"}
 
 
 def test_hifts_settings_reach_its_config() -> None:

@@ -1,3 +1,4 @@
+import itertools
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -70,10 +71,12 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "offload_parameters": True,
     }
     assert typed.keys() == {item.name for item in fields(PlanRequest)}
-    for method, own in OWN.items():
+    # Codes of one kind exclude the other.
+    codes = {"load_in_4bit"}, {"waiting", "weights", "resident_bytes"}
+    for (method, own), excluded in itertools.product(OWN.items(), codes):
         others = {name for names in OWN.values() for name in names} - own
         # One of three settings gives the number of weights.
-        others |= {"num_weights", "equivalent_lora_rank"}
+        others |= {"num_weights", "equivalent_lora_rank", *excluded}
         of_method = {name: value for name, value in {**typed, "method": method}.items() if name not in others}
         words = list(MODEL)
         for name, value in of_method.items():

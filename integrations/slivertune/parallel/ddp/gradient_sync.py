@@ -32,12 +32,12 @@ _MOST_UNDER_WAY = 2
 
 
 @torch.no_grad()
-def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
+def broadcast_from_first(model: nn.Module, device: torch.device | None = None) -> None:
     """Copy every parameter and buffer from rank 0 to all ranks, of quantised weights the exact ones. A collective.
 
     Args:
         model: The model, the same on every rank except for its values.
-        device: Device of the communication.
+        device: Device of the communication, for a model whose weights are partly offloaded; None: each tensor's own.
     """
     if world_size() == 1:
         return
@@ -45,7 +45,7 @@ def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         held = quantized.get(id(tensor))
         exact = tensor if held is None else held.exact()
-        contiguous = exact.detach().to(device).contiguous()
+        contiguous = exact.detach().to(device or tensor.device).contiguous()
         with guard("sending the weights of rank 0"):
             dist.broadcast(contiguous, src=0)
         if held is not None:

@@ -20,9 +20,20 @@ from slivertune.training.embedded.built_in import DATES, built_in_of, counts_ans
 from slivertune.training.folders import Goal, RunFolder, choose_run_folder
 from slivertune.training.layerwise_lr import check_layerwise_lr
 from slivertune.training.methods import TrainingMethod
-from slivertune.training.methods.registry import TRAIN_METHODS, check_method, check_method_takes_4bit
+from slivertune.training.methods.registry import (
+    TRAIN_METHODS,
+    check_method,
+    check_method_parks,
+    check_method_takes_4bit,
+)
 from slivertune.training.models import Precision, choose_precision
-from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
+from slivertune.training.options.arguments import (
+    DataArguments,
+    ModelArguments,
+    ParkedArguments,
+    RunArguments,
+    TokenArguments,
+)
 from slivertune.training.options.config_file import read_settings
 from slivertune.training.options.full_method import without_full
 from slivertune.training.options.methods import DEFAULT_METHOD
@@ -51,6 +62,7 @@ class TrainArguments:
     method: TrainingMethod
     run: RunArguments
     tokens: TokenArguments
+    parked: ParkedArguments
     model: ModelArguments
     data: DataArguments
     training: TrainingArguments
@@ -93,6 +105,10 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     check_method(method_class, given)
     values = {"method": method_class.about.name, **default_values(method_class, typed), **typed}
     method = method_class(method_class.about.make(values))
+    parked = build(ParkedArguments, values)
+    if parked.is_asked:
+        check_method_parks(method_class, values)
+        method.parked = parked
     model = build(ModelArguments, values)
     if model.load_in_4bit:
         check_method_takes_4bit(method_class)
@@ -142,6 +158,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         method=method,
         run=run,
         tokens=tokens,
+        parked=parked,
         model=model,
         data=data,
         training=training,
@@ -279,10 +296,14 @@ def check_pairs(values: Mapping[str, Any]) -> None:
         raise ValueError(offloading_without_checkpointing())
     smoothing, task = values.get("label_smoothing_factor"), values.get("task")
     norm, gradients = values.get("max_grad_norm"), values.get("gradients")
+    waiting = values.get("waiting")
     refuse_together(
         {
             "gradients='stepped'": f"--gradients {gradients}" if gradients == "stepped" else None,
             "max_grad_norm": f"--max_grad_norm {norm}" if norm else None,
+            "quantised layers": None if waiting is None else f"--waiting {waiting}",
+            "blocks on the host": "--weights host" if values.get("weights") == "host" else None,
+            "load_in_4bit": "--load_in_4bit" if values.get("load_in_4bit") else None,
             "offload_activations": "--offload_activations" if values.get("offload_activations") else None,
             "keep_activations='auto'": "--keep_activations auto" if values.get("keep_activations") == "auto" else None,
             "tile_tokens": None if values.get("token_tile_size") is None else "--token_tile_size",

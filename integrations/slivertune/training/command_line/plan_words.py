@@ -14,7 +14,7 @@ from slivertune.training.command_line.plan_help import plan_help
 from slivertune.training.methods.method import TrainingMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.models import Precision, choose_precision
-from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments
+from slivertune.training.options.arguments import ModelArguments, ParkedArguments, RunArguments, TokenArguments
 from slivertune.training.options.full_method import without_full
 from slivertune.training.options.methods import DEFAULT_METHOD, FULL, METHOD_OPTIONS, method_option
 from slivertune.training.options.parser import Verb, given_values
@@ -229,7 +229,7 @@ def _check(values: Mapping[str, Any], questions: Mapping[str, Any]) -> None:
     folder = {"state_dir": "."} if values.get("state") == "disk" else {}
     for name in methods & METHOD_OPTIONS.keys():
         METHOD_OPTIONS[name].make({**folder, **values})
-    for kind in (RunArguments, TokenArguments, ModelArguments):
+    for kind in (RunArguments, TokenArguments, ModelArguments, ParkedArguments):
         build(kind, values)
     check_pairs(values)
 

@@ -20,6 +20,7 @@ from slivertune.planning.request import PlanRequest
 from slivertune.training.embedded.built_in import REFERENCE
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
 from slivertune.training.models import LoadedModel
+from slivertune.training.options.arguments import ParkedArguments
 from slivertune.training.options.methods import HIFT, HiFTOptions
 from slivertune.training.tasks.task import Task
 
@@ -47,6 +48,7 @@ class HiFTMethod(SliverMethod):
     about = HIFT
     kept_settings = SCHEDULE
     bf16_use = "weights"
+    parks = True
     is_planned_on_ranks = True
     options: HiFTOptions
 
@@ -97,6 +99,9 @@ class HiFTMethod(SliverMethod):
             find_card(options.gpu)
         except ValueError as error:
             raise ValueError(f"--layers_per_group auto: {error}") from None
+
+    def park(self, model: torch.nn.Module, parked: ParkedArguments) -> None:
+        """Do nothing: HiFT parks its idle layers by its own settings."""
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Quantise idle layers and offload blocks to host memory before the Trainer moves the model to the GPU."""

@@ -35,6 +35,7 @@ class LoraMethod(TrainingMethod):
     requires = "peft"
     bf16_use = "both"
     takes_4bit = True
+    parks = True
     options: LoraOptions
     _num_adapted = 0
     _casts: AdapterCastsHandle | None = None
@@ -53,7 +54,8 @@ class LoraMethod(TrainingMethod):
                 "alpha": options.alpha,
                 "dropout": options.lora_dropout,
                 "target_modules": options.target_modules,
-            }
+            },
+            "waiting": None if self.parked is None else self.parked.waiting,
         }
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:

@@ -15,9 +15,11 @@ from slivertune.core.options import enum_value
 from slivertune.interop import attach
 from slivertune.interop.methods import TrainerMethod
 from slivertune.parallel.checkpoint.sidecar import Sidecar
+from slivertune.parked import ParkedLayers, park_layers
 from slivertune.planning.methods import PlannedMethod
 from slivertune.planning.request import PlanRequest
 from slivertune.training.models import Bf16Use, LoadedModel
+from slivertune.training.options.arguments import ParkedArguments
 from slivertune.training.options.methods import MethodOptions
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import save_whole_model
@@ -58,6 +60,8 @@ class TrainingMethod:
     """Meaning of `--bf16`."""
     takes_4bit: ClassVar[bool] = False
     """Whether the method trains beside weights in 4 bits, which can't be changed themselves."""
+    parks: ClassVar[bool] = False
+    """Whether the method leaves weights of blocks frozen, which can be parked (`--waiting`, `--weights host`)."""
     is_optimizer: ClassVar[bool] = False
     """Whether the method replaces the optimizer that `--optim` names."""
     is_planned_on_ranks: ClassVar[bool] = False
@@ -72,6 +76,9 @@ class TrainingMethod:
     """Options of the method that a run's settings file has also where they were not given."""
     not_planned: ClassVar[tuple[str, ...]] = ()
     """Options of the method that affect memory and that a plan does not support."""
+
+    parked: ParkedArguments | None = None
+    """Form and place of weights that do not train now, if they are to be parked."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
@@ -167,6 +174,20 @@ class TrainingMethod:
         Raises:
             ValueError: If the options don't fit the model.
         """
+
+    def park(self, model: torch.nn.Module, parked: ParkedArguments) -> ParkedLayers | None:
+        """Park the frozen weights, after `adapt` or, if the method is an optimizer, after `attach`.
+
+        Args:
+            model: Model to train.
+            parked: Form and place of its weights.
+
+        Returns:
+            Handle. None if the method parks weights by itself.
+        """
+        return park_layers(
+            model, form=parked.waiting or "exact", place=parked.weights, resident_bytes=parked.resident_bytes
+        )
 
     def num_trained(self, num_trainable: int) -> int:
         """Return the number of trained weights.

@@ -1,6 +1,8 @@
 """Registry of the methods that `slivertune train --method` takes, including those of other packages."""
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
 from slivertune.core.missing_library import missing_library
 from slivertune.interop.methods import register_trainer_method
@@ -13,6 +15,7 @@ from slivertune.training.methods.lora import LoraMethod
 from slivertune.training.methods.method import SliverMethod, TrainingMethod
 from slivertune.training.methods.sft import SFTMethod
 from slivertune.training.options.methods import METHOD_OPTIONS
+from slivertune.training.ranks.processes import asks_for
 
 TRAIN_METHODS: dict[str, type[TrainingMethod]] = {
     each.about.name: each for each in (DenseMethod, HiFTMethod, SFTMethod, LoraMethod)
@@ -74,6 +77,34 @@ def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
     check_options_are_read({method.about.name}, given, own)
     if method.requires is not None:
         _require(method.requires, f"--method {method.about.name}")
+
+
+def check_method_parks(method: type[TrainingMethod], values: Mapping[str, Any]) -> None:
+    """Refuse to park weights for methods that train all of them, and in layouts that shard them.
+
+    Args:
+        method: Class of the method.
+        values: Values by option, without those at their defaults.
+
+    Raises:
+        ValueError: If the method or the layout parks none.
+        ImportError: If the codes need a library that is not installed.
+    """
+    words = "--weights host" if values.get("waiting") is None else f"--waiting {values['waiting']}"
+    if not method.parks:
+        others = " or ".join(name for name, each in TRAIN_METHODS.items() if each.parks)
+        raise ValueError(
+            f"{words}: --method {method.about.name} trains all weights in each update, and none can be parked. Use "
+            f"--method {others}, or leave it out"
+        )
+    engine = next((name for name in ("deepspeed", "fsdp") if asks_for(name, values)), None)
+    if engine is not None and method.about.name != "hift":  # which says so by layout
+        raise ValueError(
+            f"{words} is not available under {engine}, whose ranks hold shards of weights. Use one GPU or DDP, or "
+            "leave it out"
+        )
+    if values.get("waiting") == "nf4":
+        _require("bitsandbytes", "--waiting nf4")
 
 
 def check_method_takes_4bit(method: type[TrainingMethod]) -> None:

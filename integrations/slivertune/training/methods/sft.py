@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class SFTMethod(SliverMethod):
     about = SFT
     bf16_use = "weights"
     takes_4bit = True
+    parks = True
     is_optimizer = True
     is_planned_on_ranks = True
     options: SFTOptions
@@ -53,8 +55,8 @@ class SFTMethod(SliverMethod):
 
     @property
     def _is_merged(self) -> bool:
-        """Whether the weights hold the sums. 4-bit and sharded weights don't."""
-        return not self._has_4bit and not self._is_sharded
+        """Whether the weights hold the sums. 4-bit, parked and sharded weights don't."""
+        return not self._has_4bit and not self._is_sharded and self.parked is None
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class SFTMethod(SliverMethod):
 
     def facts(self) -> dict[str, Any]:
         """Return all settings, since all decide which weights are trained, and how."""
-        return {"sft": self.values()}
+        return {"sft": self.values(), "waiting": None if self.parked is None else self.parked.waiting}
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Refuse a model with untrained weights, which sparse deltas can't make useful."""
@@ -143,6 +145,8 @@ class SFTMethod(SliverMethod):
                 "a checkpoint that was saved without --save_only_model, or start again"
             )
         self._is_sharded = layout_of(trainer.accelerator) in ("fsdp2", "zero3")
+        if self.parked is not None:
+            self.options = replace(self.options, form="layer")
         names = self.options.targets
         if self._has_4bit:
             model: Any = trainer.model
@@ -176,7 +180,8 @@ class SFTMethod(SliverMethod):
         """Describe the number of trained weights and tensors, and the choice of the weights."""
         sizes = self.optimizer.num_elements.values()
         count = self.optimizer.num_weights
-        place = "in the weights" if self._is_merged else f"beside {'4-bit' if self._has_4bit else 'sharded'} weights"
+        kind = "4-bit" if self._has_4bit else "parked" if self.parked is not None else "sharded"
+        place = "in the weights" if self._is_merged else f"beside {kind} weights"
         return [
             f"  sft     {count:,} weights of {len(sizes)} tensors ({count / sum(sizes):.2%} of theirs), deltas {place}",
             f"  chosen  {self._schedule()}",

@@ -6,8 +6,9 @@ from datetime import date
 from typing import Annotated, Literal
 
 from slivertune.core.option_parser import PartedPaths, PartedTexts
-from slivertune.core.options import Spelling
-from slivertune.core.setting_checks import NumKept, check_integer, check_num_kept, integer_or_auto
+from slivertune.core.options import BytesOrAuto, Spelling
+from slivertune.core.setting_checks import NumKept, check_integer, check_num_kept, integer_or_auto, read_bytes
+from slivertune.parked.forms import CodesForm, WeightPlace
 from slivertune.tokentune.config import Pattern
 from slivertune.training.options.tasks import TASK_OPTIONS, tasks_reading
 
@@ -106,6 +107,29 @@ class ModelArguments:
     only the deltas."""
     attn_implementation: str | None = None
     """Attention of the transformers library: sdpa, eager, flash_attention_2, ..."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParkedArguments:
+    """Options for the weights of blocks that do not train now."""
+
+    waiting: CodesForm | None = None
+    """Hift, lora, sft: hold the blocks' linear weights in int8 or nf4 while they do not train: hift's idle layers, the
+    frozen base of lora and sft. Weights in training and saved weights are exact."""
+    weights: WeightPlace = "device"
+    """Hift, lora, sft: place of the blocks' weights that do not train now. On the host, each block is loaded ahead of
+    its forward and backward. Results are the same to the bit."""
+    resident_bytes: BytesOrAuto = "auto"
+    """With --weights host: bytes of blocks that stay on the device, such as 4GiB. auto measures what the first updates
+    leave free. Without a GPU it is 0."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether any weight is to be parked."""
+        return self.waiting is not None or self.weights == "host"
+
+    def __post_init__(self) -> None:
+        read_bytes("resident_bytes", self.resident_bytes, may_be_auto=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,13 @@ from typing import Any
 
 from slivertune.core.option_help import ON_SPELLING, HelpEntry, HelpGroup, describe_option, render_help
 from slivertune.core.options import Option, options_of
-from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
+from slivertune.training.options.arguments import (
+    DataArguments,
+    ModelArguments,
+    ParkedArguments,
+    RunArguments,
+    TokenArguments,
+)
 from slivertune.training.options.methods import METHOD_OPTIONS, method_option
 from slivertune.training.options.trainer import CommonOptions
 
@@ -116,6 +122,7 @@ def _groups() -> Iterator[tuple[str, list[Option]]]:
         if members := list(method.options()):
             yield f"--method {method.name}, {method.help}", members
     yield "with any method, TokenTune", list(options_of(TokenArguments))
+    yield "weights that do not train now", list(options_of(ParkedArguments))
     yield "training", [runs[name] for name in _OF_TRAINING]
     yield "memory", [runs[name] for name in _OF_MEMORY]
     yield "output and resume", [option for name, option in runs.items() if name not in placed]

@@ -28,10 +28,12 @@ class MethodOptions:
     """Dataclass whose fields are the options. A field's docstring is its help text."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Names of options by the fields of `options_class`, where the two differ. None: the field is no option."""
+    shared: tuple[str, ...] = ()
+    """Fields of `options_class` that are options of every method."""
 
     def options(self) -> Iterator[Option]:
         """Yield the options."""
-        return options_of(self.options_class, self.names)
+        return options_of(self.options_class, {**self.names, **dict.fromkeys(self.shared)})
 
     def make(self, values: Mapping[str, Any]) -> Any:
         """Make an instance of `options_class`.
@@ -159,6 +161,7 @@ HIFT = MethodOptions(
     help="one group of layers per update, the rest frozen",
     options_class=HiFTOptions,
     names={"seed": None, "elementwise": None, "max_grad_norm": None},
+    shared=("waiting", "weights", "resident_bytes"),
 )
 SFT = MethodOptions(
     name="sft",

@@ -6,7 +6,13 @@ from itertools import chain
 from transformers import TrainingArguments
 
 from slivertune.core.options import Option, options_of
-from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
+from slivertune.training.options.arguments import (
+    DataArguments,
+    ModelArguments,
+    ParkedArguments,
+    RunArguments,
+    TokenArguments,
+)
 from slivertune.training.options.methods import METHOD_OPTIONS, method_option
 
 _FIELDS = {item.name for item in dataclasses.fields(TrainingArguments)}
@@ -28,7 +34,7 @@ def train_options() -> dict[str, Option]:
         [method_option()],
         options_of(RunArguments),
         *(method.options() for method in METHOD_OPTIONS.values()),
-        *map(options_of, (TokenArguments, ModelArguments, DataArguments, TrainingArguments)),
+        *map(options_of, (TokenArguments, ParkedArguments, ModelArguments, DataArguments, TrainingArguments)),
     )
     return {option.name: option for option in options}
 

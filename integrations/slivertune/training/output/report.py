@@ -299,6 +299,10 @@ def describe(run: Run) -> None:
     say(_batch(run))
     for line in run.method.lines():
         say(line)
+    if run.parked is not None:
+        parked = arguments.parked
+        form = "exact" if parked.waiting is None else f"linear ones in {parked.waiting}, also in evaluation"
+        say(f"  parked  {len(run.parked.names)} frozen tensors of the blocks, {form}, on the {parked.weights}")
     if run.tokens is not None:
         say(tokens_line(run.tokens))
     if run.kept is not None:

@@ -6,7 +6,7 @@ They complement `slivertune.attach`.
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from slivertune.parallel.zero.unsupported import fill_buckets
 _LOG = logging.getLogger(__name__)
 
 
-def asks_for(engine: Literal["deepspeed", "fsdp"], values: dict[str, Any]) -> bool:
+def asks_for(engine: Literal["deepspeed", "fsdp"], values: Mapping[str, Any]) -> bool:
     """Return whether the command line or the launcher requests an engine.
 
     Args:
