@@ -163,7 +163,9 @@ def test_every_option_of_a_method_has_a_help_text_without_marks(method: str) -> 
     assert [each.name for each in options if not each.text.endswith((".", '."')) or "`" in each.text] == []
 
 
-@pytest.mark.parametrize("name", ["stream_bytes", "prefetch_bytes", "resident_bytes", "state_ram_bytes"])
+@pytest.mark.parametrize(
+    "name", ["device_bytes", "stream_bytes", "prefetch_bytes", "resident_bytes", "state_ram_bytes"]
+)
 @pytest.mark.parametrize("text", ["64MiB", "64 mib", "67108864", "67.108864MB"])
 def test_train_and_plan_read_a_size_alike(name: str, text: str) -> None:
     about = {"resident_bytes": ["--weights", "host"], "state_ram_bytes": ["--state", "disk"]}.get(name, [])

@@ -75,8 +75,19 @@ def test_a_wrong_choice_is_named_with_the_right_ones(options: dict[str, Any], me
 
 def test_sizes_may_be_texts_as_in_a_run_file() -> None:
     places: dict[str, Any] = {"state": "disk", "state_dir": "d", "weights": "host"}
-    texts = {"stream_bytes": "64MiB", "state_ram_bytes": "2 GB", "prefetch_bytes": "auto", "resident_bytes": "512"}
-    numbers: dict[str, Any] = {"stream_bytes": 2**26, "state_ram_bytes": 2 * 10**9, "resident_bytes": 512}
+    texts = {
+        "device_bytes": "1GiB",
+        "stream_bytes": "64MiB",
+        "state_ram_bytes": "2 GB",
+        "prefetch_bytes": "auto",
+        "resident_bytes": "512",
+    }
+    numbers: dict[str, Any] = {
+        "device_bytes": 2**30,
+        "stream_bytes": 2**26,
+        "state_ram_bytes": 2 * 10**9,
+        "resident_bytes": 512,
+    }
     assert HiFTConfig(**places, **texts) == HiFTConfig(**places, **numbers)
 
 

@@ -208,11 +208,16 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             inactive=request.inactive,
             waiting=request.waiting,
             weights=request.weights,
-            resident_bytes=request.resident_bytes,
-            prefetch_bytes=request.prefetch_bytes,
+            **_budget(request),
         ),
         **arguments,
     )
+
+
+def _budget(request: PlanRequest) -> dict[str, Any]:
+    if request.device_bytes is not None:
+        return {"device_bytes": request.device_bytes}
+    return {"resident_bytes": request.resident_bytes, "prefetch_bytes": request.prefetch_bytes}
 
 
 class StreamsWithEvents(CopyStreams):

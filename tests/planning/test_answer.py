@@ -43,6 +43,7 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "token_ratio": (None, 0.3),
     "layers_per_group": (1, 3),
     "steps_per_group": (1, 2),
+    "device_bytes": (None, 2**21),
     "stream_bytes": (128 * 2**20, 0),
     "state": ("host", "device", "disk", "discard"),
     "state_ram_bytes": (0, 2**20),

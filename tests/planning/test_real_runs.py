@@ -259,6 +259,13 @@ def test_weights_that_wait_on_the_host_are_as_planned(waiting: Any, settings: di
 
 
 @pytest.mark.parametrize("weights", ["device", "host"])
+@pytest.mark.parametrize("device_bytes", [2**18, 2**20, 2**23])
+def test_a_budget_of_the_device_is_as_planned(device_bytes: int, weights: Any) -> None:
+    settings: dict[str, Any] = {"precision": "mixed_hi", "gradient_checkpointing": True, "layers_per_group": 2}
+    check(paper_request(device_bytes=device_bytes, weights=weights, **settings, **SIZES), LLAMA, first=1)
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
 @pytest.mark.parametrize("waiting", [None, "int8"])
 def test_what_waits_on_the_host_is_as_planned(waiting: Any, weights: Any) -> None:
     request = paper_request(precision="mixed_hi", waiting=waiting, weights=weights, **SIZES)

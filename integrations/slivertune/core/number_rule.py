@@ -58,7 +58,7 @@ RULES = {
     **dict.fromkeys(("token_ratio", "density", "efficiency"), _PART),
     "replacement_rate": NumberRule(0, 1),
     **dict.fromkeys(("num_weights", "tokens"), NumberRule(1)),
-    **dict.fromkeys(("stream_bytes", "state_ram_bytes", "prefetch_bytes", "resident_bytes"), _SIZE),
+    **dict.fromkeys(("device_bytes", "stream_bytes", "state_ram_bytes", "prefetch_bytes", "resident_bytes"), _SIZE),
     **dict.fromkeys(("fit", "fit_host", "fit_disk", "disk_bandwidth"), _SIZE_ABOVE_ZERO),
 }
 """Rules of the options of `slivertune plan`, which `slivertune train` also has for most of them, by name."""

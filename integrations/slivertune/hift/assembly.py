@@ -10,6 +10,7 @@ from torch import nn
 
 from slivertune.core.layers import find_blocks
 from slivertune.hift.chunk import Weight
+from slivertune.hift.device_budget import share_out
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
 from slivertune.hift.group_state import GroupState
 from slivertune.hift.host_gradients import HostGradients, bytes_of
@@ -28,7 +29,7 @@ from slivertune.hift.trainable import check_master
 from slivertune.parked.park import refuse_parked
 from slivertune.parked.quantized_layers import QuantizedLayers, linear_modules
 from slivertune.parked.quantized_weight import QuantizedWeight
-from slivertune.parked.streamed_model import StreamedModel
+from slivertune.parked.streamed_model import StreamedModel, compute_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +102,18 @@ def assemble(
     config = meter.config
     if config.waiting is not None or config.weights == "host":
         refuse_parked(model, "build HiFT with waiting= or weights='host'")
-    streamed = None
     if config.weights == "host":
-        streamed = StreamedModel(model, config.resident_bytes, blocks_by_group(model, groups))
-        weights = {name: replace(each, home=streamed.device) for name, each in weights.items()}
+        home = compute_device(model)
+        weights = {name: replace(each, home=home) for name, each in weights.items()}
     check_master(config.master, weights.values())
     meter.compile_steps(weights.values())
     of_groups = [[weights[name] for name in group.parameter_names] for group in groups]
     sizes = partial(_sizes, of_groups, meter)
-    prefetcher = Prefetcher(config.prefetch_bytes, shares_bus=streamed is not None)
+    prefetch_bytes, resident_bytes = share_out(config, lambda: max(sizes()))
+    streamed = None
+    if config.weights == "host":
+        streamed = StreamedModel(model, resident_bytes, blocks_by_group(model, groups))
+    prefetcher = Prefetcher(prefetch_bytes, shares_bus=streamed is not None)
     states, disk = STATE_PLACES[config.state](
         Groups(weights=of_groups, meter=meter, prefetcher=prefetcher, sizes=sizes, coming=coming)
     )

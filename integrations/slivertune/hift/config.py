@@ -36,7 +36,13 @@ ALL_LAYERS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Settings that train all layers in each update, with nothing offloaded (`HiFTConfig.all_layers`)."""
-_SIZES = {"stream_bytes": False, "state_ram_bytes": False, "prefetch_bytes": True, "resident_bytes": True}
+_SIZES = {
+    "device_bytes": True,
+    "stream_bytes": False,
+    "state_ram_bytes": False,
+    "prefetch_bytes": True,
+    "resident_bytes": True,
+}
 """Fields that are sizes, and whether each may be "auto"."""
 
 
@@ -94,6 +100,13 @@ class HiFTConfig:
     With `fp32` (default) the base optimizer steps the copy, with `none` the bf16 weights themselves, to which small
     updates are lost. With `stochastic` it steps each chunk in fp32, which is then rounded up or down by chance, so that
     small updates add up. fp32 parameters need no copy."""
+    device_bytes: BytesOrAuto = "auto"
+    """Bytes of the device that may hold offloaded state, and blocks of weights=host, beside those in use. Set it in
+    place of the three options below. `auto` takes what each cycle leaves free.
+
+    State has the first share: chunks pass two at a time, and up to the largest group's state is prefetched. Blocks get
+    the rest. A part that is set by `stream_bytes`, `prefetch_bytes` or `resident_bytes` is taken as it is. Optimizers
+    that need whole tensors may take more."""
     stream_bytes: Bytes = 128 * 2**20
     """Size of the chunks in which a group's masters and state pass through the device during a step. 0 takes the whole
     group at once. By default 128MiB.
@@ -197,7 +210,10 @@ class HiFTConfig:
         """Bytes per chunk, 0 for the whole group, as with `state="device"`."""
         if self.state == "device":
             return 0
-        return -(-self.stream_bytes // 2) if self.steps_in_backward else self.stream_bytes
+        stream_bytes = self.stream_bytes
+        if self.device_bytes != "auto" and self.stream_bytes == type(self)().stream_bytes:
+            stream_bytes = min(stream_bytes, max(1, self.device_bytes // 2))
+        return -(-stream_bytes // 2) if self.steps_in_backward else stream_bytes
 
     def __post_init__(self) -> None:
         check_layers_per_group(self.layers_per_group)
@@ -211,6 +227,7 @@ class HiFTConfig:
                 f'prefetch_bytes={self.prefetch_bytes} is for offloaded state, and state="device" offloads none. '
                 "Leave it out"
             )
+        self._check_device_bytes()
         for name, choices in (
             ("order", Order),
             ("state", StatePlace),
@@ -235,6 +252,21 @@ class HiFTConfig:
         self._check_gradients()
         self._check_weights()
         self._check_inactive()
+
+    def _check_device_bytes(self) -> None:
+        if self.device_bytes == "auto":
+            return
+        if self.state == "device" and self.weights == "device":
+            raise ValueError(
+                f'device_bytes={self.device_bytes} is for offloaded state and weights, and state="device" with '
+                'weights="device" offloads none. Leave it out'
+            )
+        parts = [each for each in (self.prefetch_bytes, self.resident_bytes) if each != "auto"]
+        if sum(parts) > self.device_bytes:
+            raise ValueError(
+                f"prefetch_bytes={self.prefetch_bytes} and resident_bytes={self.resident_bytes} are more than "
+                f"device_bytes={self.device_bytes}, of which they are parts. Leave out one, or raise device_bytes"
+            )
 
     def _check_inactive(self) -> None:
         check_number("inactive_rate", self.inactive_rate)

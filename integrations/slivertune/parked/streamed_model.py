@@ -39,6 +39,11 @@ def choose_resident(num_bytes: Sequence[int], resident_bytes: int) -> frozenset[
     return frozenset()
 
 
+def room_for_blocks(num_bytes: int, state_bytes: int) -> int:
+    """Return the bytes of resident blocks, given all that may be held: state comes first."""
+    return max(0, num_bytes - state_bytes)
+
+
 class StreamedModel:
     """A model whose blocks are offloaded to the host, except for resident ones, with all else on the device.
 
@@ -252,7 +257,7 @@ class ResidentBudget:
         if not self._is_to_measure:
             return False
         self._is_to_measure = False
-        self.num_bytes = max(0, self._peak.unused_bytes(device) - state_bytes())
+        self.num_bytes = room_for_blocks(self._peak.unused_bytes(device), state_bytes())
         return self.num_bytes > 0
 
     def fail(self) -> bool:

@@ -44,6 +44,7 @@ _NAMED_ALIKE = (
     "steps_per_group",
     "state",
     "state_ram_bytes",
+    "device_bytes",
     "stream_bytes",
     "gradients",
     "inactive",

@@ -12,7 +12,7 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.slow_streams import planned_streams
 
-PARKING = frozenset({"waiting", "weights", "resident_bytes"})
+PARKING = frozenset({"waiting", "weights", "device_bytes", "resident_bytes"})
 """Fields of `PlanRequest` that a method reads if it parks frozen weights."""
 
 
@@ -29,7 +29,8 @@ def park(request: PlanRequest, model: nn.Module) -> ParkedLayers | None:
     if not request.parks:
         return None
     with planned_streams(request), FakeOverrides():
-        parked = ParkedLayers(model, request.waiting or "exact", request.weights, request.resident_bytes, _in_files)
+        resident_bytes = request.resident_bytes or request.device_bytes or 0
+        parked = ParkedLayers(model, request.waiting or "exact", request.weights, resident_bytes, _in_files)
         parked.make_codes()
     return parked
 

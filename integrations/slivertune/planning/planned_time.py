@@ -123,7 +123,8 @@ def with_room_ahead(requirement: MemoryRequirement, device_bytes: int) -> Plan:
         device_bytes: Memory of the GPU, in bytes.
     """
     plan, request = requirement.plan, requirement.plan.request
-    if not planned(request.method).waits_on_host(request) or request.layout not in ("single", "ddp"):
+    has_budget = request.device_bytes is not None
+    if has_budget or not planned(request.method).waits_on_host(request) or request.layout not in ("single", "ddp"):
         return plan
     room = room_ahead(requirement, device_bytes, device_bytes)
     return replace(plan, request=replace(request, prefetch_bytes=max(request.prefetch_bytes, room)))

@@ -87,6 +87,7 @@ class PlanRequest:
     layers_per_group: Annotated[float | Literal["all"], Spelling(read=layers_or_auto)] = float(_HIFT.layers_per_group)
     layers: tuple[str, ...] | None = None
     steps_per_group: int = _HIFT.steps_per_group
+    device_bytes: Bytes | None = None
     stream_bytes: Bytes = _HIFT.stream_bytes
     state: StatePlace = _HIFT.state
     master: MasterKind | None = None
@@ -156,7 +157,11 @@ class PlanRequest:
             ValueError: If HiFT refuses one.
         """
         # A plan writes no file, so that it needs no folder for them.
-        own = {"master": self.master_kind, "state_dir": "." if self.state == "disk" else None}
+        own: dict[str, Any] = {"master": self.master_kind, "state_dir": "." if self.state == "disk" else None}
+        if self.device_bytes is None:
+            own["device_bytes"] = "auto"
+        else:  # what a plan does not prefetch by itself is a part of the budget
+            own |= {name: "auto" for name in ("prefetch_bytes", "resident_bytes") if not getattr(self, name)}
         if self.compile_step == "auto":
             own["compile_step"] = "always" if self.kernels == "gpu" else "never"
         return HiFTConfig(**{**{name: getattr(self, name) for name in _OF_HIFT}, **own, **others})
@@ -289,6 +294,14 @@ class PlanRequest:
                     f"{name}={getattr(self, name)!r} is read by {readers}, not by method={self.method!r}. Leave it out",
                 )
                 for name, readers in (("gradients", "HiFT"), ("waiting", PARKED_BY), ("weights", PARKED_BY))
+            ),
+            (
+                self.device_bytes is not None and self.method in ("lora", "sft") and self.weights == "device",
+                f"device_bytes={self.device_bytes} is for weights on the host. Set weights='host', or leave it out",
+            ),
+            (
+                self.device_bytes is not None and "device_bytes" not in method.settings,
+                f"device_bytes={self.device_bytes} is read by {PARKED_BY}, not by method={self.method!r}. Leave it out",
             ),
             (
                 self.parks and self.method != "hift" and self.layout not in ("single", "ddp"),

@@ -26,6 +26,7 @@ with the updates.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slivertune.hift.device_budget import share_out
 from slivertune.hift.disk import NUM_BUFFERS, groups_on_disk
 from slivertune.hift.offloaded_state import PASSING_CHUNKS, WORKING_CHUNKS
 from slivertune.planning.cards import LAUNCH_SECONDS, Rates
@@ -137,11 +138,17 @@ class _Update:
         # Gradients of layers above the group are not among them.
         own = min(self._gradients, part * group.num_parameters * (2 if request.has_bf16_weights else _FP32))
         in_piece = self._state + own + part * _FP32 * group.num_parameters * num_casts
-        share = min(1.0, request.stream_bytes / in_piece) if request.stream_bytes and in_piece else 1.0
+        piece_bytes = request.hift_config().piece_bytes * (2 if self._is_stepped else 1) if moves else 0
+        share = min(1.0, piece_bytes / in_piece) if piece_bytes and in_piece else 1.0
         self._num_pieces = 1 / share
         self._piece = share * self._state
         in_slot = share * (self._state + own)
-        self._slots = int(request.prefetch_bytes // in_slot) if in_slot else 0
+        prefetched, self._resident = request.prefetch_bytes, request.resident_bytes
+        if request.device_bytes is not None:
+            largest = max(each.state_and_master_bytes for each in plan.groups)
+            shares = share_out(request.hift_config(), lambda: largest)
+            prefetched, self._resident = (0 if each == "auto" else each for each in shares)
+        self._slots = int(prefetched // in_slot) if in_slot else 0
         self._queued = 0.0 if request.state == "discard" else min(self._state, self._slots * self._piece)
         """Bytes of state that are prefetched at the same time, and so are written back together."""
         num_blocks = work.num_streamed or sum(each.num_blocks for each in plan.updates)
@@ -184,7 +191,7 @@ class _Update:
         seconds = max(self.computing["forward"], self._copying(weights, inputs))
         if not weights:
             return seconds
-        first = 0.0 if self._request.resident_bytes else self._num * self._copying(self._block)
+        first = 0.0 if self._resident else self._num * self._copying(self._block)
         # When the next group begins, trained weights are written back behind the state, and their block waits for this.
         back = self._copying(0, self._queued + self._work.num_blocks * self._block)
         late = max(0.0, back - seconds / self._num / 2) if self._work.num_blocks else 0.0

@@ -43,6 +43,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "save_total_limit": 3,
         "master": "fp32",
         "steps_per_group": 3,
+        "device_bytes": 2**33,
         "stream_bytes": 2**25,
         "gradients": "stepped",
         "waiting": "nf4",
@@ -72,7 +73,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
     }
     assert typed.keys() == {item.name for item in fields(PlanRequest)}
     # Codes of one kind exclude the other.
-    codes = {"load_in_4bit"}, {"waiting", "weights", "resident_bytes"}
+    codes = {"load_in_4bit"}, {"waiting", "weights", "device_bytes", "resident_bytes"}
     for (method, own), excluded in itertools.product(OWN.items(), codes):
         others = {name for names in OWN.values() for name in names} - own
         # One of three settings gives the number of weights.

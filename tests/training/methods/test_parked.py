@@ -58,6 +58,8 @@ def test_exact_weights_stay_in_the_files_of_the_base(method: str, runs: Runs) ->
         ("sft", ("--waiting", "int8", "--torch_compile", "true"), "--waiting int8 does not go with --torch_compile"),
         ("lora", ("--weights", "host", "--load_in_4bit", "true"), "--weights host does not go with --load_in_4bit"),
         ("lora", ("--resident_bytes", "-1"), "resident_bytes"),
+        ("sft", ("--device_bytes", "1GiB"), "--device_bytes 1073741824 is for weights on the host. Set --weights host"),
+        ("dense", ("--device_bytes", "1GiB"), "--device_bytes 1073741824: --method dense trains all weights"),
     ],
 )
 def test_what_can_not_be_parked_is_refused_before_anything_is_loaded(

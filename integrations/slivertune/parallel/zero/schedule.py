@@ -26,6 +26,7 @@ from slivertune.core.hyperparameters import (
 )
 from slivertune.core.torch_internals import at_end_of_backward, mark_stepped, running_backward
 from slivertune.hift import HiFT
+from slivertune.hift.device_budget import share_out
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.prefetch import PrefetchBudget
 from slivertune.hift.rotation import LearningRate, scheduled_lr
@@ -98,7 +99,7 @@ class GroupSchedule:
         self._streams: CopyStreams = copy_streams(torch.device(engine.device))
         # The engine may be dropped right after a forward, with copies to and from its memory in flight.
         weakref.finalize(self, self._streams.synchronize).atexit = False
-        self._budget = PrefetchBudget(optimizer.config.prefetch_bytes)
+        self._budget = PrefetchBudget(share_out(optimizer.config, lambda: 0)[0])
         self._most_leaving_bytes = 0
         """Peak bytes of the device that evicted groups held beside the next group's state in this cycle."""
         self._applied: list[LearningRate] = []

@@ -106,9 +106,8 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     values = {"method": method_class.about.name, **default_values(method_class, typed), **typed}
     method = method_class(method_class.about.make(values))
     parked = build(ParkedArguments, values)
-    if parked.is_asked:
-        check_method_parks(method_class, values)
-        method.parked = parked
+    check_method_parks(method_class, parked, values)
+    method.parked = parked if parked.is_asked else None
     model = build(ModelArguments, values)
     if model.load_in_4bit:
         check_method_takes_4bit(method_class)

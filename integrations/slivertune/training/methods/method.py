@@ -186,7 +186,7 @@ class TrainingMethod:
             Handle. None if the method parks weights by itself.
         """
         return park_layers(
-            model, form=parked.waiting or "exact", place=parked.weights, resident_bytes=parked.resident_bytes
+            model, form=parked.waiting or "exact", place=parked.weights, resident_bytes=parked.blocks_bytes
         )
 
     def num_trained(self, num_trainable: int) -> int:

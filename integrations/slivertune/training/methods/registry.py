@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from slivertune.core.missing_library import missing_library
@@ -14,6 +15,7 @@ from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
 from slivertune.training.methods.method import SliverMethod, TrainingMethod
 from slivertune.training.methods.sft import SFTMethod
+from slivertune.training.options.arguments import ParkedArguments
 from slivertune.training.options.methods import METHOD_OPTIONS
 from slivertune.training.ranks.processes import asks_for
 
@@ -79,32 +81,39 @@ def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
         _require(method.requires, f"--method {method.about.name}")
 
 
-def check_method_parks(method: type[TrainingMethod], values: Mapping[str, Any]) -> None:
+def check_method_parks(method: type[TrainingMethod], parked: ParkedArguments, values: Mapping[str, Any]) -> None:
     """Refuse to park weights for methods that train all of them, and in layouts that shard them.
 
     Args:
         method: Class of the method.
+        parked: Form and place of weights that do not train now.
         values: Values by option, without those at their defaults.
 
     Raises:
-        ValueError: If the method or the layout parks none.
+        ValueError: If the method or the layout parks none, or a setting would be ignored.
         ImportError: If the codes need a library that is not installed.
     """
-    words = "--weights host" if values.get("waiting") is None else f"--waiting {values['waiting']}"
+    asked = [f"--{name} {value}" for name, value in asdict(parked).items() if value != getattr(ParkedArguments(), name)]
+    if not asked:
+        return
     if not method.parks:
         others = " or ".join(name for name, each in TRAIN_METHODS.items() if each.parks)
         raise ValueError(
-            f"{words}: --method {method.about.name} trains all weights in each update, and none can be parked. Use "
+            f"{asked[0]}: --method {method.about.name} trains all weights in each update, and none can be parked. Use "
             f"--method {others}, or leave it out"
         )
+    if parked.waiting == "nf4":
+        _require("bitsandbytes", "--waiting nf4")
+    if method.about.name == "hift":
+        return  # whose settings say the rest
+    if parked.weights == "device" and (parked.device_bytes, parked.resident_bytes) != ("auto", "auto"):
+        raise ValueError(f"{asked[-1]} is for weights on the host. Set --weights host, or leave it out")
     engine = next((name for name in ("deepspeed", "fsdp") if asks_for(name, values)), None)
-    if engine is not None and method.about.name != "hift":  # which says so by layout
+    if engine is not None:
         raise ValueError(
-            f"{words} is not available under {engine}, whose ranks hold shards of weights. Use one GPU or DDP, or "
+            f"{asked[0]} is not available under {engine}, whose ranks hold shards of weights. Use one GPU or DDP, or "
             "leave it out"
         )
-    if values.get("waiting") == "nf4":
-        _require("bitsandbytes", "--waiting nf4")
 
 
 def check_method_takes_4bit(method: type[TrainingMethod]) -> None:

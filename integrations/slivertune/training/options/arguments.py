@@ -119,6 +119,10 @@ class ParkedArguments:
     weights: WeightPlace = "device"
     """Hift, lora, sft: place of the blocks' weights that do not train now. On the host, each block is loaded ahead of
     its forward and backward. Results are the same to the bit."""
+    device_bytes: BytesOrAuto = "auto"
+    """Hift, and lora and sft with --weights host: bytes of the GPU that may hold offloaded state and blocks of weights,
+    beside those in use, such as 4GiB. Set it in place of --stream_bytes, --prefetch_bytes and --resident_bytes. auto
+    takes what the first updates leave free."""
     resident_bytes: BytesOrAuto = "auto"
     """With --weights host: bytes of blocks that stay on the device, such as 4GiB. auto measures what the first updates
     leave free. Without a GPU it is 0."""
@@ -129,7 +133,13 @@ class ParkedArguments:
         return self.waiting is not None or self.weights == "host"
 
     def __post_init__(self) -> None:
-        read_bytes("resident_bytes", self.resident_bytes, may_be_auto=True)
+        for name in ("device_bytes", "resident_bytes"):
+            read_bytes(name, getattr(self, name), may_be_auto=True)
+
+    @property
+    def blocks_bytes(self) -> int | str:
+        """Bytes of blocks that stay on the device, if no state shares the budget with them."""
+        return self.device_bytes if self.resident_bytes == "auto" else self.resident_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

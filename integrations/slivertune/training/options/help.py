@@ -51,6 +51,8 @@ _OF_TRAINING = (
     "seed",
     "non_finite_limit",
 )
+_OF_DEVICE = ("device_bytes", "stream_bytes", "prefetch_bytes", "resident_bytes")
+"""The budget of offloaded state and weights, and its parts."""
 _OF_MEMORY = (
     "bf16",
     "gradient_checkpointing",
@@ -119,10 +121,13 @@ def _groups() -> Iterator[tuple[str, list[Option]]]:
     yield "model and data", [*options_of(ModelArguments), *options_of(DataArguments)]
     yield "method", [method_option()]
     for method in METHOD_OPTIONS.values():
-        if members := list(method.options()):
+        if members := [each for each in method.options() if each.name not in _OF_DEVICE]:
             yield f"--method {method.name}, {method.help}", members
     yield "with any method, TokenTune", list(options_of(TokenArguments))
-    yield "weights that do not train now", list(options_of(ParkedArguments))
+    parked = {option.name: option for option in options_of(ParkedArguments)}
+    yield "weights that do not train now", [each for name, each in parked.items() if name not in _OF_DEVICE]
+    parked |= {each.name: each for method in METHOD_OPTIONS.values() for each in method.options()}
+    yield "bytes of the GPU for what is offloaded", [parked[name] for name in _OF_DEVICE]
     yield "training", [runs[name] for name in _OF_TRAINING]
     yield "memory", [runs[name] for name in _OF_MEMORY]
     yield "output and resume", [option for name, option in runs.items() if name not in placed]

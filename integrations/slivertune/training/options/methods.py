@@ -161,7 +161,7 @@ HIFT = MethodOptions(
     help="one group of layers per update, the rest frozen",
     options_class=HiFTOptions,
     names={"seed": None, "elementwise": None, "max_grad_norm": None},
-    shared=("waiting", "weights", "resident_bytes"),
+    shared=("waiting", "weights", "device_bytes", "resident_bytes"),
 )
 SFT = MethodOptions(
     name="sft",

@@ -1,0 +1,106 @@
+"""One budget of the device's bytes: how it is shared out, that it is kept, and that no bit depends on it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune import HiFT, HiFTConfig
+from slivertune.core.ledger import Ledger
+from slivertune.hift.device_budget import share_out
+from slivertune.hift.parked_weights import ParkedWeights
+from tests.helpers.delayed_streams import delayed
+from tests.helpers.hift_parts import part_of
+from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
+from tests.helpers.pairwise import rotated
+from tests.helpers.reference import train
+
+BATCHES = token_batches(8)
+STATE = 1000
+HOST: dict[str, Any] = {"weights": "host"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [
+        ({}, ("auto", "auto")),
+        ({"prefetch_bytes": 5, **HOST}, (5, "auto")),
+        # Without blocks on the host, all is for state: any number of chunks of the next group may be there, too.
+        ({"device_bytes": 700}, (700, "auto")),
+        ({"device_bytes": 7000}, (7000, "auto")),
+        # State first, blocks get the rest.
+        ({"device_bytes": 700, **HOST}, (700, 0)),
+        ({"device_bytes": 7000, **HOST}, (STATE, 6000)),
+        ({"device_bytes": 7000, "prefetch_bytes": 50, **HOST}, (50, 6950)),
+        ({"device_bytes": 7000, "resident_bytes": 6500, **HOST}, (500, 6500)),
+        ({"device_bytes": 7000, "resident_bytes": 0, **HOST}, (STATE, 0)),
+        ({"device_bytes": 0, **HOST}, (0, 0)),
+    ],
+    ids=str,
+)
+def test_state_comes_first_and_blocks_get_the_rest(settings: Any, shares: Any) -> None:
+    assert share_out(HiFTConfig.paper(**settings), lambda: STATE) == shares
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunk"),
+    [
+        ({}, 128 * 2**20),
+        ({"device_bytes": 2**20}, 2**19),
+        ({"device_bytes": "2GiB"}, 128 * 2**20),
+        ({"device_bytes": 2**20, "stream_bytes": 2**25}, 2**25),
+        ({"device_bytes": 2**20, "gradients": "stepped"}, 2**18),
+    ],
+    ids=str,
+)
+def test_two_chunks_pass_within_it(settings: Any, chunk: int) -> None:
+    assert HiFTConfig.paper(**settings).piece_bytes == chunk
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device_bytes": 1, "state": "device"}, 'state="device" with weights="device" offloads none. Leave it out'),
+        ({"device_bytes": 10, "prefetch_bytes": 11}, "prefetch_bytes=11 and resident_bytes=auto are more than device"),
+        ({"device_bytes": 10, "prefetch_bytes": 6, "resident_bytes": 6, **HOST}, "parts. Leave out one, or raise"),
+        ({"device_bytes": -1}, "device_bytes=-1"),
+        ({"device_bytes": "some"}, "device_bytes='some'"),
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace('"', "['\"]")):
+        HiFTConfig(**settings)
+
+
+@rotated(
+    device_bytes=[30_000, 60_000, 300_000], weights=["device", "host"], steps_per_group=[1, 3], layers_per_group=[1, 2]
+)
+def test_the_device_never_holds_more_and_the_bits_are_the_same(
+    device_bytes: int, weights: str, steps_per_group: int, layers_per_group: int
+) -> None:
+    model = tiny_llama(torch.bfloat16, blocks=4)
+    others: dict[str, Any] = {"steps_per_group": steps_per_group, "layers_per_group": layers_per_group}
+    plain = twin(model)
+    resident = HiFT(plain, torch.optim.AdamW, config=HiFTConfig.paper(**others), lr=1e-2)
+    with delayed(None):
+        config = HiFTConfig.paper(device_bytes=device_bytes, weights=weights, **others)
+        own = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+        with Ledger(model) as ledger:
+            steps = 2 * own.cycle_length + 1
+            # A group's masters are made in its first turn, and leave chunk by chunk.
+            train(model, own, BATCHES, steps)
+            ledger.reset_peak()
+            train(model, own, BATCHES, steps, start=steps)
+            held = ledger.highest.state
+        train(plain, resident, BATCHES, 2 * steps)
+        assert_same_bits(model, plain)
+    if weights == "host":
+        streamed: Any = part_of(own, ParkedWeights).streamed
+        blocks = streamed.blocks.weights
+        held += sum(size for index, size in enumerate(blocks.block_bytes) if index not in blocks.streamed)
+        if device_bytes == 300_000:
+            assert len(blocks.streamed) < len(blocks.block_bytes), "some have room"
+    # Beside the slots a chunk has its temporaries while it is stepped: a cast of its gradients, and AdamW's.
+    temporaries = config.piece_bytes
+    assert 0 < held <= device_bytes + temporaries
