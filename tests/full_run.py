@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "hift",
         "parked",
         "pretended_cuda",
+        "second_device",
         "sft",
         "tokentune",
     ),
