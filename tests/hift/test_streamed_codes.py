@@ -293,7 +293,7 @@ def test_the_device_holds_the_slots_the_exact_rest_and_the_active_group(
         gc.collect()
         ledger.reset_peak()
         train(model, hift, batches, hift.num_groups + 1, start=hift.num_groups)
-        host_codes = hift.waiting_weight_bytes
+        host_codes = hift.offloaded_weight_bytes
     rest = sum(size for name, size in sizes.items() if ".layers." not in name)
     rest += sum(each.nbytes for each in model.buffers())
     slots = 2 + layers_per_group

@@ -419,8 +419,8 @@ def test_the_device_holds_codes_the_rest_and_the_active_group(form: str, layers_
         hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(**settings), lr=1e-3)
         batches = token_batches(2, vocab=64)
         train(model, hift, batches, hift.num_groups)
-        held = [hift.waiting_weight(each) for name, each in model.named_parameters() if name in linear]
-        codes = sum(each.nbytes for one in held if one is not None and one.is_waiting for each in one.tensors())
+        held = [hift.quantized_weight(each) for name, each in model.named_parameters() if name in linear]
+        codes = sum(each.nbytes for one in held if one is not None and one.is_quantized for each in one.tensors())
         gc.collect()
         ledger.reset_peak()
         train(model, hift, batches, hift.num_groups + 1, start=hift.num_groups)

@@ -17,7 +17,7 @@ from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import HostRoom
 from slivertune.hift.in_backward import SteppedGradients
 from slivertune.hift.layers_above import LayersAbove
-from slivertune.hift.offload_buffer import waiting_bytes
+from slivertune.hift.offload_buffer import offloaded_bytes
 from slivertune.hift.offloaded_state import OffloadedState
 from slivertune.hift.parked_weights import ParkedWeights, blocks_by_group
 from slivertune.hift.parts import Part
@@ -51,7 +51,7 @@ class Assembly:
     room: HostRoom
     """Room on the host for what is offloaded, to take before the first update."""
 
-    def waiting_weight(self, parameter: torch.Tensor) -> QuantizedWeight | None:
+    def quantized_weight(self, parameter: torch.Tensor) -> QuantizedWeight | None:
         """Return the holder of a parameter that is quantised between its turns, or None."""
         quantized = None if self.parked is None else self.parked.quantized
         return None if quantized is None else quantized.weight_of(parameter)
@@ -62,9 +62,9 @@ class Assembly:
             self.parked.quantized.make_codes()
 
     @property
-    def waiting_weight_bytes(self) -> int:
+    def offloaded_weight_bytes(self) -> int:
         """Bytes of weights that are offloaded to the host."""
-        return 0 if self._streamed is None else self._streamed.blocks.weights.waiting_bytes
+        return 0 if self._streamed is None else self._streamed.blocks.weights.offloaded_bytes
 
     def attach_for_inference(self, model: nn.Module) -> Callable[[], None]:
         """Load offloaded blocks of a detached model for its forwards. Return the function that ends this."""
@@ -161,4 +161,4 @@ def assemble(
 
 
 def _sizes(groups: Sequence[Sequence[Weight]], meter: StepMeter) -> list[int]:
-    return [waiting_bytes(weights, meter).total() for weights in groups]
+    return [offloaded_bytes(weights, meter).total() for weights in groups]

@@ -80,7 +80,7 @@ class Weight:
         return 0
 
     @property
-    def is_waiting(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether `parameter` holds one NaN in the weight's form, because the weight is quantised."""
         return self.parameter.dim() > 0 and not any(self.parameter.stride())
 

@@ -133,5 +133,5 @@ def _size(weight: Weight, meter: StepMeter) -> WeightSize:
     return WeightSize(
         num_elements=parameter.numel(),
         bytes_per_element=max(bytes_per_element, 1.0),
-        cuttable=parameter.is_contiguous() or weight.is_waiting,  # an offloaded exact weight is loaded contiguous
+        cuttable=parameter.is_contiguous() or weight.is_quantized,  # an offloaded exact weight is loaded contiguous
     )

@@ -292,6 +292,6 @@ def restore_state(
     for index, group in enumerate(groups):
         # Weights first: the state may be a view of the files that are written next.
         for weight in group.weights:
-            if MASTER in state.get(weight.name, {}) and not weight.is_waiting:
+            if MASTER in state.get(weight.name, {}) and not weight.is_quantized:
                 weight.parameter.copy_(state[weight.name][MASTER])
         group.restore({w.name: state[w.name] for w in group.weights if w.name in state}, own.get(index, {}))

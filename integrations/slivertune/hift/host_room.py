@@ -8,7 +8,7 @@ from slivertune.core.torch_internals import is_without_data
 from slivertune.hift.disk import Disk, split_bytes
 from slivertune.hift.group_state import GroupState
 from slivertune.hift.host_gradients import bytes_of
-from slivertune.hift.offload_buffer import waiting_bytes
+from slivertune.hift.offload_buffer import offloaded_bytes
 from slivertune.hift.probe import StepMeter
 
 
@@ -46,9 +46,9 @@ def _check(groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None) ->
     needed: Counter[str] = Counter()
     if meter.config.state == "host":
         coming = [group.weights for group in groups if not group.is_offloaded]
-        needed["masters and state"] = sum(waiting_bytes(weights, meter).total() for weights in coming)
+        needed["masters and state"] = sum(offloaded_bytes(weights, meter).total() for weights in coming)
     if disk is not None and disk.files is None:
-        sizes = [waiting_bytes(group.weights, meter).total() for group in groups]
+        sizes = [offloaded_bytes(group.weights, meter).total() for group in groups]
         host_bytes, _ = split_bytes(sizes, meter.config.state_ram_bytes)
         needed['two groups of state="disk" and those of state_ram_bytes'] = host_bytes
     if meter.config.gradients == "host":

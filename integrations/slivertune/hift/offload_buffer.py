@@ -104,7 +104,7 @@ def _mapped(directory: Path, num_bytes: int) -> torch.Tensor:
         Path(name).unlink()
 
 
-def waiting_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torch.dtype]:
+def offloaded_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torch.dtype]:
     """Count the bytes of one group's masters and state that will be offloaded between its steps, by dtype.
 
     Without `state="disk"`, whose files are allocated whole, state is left out if counting it would take an extra step
@@ -220,7 +220,7 @@ class StateStore:
         """
         self.load()
         for weight in weights:
-            if self.has(weight, MASTER) and not weight.is_waiting:
+            if self.has(weight, MASTER) and not weight.is_quantized:
                 master = self._wholes[weight.name][MASTER]
                 refresh_master(master, weight.parameter.detach().to(master.device))
         view = self._lent.lasting() if lasts and self._lent is not None else None

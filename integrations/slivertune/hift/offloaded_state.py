@@ -37,7 +37,7 @@ from slivertune.hift.cutting import cut_group
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.group_state import GroupState, WeightState, adapted_by_instances, check_rules, chunks_of
 from slivertune.hift.nested_state import unflatten_state
-from slivertune.hift.offload_buffer import NewStore, StateStore, waiting_bytes
+from slivertune.hift.offload_buffer import NewStore, StateStore, offloaded_bytes
 from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import LearningRate
@@ -201,7 +201,7 @@ class OffloadedState(GroupState):
         else:
             store.place(weight, MASTER, exact.detach().cpu().float())
 
-    def waiting_master(self, weight: Weight) -> torch.Tensor:
+    def offloaded_master(self, weight: Weight) -> torch.Tensor:
         """Return the stored fp32 master of a weight, not a copy, on the host, after all write backs have ended."""
         self._follow_the_model()
         assert self._store is not None
@@ -215,7 +215,7 @@ class OffloadedState(GroupState):
             weight: Weight of the group.
             written: Values of the weight's shape, on any device.
         """
-        refresh_master(self.waiting_master(weight), written.detach().cpu())
+        refresh_master(self.offloaded_master(weight), written.detach().cpu())
 
     def load_weight(self, weight: Weight, into: torch.Tensor) -> Event:
         """Queue the copies that load a weight from its master, rounded, part by part through one slot.
@@ -268,7 +268,7 @@ class OffloadedState(GroupState):
         if self._store is None:
             store = self._new_store(self._slots.streams)
             if reserves:
-                store.reserve(waiting_bytes(self.weights, self._meter))
+                store.reserve(offloaded_bytes(self.weights, self._meter))
             self._store = store
         return self._store
 

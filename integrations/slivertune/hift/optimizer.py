@@ -276,22 +276,22 @@ class HiFT(CheckpointedSliver):
         """Whether steps in tiles are compiled (`HiFTConfig.compile_step`)."""
         return self._meter.is_compiled_on(self.trained_weights[0].device)
 
-    def waiting_weight(self, parameter: torch.Tensor) -> QuantizedWeight | None:
+    def quantized_weight(self, parameter: torch.Tensor) -> QuantizedWeight | None:
         """Return the holder of a parameter that is quantised between its turns (`config.waiting`), or None.
 
         Args:
             parameter: Parameter of the model.
         """
-        return self._built.waiting_weight(parameter)
+        return self._built.quantized_weight(parameter)
 
     def make_codes(self) -> None:
         """Quantise now what the next forward would, with `config.waiting`. Do nothing if all weights have codes."""
         self._built.make_codes()
 
     @property
-    def waiting_weight_bytes(self) -> int:
+    def offloaded_weight_bytes(self) -> int:
         """Bytes of weights that are offloaded to the host, 0 with `weights="device"`."""
-        return self._built.waiting_weight_bytes
+        return self._built.offloaded_weight_bytes
 
     @property
     def active_group(self) -> int:

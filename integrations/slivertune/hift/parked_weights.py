@@ -42,7 +42,7 @@ class ParkedWeights(Part):
         self._groups = groups
         self._state_bytes = state_bytes
         if streamed is not None:
-            streamed.quantised = quantized
+            streamed.quantized = quantized
 
     @override
     def attach(self, model: nn.Module) -> Callable[[], None]:
@@ -145,7 +145,7 @@ class _Master(ExactSource):
         self._weight = weight
 
     def read(self) -> torch.Tensor:
-        return self._group.waiting_master(self._weight).to(self._weight.parameter.dtype)
+        return self._group.offloaded_master(self._weight).to(self._weight.parameter.dtype)
 
     def write(self, weight: torch.Tensor) -> None:
         self._group.write_master(self._weight, weight)

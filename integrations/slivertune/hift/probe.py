@@ -108,7 +108,7 @@ class StepMeter:
         is_large = parameter.dim() > 1 and parameter.numel() > tiled_steps.TILE_ELEMENTS
         dtype = torch.float32 if self.steps_in_fp32(weight) else parameter.dtype
         # An offloaded exact weight is loaded contiguous.
-        if rule is None or not (is_whole and is_large) or not (parameter.is_contiguous() or weight.is_waiting):
+        if rule is None or not (is_whole and is_large) or not (parameter.is_contiguous() or weight.is_quantized):
             return None
         return rule if dtype in rule.dtypes and unmet(rule, self.param_groups[weight.param_group]) is None else None
 

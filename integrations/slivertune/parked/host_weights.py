@@ -42,7 +42,7 @@ class OffloadedBlock:
 
     name: str
     weights: tuple[Movable, ...]
-    waiting: tuple[torch.Tensor, ...] = ()
+    on_host: tuple[torch.Tensor, ...] = ()
     """Values of the weights in host memory, each in its own, empty if the block is resident."""
 
     @property
@@ -118,9 +118,9 @@ class HostWeights:
         return [block.num_bytes for block in self._blocks]
 
     @property
-    def waiting_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Bytes of host memory that hold offloaded weights."""
-        return sum(each.nbytes for block in self._blocks for each in block.waiting)
+        return sum(each.nbytes for block in self._blocks for each in block.on_host)
 
     def stay(self, indices: Collection[int]) -> None:
         """Make these blocks resident and offload all others, between steps.
@@ -166,7 +166,7 @@ class HostWeights:
         slot = self._brought.pop(index)
         if index in self._trained:
             return
-        self._place(index, self._blocks[index].waiting)
+        self._place(index, self._blocks[index].on_host)
         # After its write back, too.
         self.streams.compute_after(self._arrives.get(index))
         slot.free_after = self.streams.record()
@@ -209,8 +209,8 @@ class HostWeights:
         Returns:
             Whether all of them still have their shape and dtype. Nothing is taken otherwise.
         """
-        offloaded = (block for block in self._blocks if block.waiting)
-        pairs = (pair for block in offloaded for pair in zip(block.weights, block.waiting, strict=True))
+        offloaded = (block for block in self._blocks if block.on_host)
+        pairs = (pair for block in offloaded for pair in zip(block.weights, block.on_host, strict=True))
         if not all(_has_form_of(weight.data, own) for weight, own in pairs):
             return False
         for index, block in enumerate(self._blocks):
@@ -229,7 +229,7 @@ class HostWeights:
         """
         block = self._blocks[index]
         slot = self._brought.get(index) or self._trained.get(index)
-        values = block.waiting if slot is None else slot.views
+        values = block.on_host if slot is None else slot.views
         for weight, own in zip(block.weights, values, strict=bool(values)):
             if weight.data.data_ptr() == own.data_ptr():
                 continue
@@ -254,10 +254,10 @@ class HostWeights:
         """Begin to write back the blocks of ended turns. Nobody may read them before `settle`."""
         for index, slot in self._trained.items():
             with self.streams.on("outbound", self.streams.record()):
-                for source, target in zip(slot.views, self._blocks[index].waiting, strict=True):
+                for source, target in zip(slot.views, self._blocks[index].on_host, strict=True):
                     target.copy_(source, non_blocking=True)
                 self._arrives[index] = slot.free_after = self.streams.record("outbound")
-            self._place(index, self._blocks[index].waiting)
+            self._place(index, self._blocks[index].on_host)
         self._trained = {}
 
     def settle(self) -> None:
@@ -289,9 +289,9 @@ class HostWeights:
         if slot is None:
             return {}
         block = self._blocks[index]
-        for source, target in zip(slot.views, block.waiting, strict=True):
+        for source, target in zip(slot.views, block.on_host, strict=True):
             target.copy_(source)
-        return {id(weight): target for weight, target in zip(block.weights, block.waiting, strict=True)}
+        return {id(weight): target for weight, target in zip(block.weights, block.on_host, strict=True)}
 
     def place_in_slot(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the block whose slot a tensor is a view of and its first byte there, or None for other tensors."""
@@ -336,19 +336,19 @@ class HostWeights:
         return [each for each in zip(self._blocks[index].weights, starts, strict=False) if each[1] <= start][-1]
 
     def _move_to_host(self, block: OffloadedBlock) -> None:
-        waiting = []
+        offloaded = []
         for weight in block.weights:
             memory = claimed_host_memory(self.streams, weight.data.nbytes, "parameters")
-            waiting.append(tensor_at(memory, 0, weight.data).copy_(weight.data))
-            weight.data = waiting[-1]
-        block.waiting = tuple(waiting)
+            offloaded.append(tensor_at(memory, 0, weight.data).copy_(weight.data))
+            weight.data = offloaded[-1]
+        block.on_host = tuple(offloaded)
 
     def _move_to_device(self, block: OffloadedBlock) -> None:
         for weight in block.weights:
             with claimed_at_birth("parameters"):
                 weight.data = torch.empty_like(weight.data, device=self.device).copy_(weight.data)
             claim(weight.data, "parameters")
-        block.waiting = ()
+        block.on_host = ()
 
     def _place(self, index: int, data: Sequence[torch.Tensor]) -> None:
         for weight, values in zip(self._blocks[index].weights, data, strict=True):
@@ -370,7 +370,7 @@ class HostWeights:
         slot.block, slot.views, start = index, [], 0
         # A tensor that is made in inference mode could never be trained.
         with torch.inference_mode(mode=False), self.streams.on("inbound", slot.free_after, self._arrives.get(index)):
-            for source in self._blocks[index].waiting:
+            for source in self._blocks[index].on_host:
                 slot.views.append(tensor_at(slot.memory, start, source).copy_(source, non_blocking=True))
                 start += aligned(source.nbytes)
             slot.ready = self.streams.record("inbound")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def load_quantized(
     model_class: Any,
     name_or_path: str | Path,
-    waiting: CodesForm,
+    form: CodesForm,
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
@@ -47,13 +47,13 @@ def load_quantized(
         model_class: Model class of transformers with `from_pretrained`, such as `AutoModelForCausalLM` or
             `LlamaForCausalLM`.
         name_or_path: Folder with safetensors, or name of a model on the hub.
-        waiting: Kind of codes, as in `HiFTConfig`.
+        form: Kind of codes, `waiting` in `HiFTConfig`.
         dtype: Dtype of the weights: bfloat16 or float32.
         device: Device on which the model computes. A Trainer or `to` may move it later.
         **config_options: Options of `AutoConfig.from_pretrained`.
 
     Returns:
-        Model in evaluation mode; `HiFT` with the same `waiting` trains it.
+        Model in evaluation mode; `HiFT` with the same kind as `waiting` trains it.
 
     Raises:
         ImportError: If the library of the codes is not installed.
@@ -68,8 +68,8 @@ def load_quantized(
     """
     from transformers import AutoConfig, GenerationConfig  # takes two seconds, which `import slivertune.hift` avoids
 
-    check_choice("waiting", waiting, get_args(CodesForm))
-    check_available(waiting)
+    check_choice("form", form, get_args(CodesForm))
+    check_available(form)
     folder = _folder_of(name_or_path)
     config = AutoConfig.from_pretrained(folder, **config_options)
     model = make_empty(model_class, config, dtype)
@@ -83,7 +83,7 @@ def load_quantized(
         # An exact weight goes to host memory first. The first forward on the device makes codes of it.
         _set_tensor(model, name, tensor.to("cpu" if name in linear else device, dtype))
         if name in linear:
-            hold(quantized_weight_on(linear[name], name, waiting), streams_of)
+            hold(quantized_weight_on(linear[name], name, form), streams_of)
     model.tie_weights()
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)

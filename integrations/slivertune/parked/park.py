@@ -142,7 +142,7 @@ class ParkedLayers(ModelHandle):
                 quantized.attach(sources_of(quantized))
                 self._quantized = quantized
                 if streamed is not None:
-                    streamed.quantised = quantized
+                    streamed.quantized = quantized
             if streamed is not None:
                 streamed.attach(model)
                 self._streamed, self.device = streamed, streamed.device
@@ -182,7 +182,7 @@ class ParkedLayers(ModelHandle):
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that hold offloaded weights or codes."""
-        return 0 if self._streamed is None else self._streamed.blocks.weights.waiting_bytes
+        return 0 if self._streamed is None else self._streamed.blocks.weights.offloaded_bytes
 
     @property
     def num_streamed(self) -> int:

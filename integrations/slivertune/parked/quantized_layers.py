@@ -124,11 +124,11 @@ class QuantizedLayers:
         for each in self._by_parameter.values():
             if each in self._active:
                 continue
-            each.cancel_turn()
-            if not each.is_waiting:
+            each.cancel_loading()
+            if not each.is_quantized:
                 self._end_turn(each)
         for each in self._active:
-            each.begin_turn()
+            each.begin_loading()
 
     def arrive(self) -> None:
         """Make the active parameters hold their exact weights from the next operator on."""
@@ -143,7 +143,7 @@ class QuantizedLayers:
     def forget_codes(self) -> None:
         """Drop the codes, since the exact weights were replaced on the host."""
         for each in self._by_parameter.values():
-            if each.is_waiting:
+            if each.is_quantized:
                 each.forget_codes()
 
     def remove(self) -> None:
@@ -176,8 +176,8 @@ class QuantizedLayers:
 
     def _has_room(self) -> bool:
         """Return whether the device has room for the exact weights, and warn if not."""
-        waiting = [each for each in self._by_parameter.values() if each.is_waiting]
-        num_bytes = sum(each.parameter.numel() * each.parameter.element_size() for each in waiting)
+        held = [each.parameter for each in self._by_parameter.values() if each.is_quantized]
+        num_bytes = sum(each.numel() * each.element_size() for each in held)
         device = next(iter(self._by_parameter.values())).parameter.device
         room = free_bytes(device)
         if room is None or num_bytes <= room:
@@ -198,16 +198,16 @@ class QuantizedLayers:
         held.hold(held.quantized())
 
 
-def quantize_layers(model: nn.Module, waiting: CodesForm) -> QuantizedLayers:
+def quantize_layers(model: nn.Module, form: CodesForm) -> QuantizedLayers:
     """Quantise the linear weights of a model's blocks before HiFT is built, with the exact ones on the host.
 
     Use this if the device has no room for the exact weights. Load the model in host memory, call this, then move the
     model to the device, or give it to a Trainer, which does. Only codes move. `HiFT(model, ...)` with the same
-    `waiting` in its settings then trains it.
+    kind as `waiting` in its settings then trains it.
 
     Args:
         model: Model in bf16 or fp32, in host memory or on a device.
-        waiting: Kind of codes, as in `HiFTConfig`.
+        form: Kind of codes, `waiting` in `HiFTConfig`.
 
     Returns:
         Handle of the quantised layers; `remove()` restores the model's exact weights.
@@ -222,8 +222,8 @@ def quantize_layers(model: nn.Module, waiting: CodesForm) -> QuantizedLayers:
         >>> trainer = Trainer(model, ...)
         >>> slivertune.attach(trainer, slivertune.HiFTConfig(waiting="nf4"))
     """
-    check_choice("waiting", waiting, get_args(CodesForm))
-    layers = QuantizedLayers(model, linear_modules(model, [block for _, block in find_blocks(model)]), waiting)
+    check_choice("form", form, get_args(CodesForm))
+    layers = QuantizedLayers(model, linear_modules(model, [block for _, block in find_blocks(model)]), form)
     layers.attach()
     return layers
 

@@ -50,7 +50,7 @@ class QuantizedWeight:
         parameter: Any = module.weight
         self.parameter: nn.Parameter = parameter
         """Weight of the layer."""
-        self.is_waiting = False
+        self.is_quantized = False
         """Whether the device holds codes, or nothing yet, in place of the exact weight."""
         self._codes: BlockCodes | None = None
         self._stand_in: torch.Tensor | None = None
@@ -86,7 +86,7 @@ class QuantizedWeight:
         self.source, self._streams_of, self._home = source, streams_of, home
         if not self._undo:
             self._put_on(self._module)
-        if self.is_waiting:
+        if self.is_quantized:
             self.follow()
         else:
             self.hold()
@@ -123,29 +123,29 @@ class QuantizedWeight:
             codes: Codes of the weight; None lets the next forward make them from the exact weight.
         """
         self._codes, self._arriving = codes, None
-        self.is_waiting = True
+        self.is_quantized = True
         self._leave()
 
     def quantized(self) -> BlockCodes:
         """Return new codes of the weight, which must be exact."""
         return self._keep(quantize(self.parameter.data, self.form))
 
-    def begin_turn(self) -> None:
+    def begin_loading(self) -> None:
         """Begin to load the exact weight to the device. The first forward, or `arrive`, waits for it."""
         assert self.source is not None
-        if not self.is_waiting or self._arriving is not None:
+        if not self.is_quantized or self._arriving is not None:
             return
         dense = self._empty()
         self._arriving = dense, self.source.load(dense)
 
     def arrive(self) -> None:
-        """Make the parameter hold the exact weight from the next operator on, if `begin_turn` was called."""
+        """Make the parameter hold the exact weight from the next operator on, if `begin_loading` was called."""
         dense = self._arrived()
         if dense is not None:
             self.parameter.data = dense
-            self._codes, self.is_waiting = None, False
+            self._codes, self.is_quantized = None, False
 
-    def cancel_turn(self) -> None:
+    def cancel_loading(self) -> None:
         """Stay quantised: the turn is over before the weight has arrived."""
         self._arrived()  # the computation gets its memory next
 
@@ -162,24 +162,24 @@ class QuantizedWeight:
     def restore(self) -> None:
         """Make the parameter hold the exact weight now: on the device or, if its codes are offloaded, on the host."""
         if self._home is None:
-            self.begin_turn()
+            self.begin_loading()
             self.arrive()
             return
-        self.cancel_turn()
+        self.cancel_loading()
         self.parameter.data = self.exact().to("cpu")
-        self._codes, self.is_waiting, self._keep = None, False, _claimed
+        self._codes, self.is_quantized, self._keep = None, False, _claimed
 
     def forget_codes(self) -> None:
         """Drop everything made from the source, to which others have written."""
         if not is_without_data():  # a plan's codes have no values
             self._codes = None
         if self._arriving is not None:
-            self.cancel_turn()
-            self.begin_turn()
+            self.cancel_loading()
+            self.begin_loading()
 
     def make_codes(self) -> None:
         """Make the codes now that the next forward would make, unless the exact weight is loaded or in flight."""
-        if self.is_waiting and self._arriving is None:
+        if self.is_quantized and self._arriving is None:
             self.codes()
 
     def codes(self) -> BlockCodes:
@@ -193,7 +193,7 @@ class QuantizedWeight:
 
     def dense(self) -> torch.Tensor:
         """Return the dense weight for a product: that of the running forward or turn, or a new one from the codes."""
-        if not self.is_waiting or self._is_running:
+        if not self.is_quantized or self._is_running:
             return self.parameter.data
         return self.codes().dense().to(self.parameter.dtype)
 
@@ -226,7 +226,7 @@ class QuantizedWeight:
 
     def exact(self) -> torch.Tensor:
         """Return the exact weight in its own dtype, on the host while it is quantised."""
-        if not self.is_waiting:
+        if not self.is_quantized:
             return self.parameter.detach()
         self._take_over()
         assert self.source is not None
@@ -240,7 +240,7 @@ class QuantizedWeight:
         """
         assert self.source is not None
         self.source.write(exact)
-        if self.is_waiting:
+        if self.is_quantized:
             self.forget_codes()
         else:
             self.parameter.data.copy_(exact)
@@ -251,11 +251,11 @@ class QuantizedWeight:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Return the tensors that the device holds: the codes, or the exact weight."""
-        return self.codes().tensors() if self.is_waiting else iter((self.parameter.detach(),))
+        return self.codes().tensors() if self.is_quantized else iter((self.parameter.detach(),))
 
     def follow(self) -> None:
         """Follow a move or a cast of the parameter: one NaN in its new form, and codes that the next forward makes."""
-        if self.is_waiting:
+        if self.is_quantized:
             if self._codes is not None and next(self._codes.tensors()).device != self.device:
                 self._codes = None
             self._leave()
@@ -284,20 +284,20 @@ class QuantizedWeight:
 
     def _show_exact(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         key = f"{prefix}weight"
-        was_waiting = self.is_waiting
+        was_quantized = self.is_quantized
         self.arrive()
-        if was_waiting and not isinstance(state_dict.get(key, self.parameter), nn.Parameter):
-            exact = ExactTensor.of(self.parameter, self.exact) if self.is_waiting else self.parameter.detach()
+        if was_quantized and not isinstance(state_dict.get(key, self.parameter), nn.Parameter):
+            exact = ExactTensor.of(self.parameter, self.exact) if self.is_quantized else self.parameter.detach()
             state_dict[key] = exact
 
     def _begin_loading(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
         self.arrive()
-        if self.is_waiting and f"{prefix}weight" in state_dict:
+        if self.is_quantized and f"{prefix}weight" in state_dict:
             self.parameter.data = self.exact().to(self.parameter.device, copy=True)
             self._stand_in = None
 
     def _end_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
-        if self.is_waiting and module.weight is self.parameter and self.parameter.is_contiguous():
+        if self.is_quantized and module.weight is self.parameter and self.parameter.is_contiguous():
             assert self.source is not None
             self.source.write(self.parameter.data)
             self.hold()
@@ -317,14 +317,14 @@ class _Forward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.weight.arrive()
-        if not self.weight.is_waiting:
+        if not self.weight.is_quantized:
             return self.function(*args, **kwargs)
         return self.weight.run(self.function, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.weight.parameter))
         # A copy without values, such as one on the meta device, gets none.
-        if copied is not None and self.weight.is_waiting and copied.device == self.weight.parameter.device:
+        if copied is not None and self.weight.is_quantized and copied.device == self.weight.parameter.device:
             copied.data = self.weight.exact().to(self.weight.exact_device, copy=True)
         return super().__deepcopy__(memo)
 

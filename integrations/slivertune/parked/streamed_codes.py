@@ -16,14 +16,14 @@ class StreamedCodes:
     """Codes of one weight in one flat tensor, its `data`, which `HostWeights` moves like that of a parameter.
 
     Args:
-        waiting: Quantised weight, whose codes are in `data` from now on.
+        weight: Quantised weight, whose codes are in `data` from now on.
         weights: Function that returns the owner of the offloaded blocks.
         block: Index of the weight's block there.
     """
 
-    def __init__(self, waiting: QuantizedWeight, weights: Callable[[], HostWeights], block: int) -> None:
-        self._name = waiting.name
-        codes = self._codes = waiting.codes()
+    def __init__(self, weight: QuantizedWeight, weights: Callable[[], HostWeights], block: int) -> None:
+        self._name = weight.name
+        codes = self._codes = weight.codes()
         self._weights = weights
         self._block = block
         self._num_taken = 0
@@ -40,7 +40,7 @@ class StreamedCodes:
         for tensor, start in zip(codes.tensors(), self._starts, strict=True):
             tensor_at(flat, start, tensor).copy_(tensor)
         self.data = flat
-        waiting.keep_codes(self.take, _CodesOf(self, 0))
+        weight.keep_codes(self.take, _CodesOf(self, 0))
 
     @property
     def data(self) -> torch.Tensor:

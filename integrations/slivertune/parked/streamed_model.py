@@ -62,7 +62,7 @@ class StreamedModel:
 
     blocks: StreamedBlocks
     """Hooks of the blocks, set by `attach`."""
-    quantised: QuantizedLayers | None = None
+    quantized: QuantizedLayers | None = None
     """Holder of the weights that are codes, which are moved in their place."""
 
     def __init__(
@@ -94,9 +94,9 @@ class StreamedModel:
             RuntimeError: If host memory can't be pinned.
         """
         self._move_the_rest(model)
-        is_new = self.quantised is not None or not hasattr(self, "blocks")  # codes are made anew
+        is_new = self.quantized is not None or not hasattr(self, "blocks")  # codes are made anew
         if is_new or not self.blocks.weights.take_over():
-            self.blocks = self._make_blocks(self.quantised)
+            self.blocks = self._make_blocks(self.quantized)
         self.blocks.attach(model)
         return self.blocks.release
 
@@ -110,7 +110,7 @@ class StreamedModel:
             Function that leaves the blocks on the host again. A move or cast of the model calls it, too.
         """
         self._move_the_rest(model)
-        if self.quantised is not None or not self.blocks.weights.take_over():
+        if self.quantized is not None or not self.blocks.weights.take_over():
             del self.blocks  # before the exact weights take as much memory
             self.blocks = self._make_blocks(None)
         self.blocks.weights.keep(())
@@ -127,26 +127,26 @@ class StreamedModel:
             for name, buffer in module.named_buffers(recurse=False):
                 set_buffer(module, name, buffer.to(self.device))
 
-    def _make_blocks(self, waiting: QuantizedLayers | None) -> StreamedBlocks:
-        return StreamedBlocks([module for _, module in self._found], self._offload(waiting))
+    def _make_blocks(self, quantized: QuantizedLayers | None) -> StreamedBlocks:
+        return StreamedBlocks([module for _, module in self._found], self._offload(quantized))
 
-    def _offload(self, waiting: QuantizedLayers | None) -> HostWeights:
+    def _offload(self, quantized: QuantizedLayers | None) -> HostWeights:
         num_trained = max((len(indices) for indices in self._trained), default=0)
-        if waiting is None:
+        if quantized is None:
             blocks = [OffloadedBlock(name, tuple(self._parameters_of(block))) for name, block in self._found]
             resident = choose_resident([block.num_bytes for block in blocks], self._budget.num_bytes)
             return HostWeights(blocks, self.device, num_trained=num_trained, resident=resident)
         # The bytes of codes are known when they are made, one block after the other.
-        weights = HostWeights(self._blocks_of_codes(waiting), self.device, num_trained=num_trained)
+        weights = HostWeights(self._blocks_of_codes(quantized), self.device, num_trained=num_trained)
         weights.stay(choose_resident(weights.block_bytes, self._budget.num_bytes))
         return weights
 
-    def _blocks_of_codes(self, waiting: QuantizedLayers) -> Iterator[OffloadedBlock]:
+    def _blocks_of_codes(self, quantized: QuantizedLayers) -> Iterator[OffloadedBlock]:
         own = weakref.proxy(self)
         for index, (name, block) in enumerate(self._found):
             exact, codes = list[Movable](), list[Movable]()
             for parameter in self._parameters_of(block):
-                held = waiting.weight_of(parameter)
+                held = quantized.weight_of(parameter)
                 if held is None:
                     exact.append(parameter)
                 else:

@@ -188,7 +188,7 @@ class HiFTRun:
         named = dict(self._model.named_parameters())
         return [named[name] for name in group.parameter_names]
 
-    def waiting_bytes(self, peak: StepPeak, group: Group) -> int:
+    def offloaded_bytes(self, peak: StepPeak, group: Group) -> int:
         """Return the host bytes of a group's offloaded state between its turns.
 
         Args:
@@ -196,7 +196,7 @@ class HiFTRun:
             group: Group that was measured last.
         """
         if self._request.waiting is None:
-            return peak.after.host - self.optimizer.waiting_weight_bytes
+            return peak.after.host - self.optimizer.offloaded_weight_bytes
         # Masters of other groups are on the host from the beginning, and masters of the next group are in flight.
         state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
         tensors = [
@@ -228,7 +228,7 @@ class HiFTRun:
         with_gradients = [*parameters, *(each for higher in above for each in self._parameters_of(higher))]
         if self._request.state == "discard":
             # The state was offloaded between the turn's updates, and is discarded now.
-            waiting = self.waiting_bytes(peak, group)
+            waiting = self.offloaded_bytes(peak, group)
             num_bytes["master"] = min(waiting, _FP32 * num_parameters) if self._request.master_kind == "fp32" else 0
             num_bytes["state"] = waiting - num_bytes["master"]
         return group_plan(
@@ -314,9 +314,9 @@ class PlannedHiFT(PlannedMethod):
                     peak = replace(peak, before_step=max(both, key=lambda census: census.device))
                 updates += run.updates_of(peak, members, len(groups))
                 groups.append(run.plan_of(peak, members))
-                waiting.extend([run.waiting_bytes(peak, members[0])] * len(members))
-        weights = run.optimizer.waiting_weight_bytes
-        host_bytes, disk_bytes = _waiting_bytes(request, waiting, layout)
+                waiting.extend([run.offloaded_bytes(peak, members[0])] * len(members))
+        weights = run.optimizer.offloaded_weight_bytes
+        host_bytes, disk_bytes = _offloaded_bytes(request, waiting, layout)
         checkpoint_bytes = _checkpoint_bytes(request, groups, model)
         if request.save_total_limit is not None:
             disk_bytes += (request.save_total_limit + 1) * checkpoint_bytes
@@ -343,7 +343,7 @@ class PlannedHiFT(PlannedMethod):
         return tuple(arguments)
 
 
-def _waiting_bytes(request: PlanRequest, waiting: Sequence[int], layout: Layout) -> tuple[int, int]:
+def _offloaded_bytes(request: PlanRequest, waiting: Sequence[int], layout: Layout) -> tuple[int, int]:
     """Return the bytes in host memory and on disk, from the offloaded bytes of each group."""
     if request.state == "discard":
         return max(waiting), 0  # only one group has state at a time

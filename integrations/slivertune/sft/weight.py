@@ -71,10 +71,10 @@ class PretrainedValues:
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Set entries."""
         held, exact = held_by(self._target.module), self.whole()
-        if held is not None and held.is_waiting:
+        if held is not None and held.is_quantized:
             exact = exact.clone()
         write_flat(exact, indices.to(exact.device), values.to(exact.device))
-        if held is not None and held.is_waiting:
+        if held is not None and held.is_quantized:
             held.write(exact)
 
     def whole(self) -> torch.Tensor:

@@ -123,7 +123,7 @@ def test_two_groups_state_is_never_on_the_device_unless_it_may_be(sizes: tuple[i
         with Ledger() as ledger:
             ledger.track(state_of(optimizers[0]))
             first.to_host()
-            assert second.waiting_bytes() == num_bytes[1]
+            assert second.offloaded_bytes() == num_bytes[1]
             second.to_device(None if beside else first)
             second.wait()
             streams.synchronize()

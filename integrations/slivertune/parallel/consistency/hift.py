@@ -93,14 +93,14 @@ class ConsistencyCheck:
 
     def _sum_of_bits(self, parameter: torch.Tensor) -> torch.Tensor:
         """Sum the bits that the device holds of a weight: the weight itself, or its codes if it is quantised."""
-        waiting = self._hift.waiting_weight(parameter)
-        if waiting is None:
+        held = self._hift.quantized_weight(parameter)
+        if held is None:
             return sum_of_bits(parameter)
-        return torch.stack([sum_of_bits(each) for each in waiting.tensors()]).sum()
+        return torch.stack([sum_of_bits(each) for each in held.tensors()]).sum()
 
     def _sum_of_exact_bits(self, parameter: torch.Tensor) -> torch.Tensor:
-        waiting = self._hift.waiting_weight(parameter)
-        return sum_of_bits(parameter if waiting is None else waiting.exact())
+        held = self._hift.quantized_weight(parameter)
+        return sum_of_bits(parameter if held is None else held.exact())
 
     def _fingerprint(self) -> dict[str, object]:
         return {

@@ -269,7 +269,7 @@ class GroupSchedule:
 
     def _move(self, leaving: StateMover, coming: StateMover, room_bytes: int) -> None:
         leaving.to_host()
-        if coming.waiting_bytes() <= room_bytes:
+        if coming.offloaded_bytes() <= room_bytes:
             try:
                 coming.to_device()
             except torch.OutOfMemoryError:
