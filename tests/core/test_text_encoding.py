@@ -16,12 +16,12 @@ def first_wrong_line(content: bytes) -> int | None:
     return content[: content.index(b"\0")].count(b"\n") + 1 if b"\0" in content else None
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 5, 2**20])
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 5, 2**20])
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "utf-16", "utf-16-le", "utf-16-be"])
 def test_the_line_is_that_of_the_whole_text_however_it_is_read(
-    encoding: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoding: str, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slivertune.core.text_encoding._PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("slivertune.core.text_encoding._PIECE_BYTES", chunk_bytes)
     for text in TEXTS:
         content = text.encode(encoding, errors="ignore")
         (tmp_path / "text").write_bytes(content)

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from slivertune.hift.base import Slicing
-from slivertune.hift.cutting import Cut, WeightSize, cut_pieces
+from slivertune.hift.cutting import Cut, WeightSize, cut_chunks
 
 ELEMENTS = Slicing(unit="elements")
 QUANTISED = Slicing(unit="elements", minimum=4096)
@@ -34,11 +34,11 @@ def covered(pieces: list[list[Cut]], weights: list[WeightSize]) -> bool:
 @pytest.mark.parametrize("stream_bytes", [0, 1, 4096, 65536, 10**6, 10**9])
 def test_every_element_is_in_one_piece(slicing: Slicing, stream_bytes: int) -> None:
     weights = sizes(1, 255, 256, 257, 4095, 4096, 4097, 8191, 8192, 8193, 100_003)
-    assert covered(cut_pieces(weights, stream_bytes, slicing), weights)
+    assert covered(cut_chunks(weights, stream_bytes, slicing), weights)
 
 
 def test_pieces_fit_where_cuts_are_allowed() -> None:
-    pieces = cut_pieces(sizes(100_000, 300, 77, 40_000), 65536, ELEMENTS)
+    pieces = cut_chunks(sizes(100_000, 300, 77, 40_000), 65536, ELEMENTS)
     assert len(pieces) > 30
     for piece in pieces:
         assert sum((cut.stop - cut.start) * 16 for cut in piece) <= 65536
@@ -46,19 +46,19 @@ def test_pieces_fit_where_cuts_are_allowed() -> None:
 
 def test_cuts_are_at_multiples_of_256() -> None:
     for slicing in (ELEMENTS, QUANTISED):
-        for piece in cut_pieces(sizes(100_003, 9_000), 200_000, slicing):
+        for piece in cut_chunks(sizes(100_003, 9_000), 200_000, slicing):
             assert all(cut.start % 256 == 0 for cut in piece)
 
 
 @pytest.mark.parametrize("num_elements", range(8_000, 13_500, 97))
 def test_no_slice_of_a_quantised_weight_is_below_its_minimum(num_elements: int) -> None:
     for stream_bytes in (1, 70_000, 100_000):
-        for piece in cut_pieces(sizes(num_elements), stream_bytes, QUANTISED):
+        for piece in cut_chunks(sizes(num_elements), stream_bytes, QUANTISED):
             assert all(cut.stop - cut.start >= 4096 for cut in piece)
 
 
 def test_whole_tensors_share_a_piece_while_they_fit() -> None:
-    pieces = cut_pieces(sizes(1000, 1000, 5000, 10), 40_000, TENSORS)
+    pieces = cut_chunks(sizes(1000, 1000, 5000, 10), 40_000, TENSORS)
     assert [[(cut.weight, cut.start, cut.stop) for cut in piece] for piece in pieces] == [
         [(0, 0, 1000), (1, 0, 1000)],
         [(2, 0, 5000)],
@@ -68,9 +68,9 @@ def test_whole_tensors_share_a_piece_while_they_fit() -> None:
 
 def test_a_weight_that_is_not_contiguous_is_never_cut() -> None:
     weights = [WeightSize(num_elements=100_000, bytes_per_element=16, cuttable=False), *sizes(10)]
-    assert cut_pieces(weights, 65536, ELEMENTS)[0] == [Cut(weight=0, start=0, stop=100_000)]
+    assert cut_chunks(weights, 65536, ELEMENTS)[0] == [Cut(weight=0, start=0, stop=100_000)]
 
 
 def test_zero_bytes_and_unknown_optimizers_take_the_whole_group() -> None:
-    assert len(cut_pieces(sizes(100_000, 100_000), 0, ELEMENTS)) == 1
-    assert len(cut_pieces(sizes(100_000, 100_000), 4096, GROUP)) == 1
+    assert len(cut_chunks(sizes(100_000, 100_000), 0, ELEMENTS)) == 1
+    assert len(cut_chunks(sizes(100_000, 100_000), 4096, GROUP)) == 1

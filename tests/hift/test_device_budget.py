@@ -54,7 +54,7 @@ def test_state_comes_first_and_blocks_get_the_rest(settings: Any, shares: Any) -
     ids=str,
 )
 def test_two_chunks_pass_within_it(settings: Any, chunk: int) -> None:
-    assert HiFTConfig.paper(**settings).piece_bytes == chunk
+    assert HiFTConfig.paper(**settings).chunk_bytes == chunk
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_the_device_never_holds_more_and_the_bits_are_the_same(
         if device_bytes == 300_000:
             assert len(blocks.streamed) < len(blocks.block_bytes), "some have room"
     # Beside the slots a chunk has its temporaries while it is stepped: a cast of its gradients, and AdamW's.
-    temporaries = config.piece_bytes
+    temporaries = config.chunk_bytes
     assert 0 < held <= device_bytes + temporaries

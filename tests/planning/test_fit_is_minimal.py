@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
-from slivertune.planning.candidates import BUSY_TOKENS, SMALL_PIECE_BYTES, TILE_SIZES, all_candidates
+from slivertune.planning.candidates import BUSY_TOKENS, SMALL_CHUNK_BYTES, TILE_SIZES, all_candidates
 from slivertune.planning.make import make_plan
 from slivertune.planning.methods import planned
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
@@ -181,7 +181,7 @@ def settings_of(asked: Asked) -> dict[str, list[Any]]:
     lengths = range(start.seq_length, (asked.min_seq_length or start.seq_length) - 1, -1)
     others: dict[str, tuple[tuple[str, ...], bool, list[Any]]] = {
         # What leaves it as it is where the user set it; whether the method has it at all; the other values.
-        "stream_bytes": (("stream_bytes",), "stream_bytes" in own, [SMALL_PIECE_BYTES]),
+        "stream_bytes": (("stream_bytes",), "stream_bytes" in own, [SMALL_CHUNK_BYTES]),
         "gradient_checkpointing": (("gradient_checkpointing",), True, [True]),
         "gradients": (("gradients",), "gradients" in own, ["host", "stepped"]),
         "offload_activations": (("offload_activations",), True, [True]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slivertune.planning.candidates import BUSY_TOKENS, SMALL_PIECE_BYTES, all_candidates
+from slivertune.planning.candidates import BUSY_TOKENS, SMALL_CHUNK_BYTES, all_candidates
 from slivertune.planning.methods import planned_methods
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
@@ -139,7 +139,7 @@ def test_checkpointing_comes_before_forwards_too_small_for_a_gpu_and_gives_the_b
             {"batch_size": 4, "gradient_accumulation_steps": 4, "gradient_checkpointing": True},
         ),
         # The step needs 512 + 256 MiB beside the weights, a short forward next to nothing.
-        (11 * GIB + 200 * MIB, {"seq_length": 16}, {"stream_bytes": SMALL_PIECE_BYTES}),
+        (11 * GIB + 200 * MIB, {"seq_length": 16}, {"stream_bytes": SMALL_CHUNK_BYTES}),
         (25 * GIB, {"method": "dense"}, {"optimizer": "adamw8bit", "precision": "bf16"}),
         (31 * GIB, {"method": "dense"}, {"precision": "bf16"}),  # fp32 weights alone take 20 GiB
         # Of 65,536 checkpointed tokens inputs take 8 GiB, and MLPs and what is around them 4 each.
@@ -192,7 +192,7 @@ def test_the_least_costly_settings_that_fit_are_chosen(
 @pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2, "layout": "single"}])
 def test_gradients_leave_the_device_where_they_count_and_can_still_be_clipped(settings: dict[str, Any]) -> None:
     found = chosen(find(10 * GIB + 850 * MIB, seq_length=16, **settings))
-    assert found == {"stream_bytes": SMALL_PIECE_BYTES, "gradients": "host"}
+    assert found == {"stream_bytes": SMALL_CHUNK_BYTES, "gradients": "host"}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_host_memory_is_spared_in_its_own_order(host_gib: int, changes: dict[str
 
 def test_weights_without_masters_are_rounded_stochastically_where_copies_in_fp32_have_room() -> None:
     given: dict[str, Any] = {"seq_length": 16, "state": "host", "optimizer": "adamw", "gradients": "device"}
-    given |= {"stream_bytes": SMALL_PIECE_BYTES}
+    given |= {"stream_bytes": SMALL_CHUNK_BYTES}
     needed = find(40 * GIB, **given).start.device_bytes
     assert chosen(find(40 * GIB, host=40 * GIB, **given)) == {"precision": "bf16", "master": "stochastic"}
     assert chosen(find(needed, host=40 * GIB, **given)) == {"precision": "bf16"}
@@ -344,7 +344,7 @@ def test_what_can_not_change_the_peak_is_not_planned() -> None:
     found = search_noting(seen, {"batch_size": 16}, 20 * GIB)
     assert all(request.optimizer == "adamw" and request.stream_bytes == 128 * MIB for request in seen)
     reasons = dict(found.skipped)
-    for title in ("smaller pieces of masters and state on the GPU", "8-bit optimizer state"):
+    for title in ("smaller chunks of masters and state on the GPU", "8-bit optimizer state"):
         assert reasons[title] == "no masters or optimizer state are on the GPU at the peak"
     assert reasons["masters and state on disk"] == "it would save host memory, which is large enough"
     assert len(seen) == len(set(seen)) == found.num_plans, "nothing is planned twice"

@@ -206,7 +206,7 @@ class HiFTConfig:
         return self.gradients == "stepped"
 
     @property
-    def piece_bytes(self) -> int:
+    def chunk_bytes(self) -> int:
         """Bytes per chunk, 0 for the whole group, as with `state="device"`."""
         if self.state == "device":
             return 0

@@ -34,7 +34,7 @@ class Cut:
 _SLICE_OVERHEAD_BYTES = 256
 
 
-def cut_pieces(
+def cut_chunks(
     weights: Sequence[WeightSize], stream_bytes: int, slicing: Slicing, *, by_weight: bool = False
 ) -> list[list[Cut]]:
     """Fill chunks of at most `stream_bytes` with slices of the weights, in order.
@@ -52,14 +52,14 @@ def cut_pieces(
     """
     if by_weight:
         return [
-            [replace(cut, weight=index) for cut in piece]
+            [replace(cut, weight=index) for cut in chunk]
             for index, weight in enumerate(weights)
-            for piece in cut_pieces([weight], stream_bytes, slicing)
-            if piece
+            for chunk in cut_chunks([weight], stream_bytes, slicing)
+            if chunk
         ]
     if stream_bytes == 0 or slicing.unit == "group":
         return [[Cut(weight=index, start=0, stop=weight.num_elements) for index, weight in enumerate(weights)]]
-    pieces: list[list[Cut]] = [[]]
+    chunks: list[list[Cut]] = [[]]
     room = float(stream_bytes)
     for index, weight in enumerate(weights):
         start = 0
@@ -67,15 +67,15 @@ def cut_pieces(
             cuttable = slicing.unit == "elements" and weight.cuttable
             rest = weight.num_elements - start
             num_taken = _num_taken(rest, (room - _SLICE_OVERHEAD_BYTES) / weight.bytes_per_element, cuttable, slicing)
-            if num_taken == 0 and pieces[-1]:
-                pieces.append([])
+            if num_taken == 0 and chunks[-1]:
+                chunks.append([])
                 room = float(stream_bytes)
                 continue
             num_taken = num_taken or _smallest(rest, cuttable, slicing)
-            pieces[-1].append(Cut(weight=index, start=start, stop=start + num_taken))
+            chunks[-1].append(Cut(weight=index, start=start, stop=start + num_taken))
             room -= num_taken * weight.bytes_per_element + _SLICE_OVERHEAD_BYTES
             start += num_taken
-    return pieces
+    return chunks
 
 
 def _num_taken(rest: int, room: float, cuttable: bool, slicing: Slicing) -> int:
@@ -108,7 +108,7 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter, own: OwnHyperparamete
     # Copies in fp32 of a whole group would take more than its gradients and state.
     has_copies = config.state == "device" and config.master == "stochastic" and meter.base.slicing.unit != "group"
     by_weight = config.steps_in_backward or has_copies
-    cuts_of = cut_pieces(sizes, config.piece_bytes, meter.base.slicing, by_weight=by_weight)
+    cuts_of = cut_chunks(sizes, config.chunk_bytes, meter.base.slicing, by_weight=by_weight)
     cuts_of = [cuts for cuts in cuts_of if cuts]  # a rank may hold no part of a group
     if config.state != "device" and config.gradients == "host":
         # A backward makes the gradients of the last weights first, so these are stepped first.
@@ -120,7 +120,7 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter, own: OwnHyperparamete
 def _size(weight: Weight, meter: StepMeter) -> WeightSize:
     parameter = weight.parameter
     bytes_per_element = 0.0
-    if meter.base.slicing.unit != "group" and meter.config.piece_bytes:
+    if meter.base.slicing.unit != "group" and meter.config.chunk_bytes:
         needs, num_elements = meter.needs(weight), max(1, parameter.numel())
         temporary_bytes = needs.temporary_bytes / num_elements
         if meter.steps_copy(weight) and not meter.steps_master(weight):

@@ -234,7 +234,7 @@ class OffloadedState(GroupState):
         slots, ready = self._slots, None
         # One size for all: a slot that is too small for the next weight would be given up, which waits for its copies.
         largest = max(each.parameter.numel() for each in self.weights)
-        length = min(self._config.piece_bytes // master.itemsize or largest, largest)
+        length = min(self._config.chunk_bytes // master.itemsize or largest, largest)
         for source, part in zip(master.split(length), target.split(length), strict=True):
             taken = slots.take(length * master.itemsize, at_least=_ALWAYS)
             assert taken is not None

@@ -19,7 +19,7 @@ from slivertune.planning.methods import clash_with_method, planned
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
-SMALL_PIECE_BYTES = 32 * 2**20
+SMALL_CHUNK_BYTES = 32 * 2**20
 """Bytes of HiFT's chunks if the default ones (128 MiB) do not fit. Copies of this size still fill a PCIe bus."""
 BUSY_TOKENS = 2048
 """Tokens of a forward that keep a GPU busy. Arithmetic then bounds its matrix products, not the reading of weights (a
@@ -65,10 +65,10 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
     """
     return (
         Candidate(
-            title="smaller pieces of masters and state on the GPU",
+            title="smaller chunks of masters and state on the GPU",
             cost="the same update; more and smaller copies, which still fill the bus",
             fields=("stream_bytes",),
-            options=_smaller_pieces,
+            options=_smaller_chunks,
             cannot_help=_no_state_on_device,
         ),
         Candidate(
@@ -204,9 +204,9 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
     )
 
 
-def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
-    streams = _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > SMALL_PIECE_BYTES
-    return [replace(request, stream_bytes=SMALL_PIECE_BYTES)] if streams else []
+def _smaller_chunks(request: PlanRequest) -> list[PlanRequest]:
+    streams = _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > SMALL_CHUNK_BYTES
+    return [replace(request, stream_bytes=SMALL_CHUNK_BYTES)] if streams else []
 
 
 def _checkpointing(request: PlanRequest) -> list[PlanRequest]:

@@ -137,11 +137,11 @@ class _Update:
         num_casts = 2 if request.master_kind == "stochastic" else bool(group.master_bytes)
         # Gradients of layers above the group are not among them.
         own = min(self._gradients, part * group.num_parameters * (2 if request.has_bf16_weights else _FP32))
-        in_piece = self._state + own + part * _FP32 * group.num_parameters * num_casts
-        piece_bytes = request.hift_config().piece_bytes * (2 if self._is_stepped else 1) if moves else 0
-        share = min(1.0, piece_bytes / in_piece) if piece_bytes and in_piece else 1.0
-        self._num_pieces = 1 / share
-        self._piece = share * self._state
+        in_chunk = self._state + own + part * _FP32 * group.num_parameters * num_casts
+        chunk_bytes = request.hift_config().chunk_bytes * (2 if self._is_stepped else 1) if moves else 0
+        share = min(1.0, chunk_bytes / in_chunk) if chunk_bytes and in_chunk else 1.0
+        self._num_chunks = 1 / share
+        self._chunk = share * self._state
         in_slot = share * (self._state + own)
         prefetched, self._resident = request.prefetch_bytes, request.resident_bytes
         if request.device_bytes is not None:
@@ -149,7 +149,7 @@ class _Update:
             shares = share_out(request.hift_config(), lambda: largest)
             prefetched, self._resident = (0 if each == "auto" else each for each in shares)
         self._slots = int(prefetched // in_slot) if in_slot else 0
-        self._queued = 0.0 if request.state == "discard" else min(self._state, self._slots * self._piece)
+        self._queued = 0.0 if request.state == "discard" else min(self._state, self._slots * self._chunk)
         """Bytes of state that are prefetched at the same time, and so are written back together."""
         num_blocks = work.num_streamed or sum(each.num_blocks for each in plan.updates)
         self._block = self._forward.copied("inbound", "parameters") / num / max(1, num_blocks)
@@ -239,8 +239,8 @@ class _Update:
         ahead = max(0.0, time - self._copying(others)) * self._rates.bus_bandwidth
         staying = 0.0
         if request.steps_per_group > 1:
-            num = self._num_pieces if self._slots >= self._num_pieces else max(0, self._slots - PASSING_CHUNKS)
-            staying = min(self._state, num * self._piece)
+            num = self._num_chunks if self._slots >= self._num_chunks else max(0, self._slots - PASSING_CHUNKS)
+            staying = min(self._state, num * self._chunk)
         first = self._waits(self._state, self._slots, ahead, late, window)
         if request.state == "discard":
             first = self._copying(0, self._state)
@@ -251,12 +251,12 @@ class _Update:
 
     def _waits(self, state: float, slots: int, ahead: float, gradients: float, window: float) -> float:
         """Return the seconds that loads take beyond a window of computation."""
-        room = slots * self._piece if slots >= WORKING_CHUNKS else 0.0
+        room = slots * self._chunk if slots >= WORKING_CHUNKS else 0.0
         rest = state - min(state, room, ahead)
         if rest + gradients <= 0:
             return 0.0
-        load, each = self._copying(self._piece, self._piece), self.computing["step"] / self._num_pieces
+        load, each = self._copying(self._chunk, self._chunk), self.computing["step"] / self._num_chunks
         one = max(load, (2 * load + each) / max(WORKING_CHUNKS, slots))
         is_full = 0 < room <= min(state, ahead)
-        seconds = (rest + gradients) / self._piece * one + each + (load + each if is_full else 0.0)
+        seconds = (rest + gradients) / self._chunk * one + each + (load + each if is_full else 0.0)
         return max(0.0, seconds - window)
