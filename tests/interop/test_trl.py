@@ -12,7 +12,7 @@ import torch
 from transformers import set_seed
 
 import slivertune
-from slivertune import SFT, HiFTConfig, SFTConfig, TokenTune
+from slivertune import SFT, HiFTConfig, SFTConfig, TokenTune, park_layers
 from slivertune.hift import HiFT
 from tests.helpers.models import differing, weights
 from tests.interop.by_hand import HandRotated
@@ -25,6 +25,7 @@ from tests.interop.trl_runs import (
     qlora_trainer,
     sft_trainer,
 )
+from tests.parked.test_park import made_by_hand
 from tests.training.test_callbacks import StopAfter
 
 pytest.importorskip("trl")
@@ -100,6 +101,26 @@ def test_hift_equals_an_adamw_that_is_rotated_by_hand(make: Make, tmp_path: Path
     assert differing(weights(trainer.model), weights(reference.model)) == []
     assert set(differing(weights(trainer.model), before)) == free
     assert {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad} == free
+
+
+@pytest.mark.parametrize("storage", [("int8", "host"), ("exact", "host"), ("nf4", "device")], ids=str)
+@makers("grpo, lora, reference", "dpo, lora")
+def test_adapters_over_parked_weights_train_as_over_dense_ones(make: Make, storage: Any, tmp_path: Path) -> None:
+    trainer, reference = (make(tmp_path / name) for name in ("parked", "dense"))
+    if not hasattr(trainer.model, "peft_config") or getattr(trainer.model, "is_quantized", False):
+        pytest.skip("nothing is frozen, or is in 4 bits already")
+    form, place = storage
+    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    before = weights(trainer.model)
+    made_by_hand(reference.model, form)
+    handle = park_layers(trainer.model, form=form, place=place)
+    train(trainer, reference)
+    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (trainer, reference)]
+    assert losses[0] == losses[1] and losses[0]
+    handle.remove()
+    after, dense = weights(trainer.model), weights(reference.model)
+    assert differing({name: after[name] for name in trained}, {name: dense[name] for name in trained}) == []
+    assert set(differing(after, before)) <= trained and differing(after, before)
 
 
 def dense_weights(trainer: Any) -> dict[str, torch.Tensor]:

@@ -78,12 +78,15 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def by_hand(model: nn.Module, form: str, *, all_of_them: bool = False) -> nn.Module:
     """A copy whose frozen linear weights in blocks are dense ones, made from codes."""
-    dense = copy.deepcopy(model)
-    blocks = [block for _, block in find_blocks(dense)]
-    for module in {module for block in blocks for module in block.modules()}:
+    return made_by_hand(copy.deepcopy(model), form, all_of_them=all_of_them)
+
+
+def made_by_hand(model: nn.Module, form: str, *, all_of_them: bool = False) -> nn.Module:
+    """The model itself, with such weights."""
+    for module in {module for _, block in find_blocks(model) for module in block.modules()}:
         if type(module) in (nn.Linear, Conv1D) and (all_of_them or not module.weight.requires_grad):
             module.weight.data = quantized_by_hand(module.weight.data, form)
-    return dense
+    return model
 
 
 def optimizer_of(model: nn.Module, way: str) -> Any:
