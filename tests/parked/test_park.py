@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "all weights train": (tiny_llama, {}, "no weight in the blocks of LlamaForCausalLM is frozen.*requires_grad_"),
     "DoRA": (lambda: lora_llama(use_dora=True), {}, "'default' uses DoRA.*use_dora=False"),
     "no blocks": (lambda: nn.Linear(4, 4).requires_grad_(False), {}, "Only models with blocks"),
-    "codes of fp16": (lambda: lora_llama(torch.float16), {"form": "int8"}, "float16.*to quantise its layers"),
+    "codes of fp64": (lambda: lora_llama(torch.float64), {"form": "int8"}, "float64.*to quantise its layers"),
     "a block twice": (lambda: with_shared_blocks(), {}, "layers.0 and is also read outside of it"),
     "shared weights": (lambda: with_shared_weights(), {}, "layers.2 shares .*layers.0.* with another block"),
     "4-bit weights": (lambda: with_codes(), {}, "only floating-point weights can be offloaded"),
@@ -320,6 +320,16 @@ def test_a_change_of_parked_weights_is_an_error(change: str, settings: Any) -> N
 
     with pytest.raises(RuntimeError, match=message):
         go_on()
+
+
+@pytest.mark.parametrize("storage", FACTORS["storage"], ids=str)
+def test_frozen_weights_may_be_in_fp16(storage: Any) -> None:
+    model = lora_llama(torch.float16)
+    dense = by_hand(model, storage[0])
+    park_layers(model, form=storage[0], place=storage[1])
+    for each in (model, dense):
+        each(**BATCHES[0]).loss.backward()
+    assert same(gradients_of(model), gradients_of(dense))
 
 
 # ---- what counts
@@ -556,7 +566,7 @@ def test_after_ctrl_c_any_part_of_the_model_begins_anew() -> None:
         loss_of(model.get_base_model())
 
 
-def lower_norms(model: Any) -> list[torch.Tensor]:
+def gradients_of(model: Any) -> list[torch.Tensor]:
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
@@ -582,7 +592,7 @@ def test_a_backward_after_the_end_has_the_gradients_of_before_and_changes_no_wei
     handle.remove()
     for loss in losses:
         loss.backward()
-    assert same(lower_norms(model), lower_norms(dense))
+    assert same(gradients_of(model), gradients_of(dense))
     assert not differing(weights(model), weights(dense))
     handle = park_layers(model)
     loss = model(**BATCHES[0]).loss
@@ -612,7 +622,7 @@ def test_a_gradient_of_a_gradient_is_that_of_dense_weights(settings: Any) -> Non
         trains = [parameter for parameter in each.parameters() if parameter.requires_grad]
         first = torch.autograd.grad(each(**BATCHES[0]).loss, trains, create_graph=True)
         sum(gradient.square().sum() for gradient in first).backward()  # type: ignore[union-attr]
-        found.append(lower_norms(each))
+        found.append(gradients_of(each))
     assert same(*found)
 
 
@@ -628,7 +638,7 @@ def test_blocks_may_become_resident_between_a_forward_and_its_backward(
         for _ in range(2):
             each(**BATCHES[0]).loss.backward()
         sum(each(**BATCHES[index]).loss for index in range(3)).backward()  # type: ignore[union-attr]
-    assert same(lower_norms(model), lower_norms(dense))
+    assert same(gradients_of(model), gradients_of(dense))
     streamed: Any = handle._streamed
     assert len(streamed.blocks.weights.streamed) < len(streamed.blocks.weights.block_bytes)
 

@@ -284,7 +284,7 @@ def linear_modules(
             if parameter.dim() == 3 and (parked is None or id(parameter) in parked):
                 stacked[f"{path}.{name}"] = parameter
         if type(module) in (nn.Linear, Conv1D) and (parked is None or id(module.weight) in parked):
-            _check_weight(f"{path}.weight", module, names)
+            _check_weight(f"{path}.weight", module, names, trains=parked is None)
             found[f"{path}.weight"] = module
     if stacked:
         num_bytes = sum(parameter.nbytes for parameter in stacked.values())
@@ -302,7 +302,7 @@ def linear_modules(
     return found
 
 
-def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str]]) -> None:
+def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str]], *, trains: bool) -> None:
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     if len(names[id(weight)]) > 1:
@@ -310,7 +310,8 @@ def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str
             f"{name} is tied to {next(each for each in names[id(weight)] if each != name)}, and a tied weight can't be "
             "quantised. Untie them, or leave the weights exact"
         )
-    if weight.dtype not in (torch.float32, torch.bfloat16):
+    is_frozen_fp16 = weight.dtype == torch.float16 and not trains
+    if weight.dtype not in (torch.float32, torch.bfloat16) and not is_frozen_fp16:
         raise ValueError(f"{name} is {weight.dtype}. Load the model in bfloat16 or float32 to quantise its layers")
     forward = vars(module).get("forward")
     if (
