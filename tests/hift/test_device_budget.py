@@ -16,7 +16,8 @@ from tests.helpers.pairwise import rotated
 from tests.helpers.reference import train
 
 BATCHES = token_batches(8)
-STATE = 1000
+MB = 10**6
+STATE = 2 * MB
 HOST: dict[str, Any] = {"weights": "host"}
 
 
@@ -25,16 +26,17 @@ HOST: dict[str, Any] = {"weights": "host"}
     [
         ({}, ("auto", "auto")),
         ({"prefetch_bytes": 5, **HOST}, (5, "auto")),
-        # Without blocks on the host, all is for state: any number of chunks of the next group may be there, too.
-        ({"device_bytes": 700}, (700, "auto")),
-        ({"device_bytes": 7000}, (7000, "auto")),
-        # State first, blocks get the rest.
-        ({"device_bytes": 700, **HOST}, (700, 0)),
-        ({"device_bytes": 7000, **HOST}, (STATE, 6000)),
-        ({"device_bytes": 7000, "prefetch_bytes": 50, **HOST}, (50, 6950)),
-        ({"device_bytes": 7000, "resident_bytes": 6500, **HOST}, (500, 6500)),
-        ({"device_bytes": 7000, "resident_bytes": 0, **HOST}, (STATE, 0)),
-        ({"device_bytes": 0, **HOST}, (0, 0)),
+        # Without blocks on the host, all is for state.
+        ({"device_bytes": MB}, (MB, "auto")),
+        ({"device_bytes": 8 * MB}, (8 * MB, "auto")),
+        # State first, blocks get the rest; two chunks of an eighth pass in any case.
+        ({"device_bytes": MB, **HOST}, (MB, 0)),
+        ({"device_bytes": 8 * MB, **HOST}, (STATE, 6 * MB)),
+        ({"device_bytes": 8 * MB, "prefetch_bytes": 50, **HOST}, (50, 6 * MB)),
+        ({"device_bytes": 8 * MB, "prefetch_bytes": 3 * MB, **HOST}, (3 * MB, 5 * MB)),
+        ({"device_bytes": 8 * MB, "resident_bytes": 7 * MB, **HOST}, (MB, 7 * MB)),
+        ({"device_bytes": 8 * MB, "resident_bytes": 0, **HOST}, (STATE, 0)),
+        ({"device_bytes": 8 * MB, "stream_bytes": MB // 2, "prefetch_bytes": 0, **HOST}, (0, 7 * MB)),
     ],
     ids=str,
 )
@@ -46,10 +48,12 @@ def test_state_comes_first_and_blocks_get_the_rest(settings: Any, shares: Any) -
     ("settings", "chunk"),
     [
         ({}, 128 * 2**20),
-        ({"device_bytes": 2**20}, 2**19),
+        ({"device_bytes": 2**20}, 2**17),
         ({"device_bytes": "2GiB"}, 128 * 2**20),
-        ({"device_bytes": 2**20, "stream_bytes": 2**25}, 2**25),
-        ({"device_bytes": 2**20, "gradients": "stepped"}, 2**18),
+        ({"device_bytes": 2**20, "stream_bytes": 2**25}, 2**17),
+        ({"device_bytes": 2**20, "stream_bytes": 2**10}, 2**10),
+        ({"device_bytes": 2**20, "stream_bytes": 0}, 2**17),
+        ({"device_bytes": 2**20, "gradients": "stepped"}, 2**16),
     ],
     ids=str,
 )
@@ -60,9 +64,16 @@ def test_two_chunks_pass_within_it(settings: Any, chunk: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device_bytes": 1, "state": "device"}, 'state="device" with weights="device" offloads none. Leave it out'),
-        ({"device_bytes": 10, "prefetch_bytes": 11}, "prefetch_bytes=11 and resident_bytes=auto are more than device"),
-        ({"device_bytes": 10, "prefetch_bytes": 6, "resident_bytes": 6, **HOST}, "parts. Leave out one, or raise"),
+        ({"device_bytes": MB, "state": "device"}, 'state="device" with weights="device" offloads none. Leave it out'),
+        (
+            {"device_bytes": MB, "prefetch_bytes": 2 * MB},
+            "^prefetch_bytes=2000000 do not fit into device_bytes",
+        ),
+        (
+            {"device_bytes": MB, "prefetch_bytes": 600_000, "resident_bytes": 600_000, **HOST},
+            "prefetch_bytes=600000 and resident_bytes=600000 do not fit.*Lower them, or raise device_bytes",
+        ),
+        ({"device_bytes": 1}, "must be at least 16384.*To hold nothing ahead, set prefetch_bytes=0"),
         ({"device_bytes": -1}, "device_bytes=-1"),
         ({"device_bytes": "some"}, "device_bytes='some'"),
     ],
@@ -71,6 +82,31 @@ def test_two_chunks_pass_within_it(settings: Any, chunk: int) -> None:
 def test_what_contradicts_itself_is_refused(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace('"', "['\"]")):
         HiFTConfig(**settings)
+
+
+def test_state_stays_through_a_turn_if_the_budget_has_room_for_all_of_it() -> None:
+    model = tiny_llama(torch.bfloat16, blocks=4)
+    with delayed(None):
+        settings: dict[str, Any] = {"steps_per_group": 4, "device_bytes": 400_000, "stream_bytes": 30_000}
+        own = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(weights="host", **settings), lr=1e-2)
+        train(model, own, BATCHES, own.cycle_length + 2)
+        state: Any = own._states[own.active_group]
+        assert len(state.chunks) > 2 and {chunk.where for chunk in state.chunks} == {"device"}
+
+
+def test_state_is_measured_whatever_the_base_optimizer_is() -> None:
+    class Unknown(torch.optim.AdamW):
+        pass
+
+    model = tiny_llama(blocks=4)
+    config = HiFTConfig.paper(weights="host", device_bytes=MB)
+    hift = HiFT(model, Unknown, config=config, lr=1e-2)
+    groups = [hift.weights_of(group) for group in range(hift.num_groups)]
+    largest = max(sum(weight.parameter.numel() for weight in each) for each in groups)
+    streamed: Any = part_of(hift, ParkedWeights).streamed
+    blocks = streamed.blocks.weights
+    resident = sum(size for index, size in enumerate(blocks.block_bytes) if index not in blocks.streamed)
+    assert resident <= MB - 8 * largest
 
 
 @rotated(
@@ -102,5 +138,4 @@ def test_the_device_never_holds_more_and_the_bits_are_the_same(
         if device_bytes == 300_000:
             assert len(blocks.streamed) < len(blocks.block_bytes), "some have room"
     # Beside the slots a chunk has its temporaries while it is stepped: a cast of its gradients, and AdamW's.
-    temporaries = config.chunk_bytes
-    assert 0 < held <= device_bytes + temporaries
+    assert 0 < held <= device_bytes + config.chunk_bytes

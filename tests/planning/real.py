@@ -217,7 +217,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
 def _budget(request: PlanRequest) -> dict[str, Any]:
     if request.device_bytes is not None:
         return {"device_bytes": request.device_bytes}
-    return {"resident_bytes": request.resident_bytes, "prefetch_bytes": request.prefetch_bytes}
+    return {"resident_bytes": request.resident_bytes or 0, "prefetch_bytes": request.prefetch_bytes or 0}
 
 
 class StreamsWithEvents(CopyStreams):
@@ -268,7 +268,7 @@ def _counted(
     optimizer = real_optimizer(request, model)
     if request.parks and request.method != "hift":
         form = request.waiting or "exact"
-        park_layers(model, form=form, place=request.weights, resident_bytes=request.resident_bytes)
+        park_layers(model, form=form, place=request.weights, resident_bytes=request.resident_bytes or 0)
     attach_hooks(request, model)
     # SFT's tables of bias corrections outlive a run; here they are to be counted in each.
     adam._corrections.cache_clear()

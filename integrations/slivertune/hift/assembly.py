@@ -10,7 +10,7 @@ from torch import nn
 
 from slivertune.core.layers import find_blocks
 from slivertune.hift.chunk import Weight
-from slivertune.hift.device_budget import share_out
+from slivertune.hift.device_budget import chunks_bytes, share_out
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
 from slivertune.hift.group_state import GroupState
 from slivertune.hift.host_gradients import HostGradients, bytes_of
@@ -109,7 +109,7 @@ def assemble(
     meter.compile_steps(weights.values())
     of_groups = [[weights[name] for name in group.parameter_names] for group in groups]
     sizes = partial(_sizes, of_groups, meter)
-    prefetch_bytes, resident_bytes = share_out(config, lambda: max(sizes()))
+    prefetch_bytes, resident_bytes = share_out(config, lambda: _largest_on_device(of_groups, meter))
     streamed = None
     if config.weights == "host":
         streamed = StreamedModel(model, resident_bytes, blocks_by_group(model, groups))
@@ -157,6 +157,14 @@ def assemble(
         parked=parked,
         has_files=disk is not None,
         room=room,
+    )
+
+
+def _largest_on_device(groups: Sequence[Sequence[Weight]], meter: StepMeter) -> int:
+    """Return the bytes of all chunks of the largest group, whose state is measured, whatever the base optimizer is."""
+    return max(
+        chunks_bytes(meter.config, offloaded_bytes(weights, meter, is_measured=True).total(), bytes_of(weights))
+        for weights in groups
     )
 
 

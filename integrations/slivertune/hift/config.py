@@ -36,6 +36,10 @@ ALL_LAYERS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Settings that train all layers in each update, with nothing offloaded (`HiFTConfig.all_layers`)."""
+LEAST_DEVICE_BYTES = 2**14
+"""Smallest `device_bytes`."""
+CHUNKS_IN_BUDGET = 8
+"""Chunks of the largest size that fit into `device_bytes`. Two pass at a time."""
 _SIZES = {
     "device_bytes": True,
     "stream_bytes": False,
@@ -102,11 +106,11 @@ class HiFTConfig:
     small updates add up. fp32 parameters need no copy."""
     device_bytes: BytesOrAuto = "auto"
     """Bytes of the device that may hold offloaded state, and blocks of weights=host, beside those in use. Set it in
-    place of the three options below. `auto` takes what each cycle leaves free.
+    place of the three options below. `auto` takes what the cycles so far left free.
 
-    State has the first share: chunks pass two at a time, and up to the largest group's state is prefetched. Blocks get
-    the rest. A part that is set by `stream_bytes`, `prefetch_bytes` or `resident_bytes` is taken as it is. Optimizers
-    that need whole tensors may take more."""
+    State has the first share: chunks of at most an eighth of the budget pass two at a time, and up to the largest
+    group's state is prefetched. Blocks get the rest. `prefetch_bytes` and `resident_bytes` set their parts, if these
+    are given. Optimizers that need whole tensors may take more."""
     stream_bytes: Bytes = 128 * 2**20
     """Size of the chunks in which a group's masters and state pass through the device during a step. 0 takes the whole
     group at once. By default 128MiB.
@@ -211,8 +215,8 @@ class HiFTConfig:
         if self.state == "device":
             return 0
         stream_bytes = self.stream_bytes
-        if self.device_bytes != "auto" and self.stream_bytes == type(self)().stream_bytes:
-            stream_bytes = min(stream_bytes, max(1, self.device_bytes // 2))
+        if self.device_bytes != "auto":
+            stream_bytes = min(stream_bytes or self.device_bytes, self.device_bytes // CHUNKS_IN_BUDGET)
         return -(-stream_bytes // 2) if self.steps_in_backward else stream_bytes
 
     def __post_init__(self) -> None:
@@ -261,11 +265,18 @@ class HiFTConfig:
                 f'device_bytes={self.device_bytes} is for offloaded state and weights, and state="device" with '
                 'weights="device" offloads none. Leave it out'
             )
-        parts = [each for each in (self.prefetch_bytes, self.resident_bytes) if each != "auto"]
-        if sum(parts) > self.device_bytes:
+        if self.device_bytes < LEAST_DEVICE_BYTES:
             raise ValueError(
-                f"prefetch_bytes={self.prefetch_bytes} and resident_bytes={self.resident_bytes} are more than "
-                f"device_bytes={self.device_bytes}, of which they are parts. Leave out one, or raise device_bytes"
+                f"device_bytes={self.device_bytes} must be at least {LEAST_DEVICE_BYTES}, since two chunks pass at a "
+                "time. To hold nothing ahead, set prefetch_bytes=0 and resident_bytes=0"
+            )
+        parts = {name: getattr(self, name) for name in ("prefetch_bytes", "resident_bytes")}
+        parts = {name: value for name, value in parts.items() if value != "auto"}
+        if sum(parts.values()) > self.device_bytes:
+            given = " and ".join(f"{name}={value}" for name, value in parts.items())
+            raise ValueError(
+                f"{given} do not fit into device_bytes={self.device_bytes}, of which they are parts. Lower them, or "
+                "raise device_bytes"
             )
 
     def _check_inactive(self) -> None:

@@ -104,7 +104,7 @@ def _mapped(directory: Path, num_bytes: int) -> torch.Tensor:
         Path(name).unlink()
 
 
-def offloaded_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torch.dtype]:
+def offloaded_bytes(weights: Sequence[Weight], meter: StepMeter, *, is_measured: bool = False) -> Counter[torch.dtype]:
     """Count the bytes of one group's masters and state that will be offloaded between its steps, by dtype.
 
     Without `state="disk"`, whose files are allocated whole, state is left out if counting it would take an extra step
@@ -113,12 +113,13 @@ def offloaded_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torc
     Args:
         weights: Trained weights of the group.
         meter: Meter of the memory that steps need, with HiFT's settings.
+        is_measured: Whether state is counted in any case.
     """
     num_bytes: Counter[torch.dtype] = Counter()
     for weight in weights:
         if meter.steps_master(weight):
             num_bytes[torch.float32] += aligned(weight.parameter.numel() * torch.float32.itemsize)
-        if meter.is_elementwise or meter.config.state == "disk":
+        if is_measured or meter.is_elementwise or meter.config.state == "disk":
             for dtype, state_bytes in meter.needs(weight).state_bytes.items():
                 num_bytes[dtype] += aligned(math.ceil(state_bytes)) + _GAPS_BYTES
     return num_bytes

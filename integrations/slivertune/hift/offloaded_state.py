@@ -151,8 +151,8 @@ class OffloadedState(GroupState):
         self._is_first_turn = False
         self._evict(self._pending or () if self._stays else self.chunks)
         # Gradients arrive in nearly the same order every time, so the next chunks can be loaded ahead.
-        stepped = set(self._turn)
-        self.chunks = self._turn + [chunk for chunk in self.chunks if chunk not in stepped]
+        stepped = dict.fromkeys(self._turn)
+        self.chunks = [*stepped] + [chunk for chunk in self.chunks if chunk not in stepped]
         self._turn = []
 
     @override
@@ -329,10 +329,11 @@ class OffloadedState(GroupState):
         slots = self._slots
         for chunk in self._pending or ():
             if chunk.memory is None:
+                assert self._store is not None
+                sources = [self._store.of(one) for one in chunk.slices]  # may have to be read, which may fail
                 if (taken := slots.take(self._slot_bytes, at_least)) is None:
                     return
-                assert self._store is not None
-                chunk.load([self._store.of(one) for one in chunk.slices], *taken, slots.streams)
+                chunk.load(sources, *taken, slots.streams)
                 if self._loads_gradients:
                     chunk.load_gradients(slots.streams)
 

@@ -87,7 +87,8 @@ def _request(trainer: Trainer, model: Any, config: HiFTConfig, tune: TokenTune |
             raise ValueError(f"{what} has no plan here")
     assert task is not None
     settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name in REQUEST_OPTIONS}
-    settings |= {name: 0 for name in ("prefetch_bytes", "resident_bytes") if settings[name] == "auto"}
+    sizes = ("device_bytes", "prefetch_bytes", "resident_bytes")
+    settings |= {name: None for name in sizes if settings[name] == "auto"}
     precision = _precision(model, config, has_autocast=arguments.bf16)
     if precision not in ("bf16", "mixed_hi"):
         settings["master"] = None

@@ -177,9 +177,11 @@ def _try(
     requirement = add_allowance(make_plan(request, config))
     share = seconds = None
     if requirement.fits(limits):
-        if prefetch_bytes is None:
+        if prefetch_bytes is None and request.device_bytes is None:
             prefetch_bytes = room_ahead(requirement, limits.device_bytes, card.memory_bytes)
-        plan = replace(requirement.plan, request=replace(request, prefetch_bytes=prefetch_bytes))
+        plan = requirement.plan
+        if prefetch_bytes is not None:
+            plan = replace(plan, request=replace(request, prefetch_bytes=prefetch_bytes))
         time = plan_time(plan, card.rates())
         share, seconds = sum(time.update.waiting.values()) / time.seconds, time.seconds
     return Trial(

@@ -29,8 +29,8 @@ def park(request: PlanRequest, model: nn.Module) -> ParkedLayers | None:
     if not request.parks:
         return None
     with planned_streams(request), FakeOverrides():
-        resident_bytes = request.resident_bytes or request.device_bytes or 0
-        parked = ParkedLayers(model, request.waiting or "exact", request.weights, resident_bytes, _in_files)
+        resident_bytes = request.device_bytes if request.resident_bytes is None else request.resident_bytes
+        parked = ParkedLayers(model, request.waiting or "exact", request.weights, resident_bytes or 0, _in_files)
         parked.make_codes()
     return parked
 

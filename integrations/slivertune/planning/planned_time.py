@@ -127,7 +127,7 @@ def with_room_ahead(requirement: MemoryRequirement, device_bytes: int) -> Plan:
     if has_budget or not planned(request.method).waits_on_host(request) or request.layout not in ("single", "ddp"):
         return plan
     room = room_ahead(requirement, device_bytes, device_bytes)
-    return replace(plan, request=replace(request, prefetch_bytes=max(request.prefetch_bytes, room)))
+    return replace(plan, request=replace(request, prefetch_bytes=max(request.prefetch_bytes or 0, room)))
 
 
 def room_ahead(requirement: MemoryRequirement, limit_bytes: int, memory_bytes: int) -> int:

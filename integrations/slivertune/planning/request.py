@@ -97,9 +97,9 @@ class PlanRequest:
     state_ram_bytes: Bytes = _HIFT.state_ram_bytes
     save_total_limit: int | None = None
     waiting: CodesForm | None = _HIFT.waiting
-    prefetch_bytes: Bytes = 0
+    prefetch_bytes: Bytes | None = None
     weights: WeightPlace = _HIFT.weights
-    resident_bytes: Bytes = 0
+    resident_bytes: Bytes | None = None
     density: float | None = None
     num_weights: int | None = None
     equivalent_lora_rank: int | None = None
@@ -158,10 +158,11 @@ class PlanRequest:
         """
         # A plan writes no file, so that it needs no folder for them.
         own: dict[str, Any] = {"master": self.master_kind, "state_dir": "." if self.state == "disk" else None}
-        if self.device_bytes is None:
-            own["device_bytes"] = "auto"
-        else:  # what a plan does not prefetch by itself is a part of the budget
-            own |= {name: "auto" for name in ("prefetch_bytes", "resident_bytes") if not getattr(self, name)}
+        # A plan measures nothing: what is not given is 0, or a share of the budget.
+        own["device_bytes"] = "auto" if self.device_bytes is None else self.device_bytes
+        for name in ("prefetch_bytes", "resident_bytes"):
+            if getattr(self, name) is None:
+                own[name] = 0 if self.device_bytes is None else "auto"
         if self.compile_step == "auto":
             own["compile_step"] = "always" if self.kernels == "gpu" else "never"
         return HiFTConfig(**{**{name: getattr(self, name) for name in _OF_HIFT}, **own, **others})

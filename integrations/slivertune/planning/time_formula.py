@@ -26,7 +26,7 @@ with the updates.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slivertune.hift.device_budget import share_out
+from slivertune.hift.device_budget import chunks_bytes, share_out
 from slivertune.hift.disk import NUM_BUFFERS, groups_on_disk
 from slivertune.hift.offloaded_state import PASSING_CHUNKS, WORKING_CHUNKS
 from slivertune.planning.cards import LAUNCH_SECONDS, Rates
@@ -143,11 +143,14 @@ class _Update:
         self._num_chunks = 1 / share
         self._chunk = share * self._state
         in_slot = share * (self._state + own)
-        prefetched, self._resident = request.prefetch_bytes, request.resident_bytes
-        if request.device_bytes is not None:
-            largest = max(each.state_and_master_bytes for each in plan.groups)
-            shares = share_out(request.hift_config(), lambda: largest)
+        prefetched, self._resident = request.prefetch_bytes or 0, request.resident_bytes or 0
+        if request.device_bytes is not None and moves:
+            config = request.hift_config()
+            sizes = [(each.state_and_master_bytes, each.gradient_bytes) for each in plan.groups]
+            shares = share_out(config, lambda: max(chunks_bytes(config, *each) for each in sizes))
             prefetched, self._resident = (0 if each == "auto" else each for each in shares)
+        elif request.device_bytes is not None:
+            self._resident = self._resident or request.device_bytes
         self._slots = int(prefetched // in_slot) if in_slot else 0
         self._queued = 0.0 if request.state == "discard" else min(self._state, self._slots * self._chunk)
         """Bytes of state that are prefetched at the same time, and so are written back together."""

@@ -35,7 +35,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 DRAWN: dict[str, tuple[Any, ...]] = {
     **AXES,
     "layers_per_group": (1, 0.25, 0, 1.5),
-    "device_bytes": ("auto", 0, 2**20),
+    "device_bytes": ("auto", 0, 2**21),
     "stream_bytes": (0, "64MiB"),
     "state_ram_bytes": (0, 2**20),
     "order": ("random", "bottom2up"),

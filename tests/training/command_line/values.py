@@ -14,7 +14,7 @@ _VALUES = {
     "lora_dropout": "0.5",
     "reselection_interval": "20",
     "state_ram_bytes": "0",
-    "device_bytes": "0",
+    "device_bytes": "1GiB",
     "resident_bytes": "0",
     "layers_per_group": "3",
     "keep_activations": "1",

@@ -59,6 +59,12 @@ def test_exact_weights_stay_in_the_files_of_the_base(method: str, runs: Runs) ->
         ("lora", ("--weights", "host", "--load_in_4bit", "true"), "--weights host does not go with --load_in_4bit"),
         ("lora", ("--resident_bytes", "-1"), "resident_bytes"),
         ("sft", ("--device_bytes", "1GiB"), "--device_bytes 1073741824 is for weights on the host. Set --weights host"),
+        ("lora", (*HOST[:2], "--device_bytes", "1GiB", "--resident_bytes", "2GiB"), "does not fit into device_bytes="),
+        (
+            "sft",
+            ("--waiting", "int8", "--train_embeddings", "true"),
+            "--train_embeddings adds deltas to",
+        ),
         ("dense", ("--device_bytes", "1GiB"), "--device_bytes 1073741824: --method dense trains all weights"),
     ],
 )

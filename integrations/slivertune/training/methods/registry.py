@@ -106,7 +106,7 @@ def check_method_parks(method: type[TrainingMethod], parked: ParkedArguments, va
         _require("bitsandbytes", "--waiting nf4")
     if method.about.name == "hift":
         return  # whose settings say the rest
-    if parked.weights == "device" and (parked.device_bytes, parked.resident_bytes) != ("auto", "auto"):
+    if parked.weights == "device" and (parked.device_bytes != "auto" or parked.resident_bytes not in ("auto", 0)):
         raise ValueError(f"{asked[-1]} is for weights on the host. Set --weights host, or leave it out")
     engine = next((name for name in ("deepspeed", "fsdp") if asks_for(name, values)), None)
     if engine is not None:

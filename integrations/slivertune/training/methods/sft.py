@@ -69,6 +69,11 @@ class SFTMethod(SliverMethod):
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
         """Refuse to load the best model if its deltas are not saved, and settings that would be ignored."""
         check_best_model(training)
+        if self.parked is not None and self.options.embeddings:
+            raise ValueError(
+                "--train_embeddings adds deltas to the embeddings, and beside parked weights only linear layers have "
+                "deltas. Leave out --train_embeddings, or --waiting and --weights"
+            )
         is_by_momentum = self.options.selection == "momentum"
         for is_unread, names, reason in (
             (
@@ -155,6 +160,11 @@ class SFTMethod(SliverMethod):
         try:
             super().attach(trainer)
         except ValueError as error:
+            if self.parked is not None and "the layer form takes" in str(error):
+                raise ValueError(
+                    f"{str(error).partition(', and the layer form')[0]}, whose weights can't train beside parked ones. "
+                    "Leave out --waiting and --weights, or name others by --sft_target_modules"
+                ) from error
             if names is None or "targets has" not in str(error):
                 raise
             raise ValueError(f"--sft_target_modules {' '.join(map(str, names))}: {error}") from error

@@ -118,11 +118,12 @@ class ParkedArguments:
     frozen base of lora and sft. Weights in training and saved weights are exact."""
     weights: WeightPlace = "device"
     """Hift, lora, sft: place of the blocks' weights that do not train now. On the host, each block is loaded ahead of
-    its forward and backward. Results are the same to the bit."""
+    its forward and backward. Updates are the same to the bit. With sft, deltas are then stored beside the weights, and
+    --output_dir has only them."""
     device_bytes: BytesOrAuto = "auto"
     """Hift, and lora and sft with --weights host: bytes of the GPU that may hold offloaded state and blocks of weights,
     beside those in use, such as 4GiB. Set it in place of --stream_bytes, --prefetch_bytes and --resident_bytes. auto
-    takes what the first updates leave free."""
+    takes what the updates so far left free."""
     resident_bytes: BytesOrAuto = "auto"
     """With --weights host: bytes of blocks that stay on the device, such as 4GiB. auto measures what the first updates
     leave free. Without a GPU it is 0."""
@@ -135,6 +136,12 @@ class ParkedArguments:
     def __post_init__(self) -> None:
         for name in ("device_bytes", "resident_bytes"):
             read_bytes(name, getattr(self, name), may_be_auto=True)
+        total, blocks = self.device_bytes, self.resident_bytes
+        if total != "auto" and blocks != "auto" and blocks > total:
+            raise ValueError(
+                f"resident_bytes={blocks} does not fit into device_bytes={total}, of which it is a part. Lower it, or "
+                "raise device_bytes"
+            )
 
     @property
     def blocks_bytes(self) -> int | str:
