@@ -31,7 +31,7 @@ from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
 from slivertune.sft.config import NAMES_OF_OPTIONS, SelectionCriterion, SFTConfig
-from slivertune.sft.unsupported import clash_of_4bit
+from slivertune.sft.unsupported import clash_of_4bit, clash_of_parking
 
 AttentionName = Literal["sdpa", "eager"]
 PrecisionName = Literal["fp32", "mixed", "mixed_hi", "bf16"]
@@ -359,6 +359,8 @@ class PlanRequest:
         )
         if refusal is not None:
             return refusal
+        if self.parks and self.method == "sft" and (clash := clash_of_parking(embeddings=self.train_embeddings)):
+            return clash
         if self.load_in_4bit and self.method == "sft":
             return clash_of_4bit(self.layout, "each target with load_in_4bit")
         if self.method != "hift":

@@ -51,3 +51,17 @@ def clash_of_4bit(layout: Layout, weight: str) -> str | None:
         "scales that no shard carries (accelerate leaves such weights whole on every rank). Train 4-bit models under "
         "DDP, ZeRO-1 or ZeRO-2, or load this one in bf16"
     )
+
+
+def clash_of_parking(*, embeddings: bool) -> str | None:
+    """Return why SFT can't train beside parked weights, with the way out, or None if it can.
+
+    Args:
+        embeddings: Whether embeddings have deltas, too.
+    """
+    if not embeddings:
+        return None
+    return (
+        "--train_embeddings adds deltas to the embeddings, and beside parked weights only linear layers have deltas. "
+        "Leave out --train_embeddings, or --waiting and --weights"
+    )

@@ -14,6 +14,7 @@ from slivertune.interop.checkpoints import holds_state
 from slivertune.interop.methods import check_best_model
 from slivertune.parallel.layout import layout_of
 from slivertune.sft.targets import is_4bit
+from slivertune.sft.unsupported import clash_of_parking
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, SliverMethod
 from slivertune.training.models import LoadedModel, is_not_about_codes
 from slivertune.training.options.methods import SFT, SFTOptions
@@ -69,11 +70,8 @@ class SFTMethod(SliverMethod):
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
         """Refuse to load the best model if its deltas are not saved, and settings that would be ignored."""
         check_best_model(training)
-        if self.parked is not None and self.options.embeddings:
-            raise ValueError(
-                "--train_embeddings adds deltas to the embeddings, and beside parked weights only linear layers have "
-                "deltas. Leave out --train_embeddings, or --waiting and --weights"
-            )
+        if self.parked is not None and (clash := clash_of_parking(embeddings=self.options.embeddings)) is not None:
+            raise ValueError(clash)
         is_by_momentum = self.options.selection == "momentum"
         for is_unread, names, reason in (
             (
