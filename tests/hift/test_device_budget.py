@@ -26,9 +26,8 @@ HOST: dict[str, Any] = {"weights": "host"}
     [
         ({}, ("auto", "auto")),
         ({"prefetch_bytes": 5, **HOST}, (5, "auto")),
-        # Without blocks on the host, all is for state.
         ({"device_bytes": MB}, (MB, "auto")),
-        ({"device_bytes": 8 * MB}, (8 * MB, "auto")),
+        ({"device_bytes": 8 * MB}, (STATE, "auto")),
         # State first, blocks get the rest; two chunks of an eighth pass in any case.
         ({"device_bytes": MB, **HOST}, (MB, 0)),
         ({"device_bytes": 8 * MB, **HOST}, (STATE, 6 * MB)),

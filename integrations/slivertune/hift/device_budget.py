@@ -24,7 +24,7 @@ def share_out(config: HiFTConfig, state_bytes: Callable[[], int]) -> tuple[Share
         return prefetched, resident
     if prefetched == "auto":
         rest = total - (0 if resident == "auto" else resident)
-        prefetched = min(rest, state_bytes()) if config.weights == "host" else rest
+        prefetched = min(rest, state_bytes())
     # Two chunks pass even if none is prefetched.
     passing = min(total, 2 * config.chunk_bytes)
     assert isinstance(prefetched, int)
