@@ -223,7 +223,7 @@ def naive_rounding(values: torch.Tensor, seed: int, update: int, name: str) -> t
 
 
 def quantized_by_hand(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """What a weight becomes that is quantised by blocks of 64: written anew, row by row for int8."""
+    """Quantise a weight by blocks of 64 and dequantise it, row by row for int8."""
     if form == "exact":
         return weight.clone()
     if form == "nf4":

@@ -244,7 +244,7 @@ def test_what_can_not_be_parked_is_refused_and_the_model_stays_as_it_was(case: s
 
 
 def marks_of(model: nn.Module) -> Any:
-    """What others have put on each module."""
+    """Return the attributes of each module, and the number of its hooks."""
     return {
         name: (set(vars(module)) - {"training"}, len(module._forward_hooks), len(module._forward_pre_hooks))
         for name, module in model.named_modules()

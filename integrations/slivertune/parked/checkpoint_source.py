@@ -21,7 +21,7 @@ from slivertune.core.copy_streams import Event
 from slivertune.parked.exact_source import ExactSource, HostCopy, StreamsOf
 from slivertune.parked.safetensors_files import file_by_tensor
 
-_PEFT_PARTS = frozenset({"base_layer"})
+_PEFT_PART = "base_layer"
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -118,12 +118,15 @@ class CheckpointFiles:
     @classmethod
     def of(cls, model: nn.Module) -> "CheckpointFiles":
         """Find and open the files of a model's checkpoint: a local folder, or a snapshot in the hub's cache."""
-        for name, commit in _checkpoints_of(model):
-            found = _index_of(name, commit)
-            if found is not None:
-                opened = {path: _OpenFile(path) for path in set(found.values())}
-                return cls({tensor: opened[path] for tensor, path in found.items()})
-        return cls({})
+        folder = _folder_of(model)
+        if folder is None:
+            return cls({})
+        try:
+            file_names = file_by_tensor(folder)
+        except FileNotFoundError:
+            return cls({})
+        files = {name: _OpenFile(folder / name) for name in set(file_names.values())}
+        return cls({tensor: files[name] for tensor, name in file_names.items()})
 
     def source_of(
         self, name: str, weight: torch.Tensor, device: torch.device, streams_of: StreamsOf
@@ -146,40 +149,31 @@ class CheckpointFiles:
         return None
 
 
-def _checkpoints_of(model: nn.Module) -> Iterator[tuple[str, str | None]]:
-    """Yield the folder or the name on the hub from which a model, or a model in it, was loaded, and the commit."""
+def _folder_of(model: nn.Module) -> Path | None:
+    """Return the folder from which a model, or a model in it, was loaded. None if it is not on this machine."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         name = getattr(config, "_name_or_path", None)
         if isinstance(name, str) and name:
-            yield name, getattr(config, "_commit_hash", None)
-            return
+            return Path(name) if Path(name).is_dir() else _cached_folder(name, getattr(config, "_commit_hash", None))
+    return None
 
 
-def _index_of(name: str, commit: str | None) -> Mapping[str, Path] | None:
-    """Return the path of the file of each tensor. None if there are no safetensors on this machine."""
-    folder: Path | None = Path(name)
-    if not Path(name).is_dir():
-        folder = None
-        for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
-            try:
-                cached = try_to_load_from_cache(name, file, revision=commit)
-            except HFValidationError:
-                return None  # the path of a folder that is not there any more
-            if isinstance(cached, str):
-                folder = Path(cached).parent
-                break
-    if folder is None:
-        return None
-    try:
-        return {tensor: folder / file for tensor, file in file_by_tensor(folder).items()}
-    except FileNotFoundError:
-        return None
+def _cached_folder(name: str, commit: str | None) -> Path | None:
+    """Return the folder of a snapshot in the hub's cache. None if no safetensors of it are there."""
+    for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
+        try:
+            cached = try_to_load_from_cache(name, file, revision=commit)
+        except HFValidationError:
+            return None  # the path of a folder that is not there any more
+        if isinstance(cached, str):
+            return Path(cached).parent
+    return None
 
 
 def _names_in_files(name: str) -> Iterator[str]:
-    """Yield the names that a file may have for a weight: without PEFT's parts, and without that of the base model."""
-    plain = ".".join(part for part in name.removeprefix(_PEFT_PREFIX).split(".") if part not in _PEFT_PARTS)
+    """Yield the names that a file may have for a weight: without PEFT's part, and without that of the base model."""
+    plain = ".".join(part for part in name.removeprefix(_PEFT_PREFIX).split(".") if part != _PEFT_PART)
     yield plain
     yield plain.partition(".")[2]
 

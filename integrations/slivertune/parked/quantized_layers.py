@@ -5,7 +5,7 @@ Weights that nobody trains are quantised for good.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import get_args
 
@@ -65,20 +65,17 @@ class QuantizedLayers:
         self._leaving: list[tuple[torch.Tensor, Event]] = []
         """Exact weights whose turn has ended, until their copies to the host are complete."""
 
-    def attach(self, sources: Mapping[int, ExactSource] | None = None) -> Callable[[], None]:
-        """Offload the exact weights, and hold all as codes.
+    def attach(self, sources: Mapping[int, ExactSource] | None = None) -> None:
+        """Offload the exact weights, and hold all as codes. `remove` undoes it.
 
         Args:
             sources: Storage of exact weights by the parameter's `id`; for all others a copy in host memory is made.
-
-        Returns:
-            Function that undoes it (`remove`).
 
         Raises:
             RuntimeError: If the model or a part of it is compiled.
         """
         if self._is_attached:
-            return self.remove  # which could not release them
+            return  # `remove` could not release them
         layers = [
             each
             for each in self._model.modules()
@@ -92,7 +89,6 @@ class QuantizedLayers:
         except BaseException:
             self._restore()
             raise
-        return self.remove
 
     @property
     def weights(self) -> Collection[QuantizedWeight]:
@@ -202,8 +198,8 @@ def quantize_layers(model: nn.Module, form: CodesForm) -> QuantizedLayers:
     """Quantise the linear weights of a model's blocks before HiFT is built, with the exact ones on the host.
 
     Use this if the device has no room for the exact weights. Load the model in host memory, call this, then move the
-    model to the device, or give it to a Trainer, which does. Only codes move. `HiFT(model, ...)` with the same
-    kind as `waiting` in its settings then trains it.
+    model to the device, or give it to a Trainer, which does. Only codes move. Then train it by `HiFT`
+    with the same kind as `waiting` in its settings.
 
     Args:
         model: Model in bf16 or fp32, in host memory or on a device.

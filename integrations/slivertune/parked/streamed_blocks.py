@@ -165,7 +165,7 @@ class StreamedBlocks:
             hooks = torch.autograd.graph.saved_tensors_hooks(
                 partial(self._pack, pack), partial(_unpack, self._bring_saved, unpack)
             )
-            hooks.__enter__()  # `_after` exits, which torch calls in any case
+            hooks.__enter__()  # `_after` exits, or after Ctrl-C the next `begin_forward`
         self._running.append(_Call(index, hooks, frozenset(map(id, tensors_of((args, kwargs))))))
 
     def _load_for_inference(self, index: int, end: Callable[[], None]) -> None:

@@ -87,7 +87,7 @@ class StreamedModel:
         each_once = dict.fromkeys(block.parameters())
         return [each for each in each_once if self._parked is None or id(each) in self._parked]
 
-    def attach(self, model: nn.Module) -> Callable[[], None]:
+    def attach(self, model: nn.Module) -> None:
         """Move the model's weights to their places, and hook the blocks.
 
         Raises:
@@ -98,7 +98,6 @@ class StreamedModel:
         if is_new or not self.blocks.weights.take_over():
             self.blocks = self._make_blocks(self.quantized)
         self.blocks.attach(model)
-        return self.blocks.release
 
     def attach_for_inference(self, model: nn.Module) -> Callable[[], None]:
         """Load the blocks for forwards of a detached model, with exact weights and without gradients.
