@@ -130,7 +130,7 @@ def switch_seconds(layout: str, model: Any, optimizer: Any) -> dict[str, float]:
     for _ in range(optimizer.num_groups * NUM_CYCLES):
         optimizer.rotation.updates += optimizer.rotation.steps_per_group
         start = time.perf_counter()
-        optimizer._activate()
+        optimizer.turns.activate()
         series.append(time.perf_counter() - start)
     return {"beyond_copies": statistics.median(series), "num_switches": len(series)}
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from slivertune.core.offloaded_activations import offload_activations
     from slivertune.core.token_tiles import tile_tokens
     from slivertune.deltas import SparseDelta
-    from slivertune.hift import HiFT, HiFTConfig
+    from slivertune.hift import HiFT, HiFTConfig, park_for_hift
     from slivertune.interop import attach
     from slivertune.parallel.initialize import initialize
     from slivertune.parallel.prepare import prepare
-    from slivertune.parked import ParkedLayers, keep_blocks_on_host, load_quantized, park_layers, quantize_layers
+    from slivertune.parked import ParkedLayers, load_quantized, park_layers
     from slivertune.sft import SFT, SFTConfig
     from slivertune.tokentune import TokenTune, TokenTuneHandle
 
@@ -58,12 +58,11 @@ __all__ = [
     "find_layers",
     "initialize",
     "keep_activations",
-    "keep_blocks_on_host",
     "load_quantized",
     "offload_activations",
+    "park_for_hift",
     "park_layers",
     "prepare",
-    "quantize_layers",
     "tile_tokens",
     "why_not_chunked",
 ]
@@ -89,12 +88,11 @@ _MODULE_OF_NAME = {
     "find_layers": "slivertune.core.layers",
     "initialize": "slivertune.parallel.initialize",
     "keep_activations": "slivertune.core.kept_activations",
-    "keep_blocks_on_host": "slivertune.parked",
     "load_quantized": "slivertune.parked",
     "offload_activations": "slivertune.core.offloaded_activations",
+    "park_for_hift": "slivertune.hift",
     "park_layers": "slivertune.parked",
     "prepare": "slivertune.parallel.prepare",
-    "quantize_layers": "slivertune.parked",
     "tile_tokens": "slivertune.core.token_tiles",
     "why_not_chunked": "slivertune.chunked_loss",
 }

@@ -99,7 +99,7 @@ DOORS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "quantised layers": {
         "HiFT": lambda model: _hift(model, waiting="int8"),
         "HiFT.wrap": lambda model: _wrap(model, waiting="int8"),
-        "quantize_layers": lambda model: st.quantize_layers(model, "int8"),
+        "park_for_hift": lambda model: st.park_for_hift(model, HiFTConfig(waiting="int8")),
         "load_quantized": _loaded,
         "park_layers": lambda model: _parked(model, form="int8", place="device"),
     },

@@ -130,7 +130,7 @@ def allocated_beside_the_weights(model: nn.Module, batch: Batch) -> int:
 
 
 def streamed_groups(hift: HiFT) -> list[OffloadedState]:
-    groups = hift._states
+    groups = hift.turns.states
     assert all(isinstance(group, OffloadedState) for group in groups)
     return groups  # type: ignore[return-value]
 

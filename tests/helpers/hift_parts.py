@@ -10,5 +10,5 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 
 def part_of(hift: HiFT, kind: type[AnyPart]) -> AnyPart:
     """Return the part of a class; a HiFT without one fails the test."""
-    (found,) = [each for each in hift._built.parts if isinstance(each, kind)]
+    (found,) = [each for each in hift.turns.parts if isinstance(each, kind)]
     return found

@@ -12,7 +12,7 @@ import slivertune as st
 from tests.helpers.models import small_decoder, token_batches
 
 PACKAGE = str(Path(st.__file__).parent)
-MOST_CLASSES = 16
+MOST_CLASSES = 17
 """Three of them move state between host and device: `CopyStreams`, `DeviceSlots` and `Prefetcher`. A `Weight` says
 where it computes, since it may wait elsewhere. `DeviceGradients` is the route of gradients to the step."""
 

@@ -8,9 +8,7 @@ import torch
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.ledger import Ledger
 from slivertune.hift.device_budget import share_out
-from slivertune.hift.parked_weights import ParkedWeights
 from tests.helpers.delayed_streams import delayed
-from tests.helpers.hift_parts import part_of
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.pairwise import rotated
 from tests.helpers.reference import train
@@ -89,7 +87,7 @@ def test_state_stays_through_a_turn_if_the_budget_has_room_for_all_of_it() -> No
         settings: dict[str, Any] = {"steps_per_group": 4, "device_bytes": 400_000, "stream_bytes": 30_000}
         own = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(weights="host", **settings), lr=1e-2)
         train(model, own, BATCHES, own.cycle_length + 2)
-        state: Any = own._states[own.active_group]
+        state: Any = own.turns.states[own.active_group]
         assert len(state.chunks) > 2 and {chunk.where for chunk in state.chunks} == {"device"}
 
 
@@ -102,7 +100,7 @@ def test_state_is_measured_whatever_the_base_optimizer_is() -> None:
     hift = HiFT(model, Unknown, config=config, lr=1e-2)
     groups = [hift.weights_of(group) for group in range(hift.num_groups)]
     largest = max(sum(weight.parameter.numel() for weight in each) for each in groups)
-    streamed: Any = part_of(hift, ParkedWeights).streamed
+    streamed: Any = hift.turns.parked.streamed
     blocks = streamed.blocks.weights
     resident = sum(size for index, size in enumerate(blocks.block_bytes) if index not in blocks.streamed)
     assert resident <= MB - 8 * largest
@@ -131,7 +129,7 @@ def test_the_device_never_holds_more_and_the_bits_are_the_same(
         train(plain, resident, BATCHES, 2 * steps)
         assert_same_bits(model, plain)
     if weights == "host":
-        streamed: Any = part_of(own, ParkedWeights).streamed
+        streamed: Any = own.turns.parked.streamed
         blocks = streamed.blocks.weights
         held += sum(size for index, size in enumerate(blocks.block_bytes) if index not in blocks.streamed)
         if device_bytes == 300_000:

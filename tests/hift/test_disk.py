@@ -471,7 +471,7 @@ def test_a_state_dict_of_an_update_that_was_begun_and_not_made_is_whole(tmp_path
     other, reference = hift_over(twin(model), "AdamW", stream_bytes=PIECE)
     for each, optimizer in ((model, hift), (other, reference)):
         train(each, optimizer, token_batches(20, vocab=BIG_VOCAB), 3)
-        optimizer._begin_update()
+        optimizer.turns._begin_update()
     assert_same_tree(hift.state_dict()["state"], reference.state_dict()["state"])
     for each, optimizer in ((model, hift), (other, reference)):
         train(each, optimizer, token_batches(20, vocab=BIG_VOCAB), 10, start=3)
@@ -595,7 +595,7 @@ def test_a_model_on_another_device_takes_its_state_along(tmp_path: Path) -> None
     model, hift = on_disk(tmp_path)
     other, reference = hift_over(twin(model), "AdamW", stream_bytes=PIECE)
     train(model, hift, batches, 8)
-    for group in hift._states:
+    for group in hift.turns.states:
         group._store.device = torch.device("meta")  # type: ignore[attr-defined]
         monkey = part_of(hift, Prefetcher).slots_of(torch.device("cpu"))
         part_of(hift, Prefetcher).slots[torch.device("meta")] = monkey

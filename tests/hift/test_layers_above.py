@@ -78,7 +78,7 @@ def test_state_is_that_of_the_active_groups_alone() -> None:
     states = []
     for inactive in ("frozen", "above"):
         _, hift = hift_over(small_decoder(), "AdamW", gradients="stepped", inactive=inactive)
-        train(hift._hooks.model, hift, token_batches(2), 2)
+        train(hift.turns.hooks.model, hift, token_batches(2), 2)
         state = hift.state_dict()
         states.append({name: sorted(values) for name, values in state["state"].items()})
     assert_same_tree(*states)

@@ -25,7 +25,7 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
         "load",
         lambda self, *arguments: (original(self, *arguments), loads.append(self)),
     )
-    for group in hift._states:
+    for group in hift.turns.states:
         loads.clear()
         train(model, hift, batches, 1)
         # Each once and in turn: nothing that was loaded had to give way.
@@ -50,7 +50,7 @@ def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.Monke
     with streams_made_by(_Counting):
         model, hift = hift_over(small_decoder(dtype), torch.optim.AdamW, stream_bytes=20_000, lr=1e-2)
         train(model, hift, batches, 5)
-        for group in hift._states:
+        for group in hift.turns.states:
             monkeypatch.setattr(_Counting, "num_waits", 0)
             train(model, hift, batches, 1)
             num_pieces = len(group.chunks)
@@ -65,9 +65,9 @@ def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
     train(model, hift, batches, 7)
     other, moved = hift_over(twin(model), torch.optim.AdamW, lr=1e-2, **config)
     moved.load_state_dict(copy.deepcopy(hift.state_dict()))
-    for group in moved._states:
+    for group in moved.turns.states:
         group._store.device = torch.device("cuda", 0)  # type: ignore[attr-defined]
     train(model, hift, batches, 8)
     train(other, moved, batches, 8)
     assert_same_bits(model, other)
-    assert {group._store.device for group in moved._states} == {torch.device("cpu")}  # type: ignore[attr-defined]
+    assert {group._store.device for group in moved.turns.states} == {torch.device("cpu")}  # type: ignore[attr-defined]

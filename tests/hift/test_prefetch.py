@@ -294,7 +294,7 @@ def test_a_group_has_the_slots_of_its_models_device_before_it_has_state(monkeypa
     """On a GPU, slots on the host would end the run or count as a device without memory."""
     hift = HiFT(small_decoder(), torch.optim.AdamW, config=HiFTConfig.paper(prefetch_bytes=100), lr=1e-3)
     part_of(hift, Prefetcher).slots.clear()
-    residency = hift._states[0]
+    residency = hift.turns.states[0]
     monkeypatch.setattr(residency, "_device", lambda: torch.device("meta"))  # where the model has been moved
     residency.release()
     assert list(part_of(hift, Prefetcher).slots) == [torch.device("meta")]

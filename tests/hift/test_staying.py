@@ -49,7 +49,7 @@ def updates_of(hift: HiFT) -> int:
 
 def kept(hift: HiFT) -> dict[int, Chunk]:
     """The active group's pieces that stay."""
-    owner = hift._states[hift.active_group]
+    owner = hift.turns.states[hift.active_group]
     assert isinstance(owner, OffloadedState)
     return {index: chunk for index, chunk in enumerate(owner.chunks) if chunk.where == "device"}
 
@@ -134,8 +134,8 @@ def test_no_more_stays_than_there_is_room_for() -> None:
         seen.add(len(pieces))
 
     train(model, hift, BATCHES, updates_of(hift), after_step=check)
-    owner = hift._states[0]
-    assert 0 in seen and 0 < max(seen) < max(len(each.chunks) for each in hift._states) and owner.is_offloaded
+    owner = hift.turns.states[0]
+    assert 0 in seen and 0 < max(seen) < max(len(each.chunks) for each in hift.turns.states) and owner.is_offloaded
 
 
 def test_what_passes_is_spread_evenly_among_what_stays() -> None:
@@ -147,7 +147,7 @@ def test_what_passes_is_spread_evenly_among_what_stays() -> None:
         layers_per_group=2,
     )
     train(model, hift, BATCHES, hift.cycle_length + 2)
-    num_pieces = len(hift._states[hift.active_group].chunks)
+    num_pieces = len(hift.turns.states[hift.active_group].chunks)
     passing = sorted(set(range(num_pieces)) - kept(hift).keys())
     gaps = {after - before for before, after in itertools.pairwise([-1, *passing])}
     assert len(kept(hift)) > 10 and len(passing) > 3
@@ -246,7 +246,7 @@ def test_a_turn_whose_last_step_is_skipped_leaves_nothing_behind() -> None:
                 optimizer.step()
             optimizer.zero_grad()
     assert hift.active_group != before and kept(hift) == {}
-    assert {chunk.memory for chunk in hift._states[before].chunks} == {None}
+    assert {chunk.memory for chunk in hift.turns.states[before].chunks} == {None}
     go_on(model, hift, other, plain)
 
 
@@ -273,5 +273,5 @@ def test_after_an_error_in_a_step_the_state_is_that_of_pieces_that_all_leave(
         assert kept(hift) == {}
         with pytest.raises(RuntimeError, match="half changed"):
             hift.state_dict()
-        states.append(copy.deepcopy([each.export() for each in hift._states]))
+        states.append(copy.deepcopy([each.export() for each in hift.turns.states]))
     assert_same_tree(*states)

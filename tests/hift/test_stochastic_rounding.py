@@ -171,7 +171,7 @@ def test_a_failed_step_leaves_no_copies(elementwise: bool, monkeypatch: pytest.M
     monkeypatch.setattr(Stumbling, "countdown", 1)
     with pytest.raises(RuntimeError, match="stumbled"):
         run(model, hift, 1, start=1)
-    slices = [one for group in hift._states for piece in group.chunks for one in piece.slices]
+    slices = [one for group in hift.turns.states for piece in group.chunks for one in piece.slices]
     assert slices and all(one.leaf.numel() == 0 and one.leaf.grad is None for one in slices)
 
 
@@ -192,7 +192,7 @@ def test_state_on_the_device_is_stepped_by_tensors_so_that_one_has_a_copy_at_a_t
     )
     run(model, hift, 1)
     assert Alone.sizes[-len(hift.trained_weights) :] == [1] * len(hift.trained_weights)
-    assert all(one.leaf.numel() == 0 for piece in hift._states[0].chunks for one in piece.slices)
+    assert all(one.leaf.numel() == 0 for piece in hift.turns.states[0].chunks for one in piece.slices)
 
 
 def test_rows_without_a_gradient_stay() -> None:

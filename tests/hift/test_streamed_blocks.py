@@ -16,12 +16,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from slivertune import HiFT, attach, keep_activations, prepare
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams
-from slivertune.hift.parked_weights import ParkedWeights
 from slivertune.parked import streamed_model
 from tests.helpers.accelerator import forgotten, one_device
 from tests.helpers.architectures import BART, T5, hf, ids_and_decoder_ids, lora_llama
 from tests.helpers.delayed_streams import delayed
-from tests.helpers.hift_parts import part_of
 from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
@@ -283,14 +281,14 @@ def test_auto_lets_blocks_stay_in_what_the_first_cycle_has_left_and_gives_them_u
 ) -> None:
     with delayed(None):
         first, resident, second, streamed = both(resident_bytes="auto")
-        own = part_of(streamed, ParkedWeights).streamed
+        own = streamed.turns.parked.streamed
         size = own.blocks.weights._blocks[0].num_bytes
-        room = max(streamed.state_sizes()) + 2 * size
+        room = max(streamed.turns.state_sizes()) + 2 * size
         monkeypatch.setattr(streamed_model.PeakMemory, "unused_bytes", lambda *_: room)
         streamed_blocks = []
         for index in range(14):
             if index == 10:
-                streamed._note_lack_of_memory()
+                streamed.turns._note_lack_of_memory()
             train(first, resident, BATCHES, 1, start=index)
             train(second, streamed, BATCHES, 1, start=index)
             assert_same_bits(second, first)

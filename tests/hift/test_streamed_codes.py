@@ -16,9 +16,7 @@ import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.ledger import Ledger
-from slivertune.hift.parked_weights import ParkedWeights
 from tests.helpers.delayed_streams import delayed
-from tests.helpers.hift_parts import part_of
 from tests.helpers.models import bits, differing, seeded, tiny_llama, token_batches, twin, weights
 from tests.helpers.pairwise import rotated
 from tests.helpers.ranks import quick
@@ -153,7 +151,7 @@ def test_weights_that_are_loaded_count_and_evaluation_runs_on_codes() -> None:
 def test_a_layer_that_is_called_alone_has_the_weight_that_was_loaded_and_its_block_comes(has_failed: bool) -> None:
     model, hift, _ = both()
     train(model, hift, BATCHES, 2)
-    own = part_of(hift, ParkedWeights).streamed
+    own = hift.turns.parked.streamed
     if has_failed:
         handle = model.get_submodule("model.layers.3.mlp.down_proj").register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -220,7 +218,7 @@ def test_a_backward_after_its_codes_are_gone_is_an_error_that_names_the_weight()
 def test_layers_that_were_quantized_before_are_taken_over() -> None:
     plain = tiny_llama(torch.bfloat16, blocks=BLOCKS)
     dense = twin(plain)
-    slivertune.quantize_layers(plain, "nf4")
+    slivertune.park_for_hift(plain, HiFTConfig(waiting="nf4"))
     compare(pair_over(plain, dense, "AdamW", form="nf4", **HOST), BATCHES, 9)
 
 
@@ -293,7 +291,7 @@ def test_the_device_holds_the_slots_the_exact_rest_and_the_active_group(
         gc.collect()
         ledger.reset_peak()
         train(model, hift, batches, hift.num_groups + 1, start=hift.num_groups)
-        host_codes = hift.offloaded_weight_bytes
+        host_codes = hift.turns.parked.host_bytes
     rest = sum(size for name, size in sizes.items() if ".layers." not in name)
     rest += sum(each.nbytes for each in model.buffers())
     slots = 2 + layers_per_group

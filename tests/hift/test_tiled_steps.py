@@ -234,7 +234,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def slices_of(hift: HiFT) -> list[Slice]:
-    return [one for each in hift._states for piece in each.chunks for one in piece.slices]
+    return [one for each in hift.turns.states for piece in each.chunks for one in piece.slices]
 
 
 BATCHES = token_batches(2 * LAYERS, vocab=BIG_VOCAB)
@@ -311,7 +311,7 @@ def test_weights_in_tiles_take_no_room_for_copies_in_their_chunks(monkeypatch: p
     with tiles_of(8):
         for master in ("none", "stochastic", "fp32"):
             _, hift = hift_over(small_decoder(BF16), TransformersAdafactor, master=master, **settings)
-            chunks = cut_group(hift._states[0].weights, hift._meter, {})
+            chunks = cut_group(hift.turns.states[0].weights, hift._meter, {})
             num_chunks.append(len(chunks))
             assert all(one.rule is not None for each in chunks for one in each.slices if one.weight.parameter.dim() > 1)
     assert num_chunks[0] == num_chunks[1] < num_chunks[2]
@@ -454,7 +454,7 @@ def test_a_compilation_that_the_environment_disables_is_refused(monkeypatch: pyt
     with tiles_of(300):
         with pytest.raises(RuntimeError, match=r"TORCHDYNAMO_DISABLE is set. Unset it, or set compile_step='never'"):
             hift_over(small_decoder(), TransformersAdafactor, compile_step="always", **NAMED)
-        assert not hift_over(small_decoder(), TransformersAdafactor, **NAMED)[1].compiles_steps
+        assert not hift_over(small_decoder(), TransformersAdafactor, **NAMED)[1].turns.compiles_steps
 
 
 @pytest.mark.parametrize("stance", ["default", "force_eager"])

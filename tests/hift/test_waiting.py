@@ -419,7 +419,7 @@ def test_the_device_holds_codes_the_rest_and_the_active_group(form: str, layers_
         hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(**settings), lr=1e-3)
         batches = token_batches(2, vocab=64)
         train(model, hift, batches, hift.num_groups)
-        held = [hift.quantized_weight(each) for name, each in model.named_parameters() if name in linear]
+        held = [hift.turns.parked.quantized_weight(each) for name, each in model.named_parameters() if name in linear]
         codes = sum(each.nbytes for one in held if one is not None and one.is_quantized for each in one.tensors())
         gc.collect()
         ledger.reset_peak()
@@ -506,7 +506,7 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_were_quantized_before_are_taken_over() -> None:
     plain = tiny_llama(torch.bfloat16)
     dense = twin(plain)
-    handle = slivertune.quantize_layers(plain, "nf4")
+    handle = slivertune.park_for_hift(plain, HiFTConfig(waiting="nf4"))
     with pytest.raises(ValueError, match=r"is quantised as nf4 already, and 'int8' was asked for"):
         HiFT(plain, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8"), lr=1e-2)
     model, hift, naive = pair_over(plain, dense, "AdamW", form="nf4")
@@ -519,9 +519,11 @@ def test_layers_that_were_quantized_before_are_taken_over() -> None:
 def test_a_handle_gives_the_exact_weights_back() -> None:
     model = tiny_llama(torch.bfloat16)
     before = weights(model)
-    with pytest.raises(ValueError, match="must be one of"):
-        slivertune.quantize_layers(model, "int3")  # type: ignore[arg-type]
-    handle = slivertune.quantize_layers(model, "int8")
+    with pytest.raises(ValueError, match=r"leave all weights as they are.*or leave out park_for_hift"):
+        slivertune.park_for_hift(model, HiFTConfig())
+    handle = slivertune.park_for_hift(model, HiFTConfig(waiting="int8"))
+    with pytest.raises(TypeError, match="belongs to one model"):
+        copy.copy(handle)
     assert differing(weights(model), before) != []
     handle.remove()
     assert differing(weights(model), before) == []
@@ -556,7 +558,7 @@ def test_what_can_not_be_loaded_piece_by_piece_is_refused(tmp_path: Path) -> Non
     with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor .*save_pretrained"):
         slivertune.load_quantized(AutoModelForCausalLM, tmp_path, "int8")
     save_file({"model.strange.weight": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"unknown: \['model\.strange\.weight'\].*quantize_layers"):
+    with pytest.raises(ValueError, match=r"unknown: \['model\.strange\.weight'\].*park_for_hift"):
         slivertune.load_quantized(AutoModelForCausalLM, tmp_path, "int8")
 
 

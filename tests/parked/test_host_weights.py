@@ -14,11 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slivertune import HiFTConfig, Ledger, TokenTune
 from slivertune.core.checkpointing import enable_checkpointing
-from slivertune.hift.parked_weights import ParkedWeights
 from slivertune.parked import streamed_blocks
 from slivertune.parked.streamed_model import choose_resident, compute_device
 from tests.helpers.delayed_streams import DelayedStreams, delayed
-from tests.helpers.hift_parts import part_of
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
 from tests.helpers.pairwise import pairwise, rotated
 from tests.helpers.ranks import quick
@@ -114,7 +112,7 @@ def test_a_backward_finds_its_weights_wherever_they_come_to(
     if saves_views:
         monkeypatch.setattr(streamed_blocks.StreamedBlocks, "_pack", lambda self, pack, tensor: pack(tensor))
     other, hift = hift_over(twin(model), "AdamW", weights="host", resident_bytes=0, stream_bytes=20_000)
-    slots = part_of(hift, ParkedWeights).streamed.blocks.weights
+    slots = hift.turns.parked.streamed.blocks.weights
     for batch in BATCHES[:LAYERS]:
         loss = other(**batch).loss
         slots.forget()

@@ -8,6 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 import slivertune
 from slivertune import HiFTConfig
+from slivertune.parked.kept_on_host import keep_blocks_on_host
 from tests.helpers.accelerator import forgotten
 from tests.helpers.models import assert_all_moved, assert_same_bits, differing, tiny_llama, token_batches, twin, weights
 from tests.helpers.reference import train
@@ -30,9 +31,7 @@ def test_a_trainer_moves_all_but_the_blocks(
 ) -> None:
     model = tiny_llama(torch.bfloat16)
     before = {name: value for name, value in weights(model).items() if ".layers." in name}
-    if waiting is not None:
-        slivertune.quantize_layers(model, waiting)  # type: ignore[arg-type]
-    handle = slivertune.keep_blocks_on_host(model)
+    handle = slivertune.park_for_hift(model, HiFTConfig(waiting=waiting, weights="host"))  # type: ignore[arg-type]
     with forgotten():
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
         monkeypatch.setattr(TrainingArguments, "device", DEVICE)
@@ -58,7 +57,7 @@ def test_hift_takes_them_over_under_the_trainer(waiting: str | None, tmp_path: P
     for keeps in (True, False):
         model = twin(base)
         if keeps:
-            slivertune.keep_blocks_on_host(model)
+            slivertune.park_for_hift(model, config)
         with forgotten():
             arguments = TrainingArguments(
                 str(tmp_path), max_steps=6, per_device_train_batch_size=2, use_cpu=True, report_to=[],
@@ -75,7 +74,7 @@ def test_hift_takes_them_over_under_the_trainer(waiting: str | None, tmp_path: P
 def test_casts_are_made_and_copies_are_moved_as_any_other() -> None:
     model = tiny_llama()
     expected = weights(twin(model).bfloat16())
-    slivertune.keep_blocks_on_host(model)
+    keep_blocks_on_host(model)
     model.bfloat16()
     assert differing(weights(model), expected) == []
     assert lies(twin(model).to("meta")) == {"blocks": {"meta"}, "rest": {"meta"}}
@@ -85,5 +84,5 @@ def test_casts_are_made_and_copies_are_moved_as_any_other() -> None:
 
 
 def test_a_model_that_was_moved_before_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"layers.0.* is on meta already, where all blocks fit.*before the model is"):
-        slivertune.keep_blocks_on_host(tiny_llama().to("meta"))
+    with pytest.raises(ValueError, match=r"layers.0.* is on meta already, where all blocks fit.*before it is"):
+        keep_blocks_on_host(tiny_llama().to("meta"))

@@ -445,7 +445,7 @@ def test_auto_lets_blocks_stay_that_have_room_after_two_training_forwards(monkey
     room = 30_000
     monkeypatch.setattr(streamed_model.PeakMemory, "unused_bytes", lambda *_: room)
     handle = park_layers(model)
-    streamed: Any = handle._streamed
+    streamed: Any = handle._blocks.streamed
     own, plain = optimizer_of(model, "lora"), optimizer_of(dense, "lora")
     sizes = streamed.blocks.weights.block_bytes
     seen = []
@@ -639,7 +639,7 @@ def test_blocks_may_become_resident_between_a_forward_and_its_backward(
             each(**BATCHES[0]).loss.backward()
         sum(each(**BATCHES[index]).loss for index in range(3)).backward()  # type: ignore[union-attr]
     assert same(gradients_of(model), gradients_of(dense))
-    streamed: Any = handle._streamed
+    streamed: Any = handle._blocks.streamed
     assert len(streamed.blocks.weights.streamed) < len(streamed.blocks.weights.block_bytes)
 
     def fail(*ignored: Any) -> None:

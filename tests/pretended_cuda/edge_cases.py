@@ -16,7 +16,6 @@ import slivertune as st
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.waiting_activations import WaitingActivations
-from slivertune.hift.parked_weights import ParkedWeights
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
@@ -184,7 +183,7 @@ def the_optimizer_is_dropped_off_its_stream() -> None:
 def a_handle_is_removed_after_a_step() -> None:
     """The handle holds the same weights as HiFT, and their copies to the host have just begun."""
     model = model_on()
-    handle = st.quantize_layers(model, "int8")
+    handle = st.park_for_hift(model, st.HiFTConfig(waiting="int8"))
     with tempfile.TemporaryDirectory() as folder:
         optimizer = hift_on(model, waiting="int8", master="none", state="disk", state_dir=folder)
         trained(model, optimizer, "cuda", 8)
@@ -228,7 +227,7 @@ def waiting_weights_are_replaced() -> None:
     trained(model, optimizer, "cuda", 9, 7)
     model.load_state_dict(saved)
     trained(model, optimizer, "cuda", 12, 9)
-    for held in part_of(optimizer, ParkedWeights).quantized._by_parameter.values():
+    for held in optimizer.turns.parked.quantized._by_parameter.values():
         held.write(torch.ones(held.parameter.shape, dtype=torch.bfloat16, device="cuda"))
     optimizer.detach()
 

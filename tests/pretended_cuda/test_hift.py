@@ -176,7 +176,7 @@ def counts_after_an_error(steps_per_group: int) -> tuple[list[float], bool]:
     model(**next(batches("cuda"))).loss.backward()
     with mock.patch.object(StateStore, "receive", fail_at_the_second), pytest.raises(KeyboardInterrupt):
         hift.step()
-    states = [state for group in hift._states for state in group.export().values()]
+    states = [state for group in hift.turns.states for state in group.export().values()]
     finite = all(bool(value.isfinite().all()) for state in states for value in state.values())
     return sorted({float(state["step"]) for state in states}), finite
 

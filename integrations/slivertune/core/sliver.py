@@ -87,6 +87,10 @@ class Sliver(torch.optim.Optimizer, ABC):
 
         Returns:
             Plain containers, and tensors by parameter name. If weights are sharded, this rank's shards.
+
+        Raises:
+            RuntimeError: If an update has failed, or is open (weights were stepped in a backward, and `step` was not
+                called yet).
         """
 
     @abstractmethod

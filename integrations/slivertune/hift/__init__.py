@@ -6,10 +6,11 @@ from slivertune.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from slivertune.hift.config import HiFTConfig
+    from slivertune.hift.early_parking import park_for_hift
     from slivertune.hift.optimizer import HiFT
     from slivertune.hift.rotation import Group
 
-__all__ = ["Group", "HiFT", "HiFTConfig"]
+__all__ = ["Group", "HiFT", "HiFTConfig", "park_for_hift"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -17,5 +18,6 @@ __getattr__, __dir__ = lazy_names(
         "Group": "slivertune.hift.rotation",
         "HiFT": "slivertune.hift.optimizer",
         "HiFTConfig": "slivertune.hift.config",
+        "park_for_hift": "slivertune.hift.early_parking",
     },
 )

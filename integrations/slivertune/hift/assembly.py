@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from slivertune.core.layers import find_blocks
 from slivertune.hift.chunk import Weight
 from slivertune.hift.device_budget import chunks_bytes, share_out
 from slivertune.hift.gradient_routes import DeviceGradients, Steps
@@ -27,9 +25,8 @@ from slivertune.hift.rotation import Group
 from slivertune.hift.state_places import STATE_PLACES, Groups
 from slivertune.hift.trainable import check_master
 from slivertune.parked.park import refuse_parked
-from slivertune.parked.quantized_layers import QuantizedLayers, linear_modules
-from slivertune.parked.quantized_weight import QuantizedWeight
-from slivertune.parked.streamed_model import StreamedModel, compute_device
+from slivertune.parked.parked_blocks import ParkedBlocks
+from slivertune.parked.streamed_model import compute_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,35 +41,12 @@ class Assembly:
     """All parts, in the order in which they are told."""
     sizes: Callable[[], list[int]]
     """Function that returns the bytes of each group's masters and state, by index."""
-    parked: ParkedWeights | None
-    """Holder of the weights that are quantised or offloaded between their turns."""
+    parked: ParkedBlocks
+    """Weights of the model's blocks in the forms and places that they have between turns."""
     has_files: bool
     """Whether groups' state is stored in files."""
     room: HostRoom
     """Room on the host for what is offloaded, to take before the first update."""
-
-    def quantized_weight(self, parameter: torch.Tensor) -> QuantizedWeight | None:
-        """Return the holder of a parameter that is quantised between its turns, or None."""
-        quantized = None if self.parked is None else self.parked.quantized
-        return None if quantized is None else quantized.weight_of(parameter)
-
-    def make_codes(self) -> None:
-        """Quantise now what the next forward would."""
-        if self.parked is not None and self.parked.quantized is not None:
-            self.parked.quantized.make_codes()
-
-    @property
-    def offloaded_weight_bytes(self) -> int:
-        """Bytes of weights that are offloaded to the host."""
-        return 0 if self._streamed is None else self._streamed.blocks.weights.offloaded_bytes
-
-    def attach_for_inference(self, model: nn.Module) -> Callable[[], None]:
-        """Load offloaded blocks of a detached model for its forwards. Return the function that ends this."""
-        return (lambda: None) if self._streamed is None else self._streamed.attach_for_inference(model)
-
-    @property
-    def _streamed(self) -> StreamedModel | None:
-        return None if self.parked is None else self.parked.streamed
 
 
 def assemble(
@@ -110,28 +84,25 @@ def assemble(
     of_groups = [[weights[name] for name in group.parameter_names] for group in groups]
     sizes = partial(_sizes, of_groups, meter)
     prefetch_bytes, resident_bytes = share_out(config, lambda: _largest_on_device(of_groups, meter))
-    streamed = None
-    if config.weights == "host":
-        streamed = StreamedModel(model, resident_bytes, blocks_by_group(model, groups))
-    prefetcher = Prefetcher(prefetch_bytes, shares_bus=streamed is not None)
+    prefetcher = Prefetcher(prefetch_bytes, shares_bus=config.weights == "host")
+    parked = ParkedBlocks(
+        model,
+        config.waiting or "exact",
+        config.weights,
+        resident_bytes,
+        trained=blocks_by_group(model, groups) if config.weights == "host" else (),
+        streams_of=lambda device: prefetcher.slots_of(device).streams,
+    )
     states, disk = STATE_PLACES[config.state](
         Groups(weights=of_groups, meter=meter, prefetcher=prefetcher, sizes=sizes, coming=coming)
     )
     room = HostRoom(states, meter, disk)
-    quantized = None
     if config.waiting is not None:
         room.take()
-        quantized = QuantizedLayers(
-            model,
-            linear_modules(model, [block for _, block in find_blocks(model)]),
-            config.waiting,
-            streams_of=lambda device: prefetcher.slots_of(device).streams,
-            home=None if streamed is None else streamed.device,
-        )
-    parked = None
-    if quantized is not None or streamed is not None:
+    parking = None
+    if config.waiting is not None or config.weights == "host":
         offloaded = [each for each in states if isinstance(each, OffloadedState)]
-        parked = ParkedWeights(quantized, streamed, offloaded, lambda: max(sizes()))
+        parking = ParkedWeights(parked, offloaded, lambda: max(sizes()))
     above = LayersAbove(of_groups, config, param_groups) if config.inactive == "above" else None
     host = partial(
         HostGradients,
@@ -148,7 +119,7 @@ def assemble(
         "stepped": lambda: SteppedGradients(steps, weights, host(), above),
     }
     route = routes[config.gradients]()
-    parts = (disk, parked, prefetcher, above, route)
+    parts = (disk, parking, prefetcher, above, route)
     return Assembly(
         states=states,
         route=route,

@@ -113,5 +113,10 @@ class DeviceGradients(Part):
         yield
 
     def wait_for_means(self) -> Callable[[nn.Parameter], None]:
-        """Let gradients that are stepped in the backward wait for their means (`HiFT.wait_for_means`)."""
+        """Let stepped gradients wait until they are the mean over all ranks.
+
+        Returns:
+            Function to call, inside the backward, with each parameter whose gradient is the mean. It does nothing if
+            gradients are not stepped.
+        """
         return lambda parameter: None

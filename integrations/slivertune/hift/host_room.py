@@ -23,7 +23,7 @@ class HostRoom:
 
     def __init__(self, groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None) -> None:
         self._groups, self._meter, self._disk = groups, meter, disk
-        self._is_checked = False
+        self._is_taken = False
 
     def take(self) -> None:
         """Check the room once, before anything is allocated, and reserve that of the files.
@@ -32,11 +32,12 @@ class HostRoom:
             MemoryError: If there is no room, with the bytes needed and the bytes free.
             OSError: If the disk has none.
         """
-        if not self._is_checked:
-            _check(self._groups, self._meter, self._disk)
-            self._is_checked = True
+        if self._is_taken:
+            return
+        _check(self._groups, self._meter, self._disk)
         if self._disk is not None:
             self._disk.open()
+        self._is_taken = True
 
 
 def _check(groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None) -> None:

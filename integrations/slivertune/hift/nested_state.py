@@ -63,9 +63,12 @@ def flatten_state(state: dict[str, Any], *, copy_objects: bool = False) -> dict[
     """
     flat: dict[str, Any] = {}
     for key, value in state.items():
+        if isinstance(value, torch.Tensor) and _is_plain(value):
+            flat[key] = value
+            continue
         tensors: dict[str, torch.Tensor] = {}
         apart = _take_apart(value, key, tensors, copy_objects)
-        flat[key] = apart if tensors and key not in tensors else value
+        flat[key] = apart if tensors else value
         flat.update(tensors)
     return flat
 

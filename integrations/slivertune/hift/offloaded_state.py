@@ -100,7 +100,8 @@ class OffloadedState(GroupState):
 
     @override
     def prefetch(self, *, in_backward: bool = False) -> None:
-        self._follow_the_model()
+        if self._pending is None:
+            self._follow_the_model()
         if self._store is None or self._is_first_turn or not self._store.is_loaded:
             return  # there is nothing to load yet, or the file is still being read
         self.chunks = self.chunks or cut_group(self.weights, self._meter, self.restored_own)

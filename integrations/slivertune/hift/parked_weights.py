@@ -1,4 +1,4 @@
-"""The part of HiFT that tells parked weights whose turn it is: quantised layers, and blocks on the host."""
+"""The part of HiFT that tells parked weights whose turn it is."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,35 +14,29 @@ from slivertune.hift.offloaded_state import OffloadedState
 from slivertune.hift.parts import Part, Turn, Update
 from slivertune.hift.rotation import Group
 from slivertune.parked.exact_source import ExactSource
+from slivertune.parked.parked_blocks import ParkedBlocks
 from slivertune.parked.quantized_layers import QuantizedLayers
-from slivertune.parked.streamed_model import StreamedModel
 
 
 class ParkedWeights(Part):
     """Makes the weights of the active group exact and resident for its turn, and parks the others.
 
     Args:
-        quantized: Quantised layers of the model, if there are any.
-        streamed: The model with blocks on the host, if there are any.
+        blocks: Weights of the model's blocks.
         groups: Owners of the state of groups whose masters are offloaded, by index.
         state_bytes: Function that returns the bytes of the device to leave for a group's state.
     """
 
     def __init__(
         self,
-        quantized: QuantizedLayers | None,
-        streamed: StreamedModel | None,
+        blocks: ParkedBlocks,
         groups: Sequence[OffloadedState],
         state_bytes: Callable[[], int],
     ) -> None:
-        self.quantized = quantized
-        """Quantised layers."""
-        self.streamed = streamed
-        """Model with blocks on the host."""
+        self.blocks = blocks
+        """Weights of the model's blocks."""
         self._groups = groups
         self._state_bytes = state_bytes
-        if streamed is not None:
-            streamed.quantized = quantized
 
     @override
     def attach(self, model: nn.Module) -> Callable[[], None]:
@@ -51,23 +45,8 @@ class ParkedWeights(Part):
         Raises:
             RuntimeError: If the model or a part of it is compiled, or host memory can't be pinned.
         """
-        if self.quantized is not None and not self.quantized.is_attached:
-            self.quantized.attach(self._masters(self.quantized))
-        try:
-            if self.streamed is not None:
-                self.streamed.attach(model)
-        except BaseException:
-            if self.quantized is not None:
-                self.quantized.remove()
-            raise
-        return self._remove
-
-    def _remove(self) -> None:
-        """Take off what `attach` has put on the model: the last first."""
-        if self.streamed is not None:
-            self.streamed.blocks.release()
-        if self.quantized is not None:
-            self.quantized.remove()
+        self.blocks.attach(model, self._masters)
+        return self.blocks.remove
 
     def _masters(self, quantized: QuantizedLayers) -> dict[int, ExactSource]:
         """Move exact weights into their masters. Return the masters by the parameter's `id`."""
@@ -83,44 +62,32 @@ class ParkedWeights(Part):
 
     @override
     def begin_turn(self, turn: Turn) -> None:
-        if self.quantized is not None:
-            self.quantized.activate(weight.parameter for weight in turn.state.weights)
-        if self.streamed is not None:
-            self.streamed.activate(turn.group)
+        self.blocks.activate(turn.group, (weight.parameter for weight in turn.state.weights))
 
     @override
     def begin_forward(self, inputs: Any) -> None:
-        if self.quantized is not None:
-            self.quantized.let_go()
-        if self.streamed is not None:
-            self.streamed.blocks.begin_forward()
+        self.blocks.begin_forward()
 
     @override
     def end_forward(self, *, has_succeeded: bool) -> None:
-        if self.streamed is not None:
-            self.streamed.blocks.end_forward()
+        self.blocks.end_forward()
 
     @override
     def begin_step(self, update: Update) -> None:
-        if self.quantized is not None:
-            self.quantized.arrive()
-        if self.streamed is not None:
-            self.streamed.arrive()
+        self.blocks.arrive()
 
     @override
     def end_step(self, *, ends_cycle: bool) -> bool:
         """Let more blocks stay on the device after the first cycle, with `resident_bytes="auto"`."""
-        return self.streamed is not None and ends_cycle and self.streamed.end_cycle(self._state_bytes)
+        return ends_cycle and self.blocks.end_cycle(self._state_bytes)
 
     @override
     def out_of_memory(self) -> None:
-        if self.streamed is not None:
-            self.streamed.out_of_memory()
+        self.blocks.out_of_memory()
 
     @override
     def after_load(self) -> None:
-        if self.quantized is not None:
-            self.quantized.forget_codes()
+        self.blocks.forget_codes()
 
 
 def blocks_by_group(model: nn.Module, groups: Sequence[Group]) -> list[list[int]]:

@@ -2,8 +2,7 @@
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import GradientPlace, InactiveLayers, MasterKind, StatePlace
-from slivertune.parked.forms import CodesForm, WeightPlace
+from slivertune.hift.config import HiFTConfig, InactiveLayers, MasterKind, StatePlace
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
@@ -15,28 +14,13 @@ STEPPED_ONCE = (
 """Refusal of several backward passes per update."""
 
 
-def clash_with_layout(
-    layout: Layout,
-    base: BaseOptimizer,
-    *,
-    state: StatePlace,
-    master: MasterKind,
-    gradients: GradientPlace,
-    state_ram_bytes: int = 0,
-    waiting: CodesForm | None = None,
-    weights: WeightPlace = "device",
-) -> str | None:
+def clash_with_layout(layout: Layout, base: BaseOptimizer, config: HiFTConfig) -> str | None:
     """Return why HiFT can't train with these settings under a layout.
 
     Args:
         layout: Layout of the run across ranks.
         base: The base optimizer.
-        state: Setting of `HiFTConfig`.
-        master: Setting of `HiFTConfig`.
-        gradients: Setting of `HiFTConfig`.
-        state_ram_bytes: Setting of `HiFTConfig`.
-        waiting: Setting of `HiFTConfig`.
-        weights: Setting of `HiFTConfig`.
+        config: Settings of HiFT.
 
     Returns:
         Reason and way out; None if the two go together.
@@ -44,7 +28,7 @@ def clash_with_layout(
     if layout == "single":
         return None
     name = _NAMES[layout]
-    if weights == "host" and layout != "ddp":
+    if config.weights == "host" and layout != "ddp":
         own = "CPUOffloadPolicy" if layout == "fsdp2" else "offload_param"
         return (
             f"weights='host' brings whole blocks to one device, and {name} shards them. Set weights='device' and "
@@ -52,26 +36,26 @@ def clash_with_layout(
         )
     if layout == "ddp":
         return None
-    if gradients == "stepped":
+    if config.gradients == "stepped":
         return (
             f"gradients='stepped' steps whole tensors inside the backward, and {name} shards their gradients. Set "
             "gradients='device', or use DDP"
         )
-    if waiting is not None:
+    if config.waiting is not None:
         return (
-            f"waiting='{waiting}' is not available under {name}, whose ranks hold shards of exact weights. Leave it "
-            "out, or train under DDP"
+            f"waiting='{config.waiting}' is not available under {name}, whose ranks hold shards of exact weights. "
+            "Leave it out, or train under DDP"
         )
-    if gradients == "host":
+    if config.gradients == "host":
         return f"gradients='host' is not available under {name}, which shards gradients. Set gradients='device'"
-    if state_ram_bytes:
+    if config.state_ram_bytes:
         return (
-            f"state_ram_bytes={state_ram_bytes} is for one device and DDP, and {name} memory-maps its files, if "
+            f"state_ram_bytes={config.state_ram_bytes} is for one device and DDP, and {name} memory-maps its files, if "
             "there are any. Leave it out"
         )
     clash = _clash_of_shards(base, name)
     if clash is None and name == "ZeRO":
-        clash = _clash_with_engine(base.optimizer_class, state, master)
+        clash = _clash_with_engine(base.optimizer_class, config.state, config.master)
     return clash
 
 

@@ -1,4 +1,4 @@
-"""Blocks that stay in host memory while the rest of a model moves to a device, before HiFT streams them."""
+"""Blocks that stay in host memory while the rest of a model moves to a device, before they are streamed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,33 +27,23 @@ class BlocksOnHost(ModelHandle):
 
 
 def keep_blocks_on_host(model: nn.Module) -> BlocksOnHost:
-    """Keep the blocks on the host in `model.to(device)`, for `HiFTConfig(weights="host")` under a Trainer.
-
-    A Trainer moves its model to the device when it is built, before HiFT exists to offload the blocks. Call this before
-    it, with the model in host memory. Embedding, head and norms then move to the device, and the blocks stay. The model
-    can't run until HiFT is built over it. Casts (`model.bfloat16()`) are made where the weights are.
+    """Keep the blocks on the host in `model.to(device)`, which moves all else. Casts of blocks are made on the host.
 
     Args:
         model: Model in host memory.
 
     Returns:
-        Handle. After `remove()`, before HiFT is built or after its `detach()`, the model moves as any other.
+        Handle. After `remove()` the model moves as any other.
 
     Raises:
         ValueError: If the model has no blocks, or one is on a device already.
-
-    Example:
-        >>> model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        >>> slivertune.keep_blocks_on_host(model)
-        >>> trainer = Trainer(model, ...)
-        >>> slivertune.attach(trainer, slivertune.HiFTConfig(weights="host"))
     """
     for path, block in find_blocks(model):
         for name, parameter in block.named_parameters():
             if parameter.device.type != "cpu":
                 raise ValueError(
-                    f"{path}.{name} is on {parameter.device} already, where all blocks fit. Call "
-                    "keep_blocks_on_host(model) before the model is moved, or leave it out"
+                    f"{path}.{name} is on {parameter.device} already, where all blocks fit. Park the model before "
+                    "it is moved, or leave its weights on the device"
                 )
     return BlocksOnHost(model)
 

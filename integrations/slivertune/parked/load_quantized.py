@@ -38,7 +38,7 @@ def load_quantized(
     device: torch.device | str = "cpu",
     **config_options: Any,
 ) -> "PreTrainedModel":
-    """Load a model whose blocks are quantised from the beginning, as `quantize_layers` leaves it.
+    """Load a model whose blocks are quantised from the beginning, as `park_for_hift` leaves it.
 
     At no time does the device hold more than embeddings, norms, heads, codes and one more weight. Host memory holds at
     most the exact weights of the blocks (2 bytes per element in bf16) and one more.
@@ -106,8 +106,8 @@ def _check_names(model: nn.Module, files: Mapping[str, str]) -> None:
         raise ValueError(
             f"the names in the files are not those of {type(model).__name__} (without a tensor: {lost[:3]}; unknown: "
             f"{strange[:3]}). Load it by from_pretrained in host memory, which may convert them, and save it by "
-            "save_pretrained(folder, save_original_format=False). Or call slivertune.quantize_layers(model, ...) "
-            "before it is moved to the device"
+            "save_pretrained(folder, save_original_format=False). Or call slivertune.park_for_hift(model, "
+            "config) before it is moved to the device"
         )
 
 

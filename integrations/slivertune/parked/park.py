@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -30,8 +30,8 @@ from slivertune.parked.adapters import adapter_modules, adapters_of, refuse_adap
 from slivertune.parked.checkpoint_source import CheckpointFiles
 from slivertune.parked.exact_source import ExactSource
 from slivertune.parked.forms import WeightForm, WeightPlace
-from slivertune.parked.quantized_layers import QuantizedLayers, linear_modules
-from slivertune.parked.streamed_model import StreamedModel
+from slivertune.parked.parked_blocks import ParkedBlocks, SourcesOf
+from slivertune.parked.quantized_layers import QuantizedLayers
 
 _handles = WeakTensorKeyDictionary()
 """Handles by parked parameter, weakly."""
@@ -92,8 +92,8 @@ class ParkedLayers(ModelHandle):
         form: As in `park_layers`.
         place: As in `park_layers`.
         resident_bytes: As in `park_layers`.
-        sources_of: Function that returns the storage of exact weights by the parameter's `id`; by default the model's
-            checkpoint, as far as it has their bits.
+        sources_of: Function that returns the storage of exact weights; by default the model's checkpoint, as far as it
+            has their bits.
     """
 
     refusal_to_copy = (
@@ -107,7 +107,7 @@ class ParkedLayers(ModelHandle):
         form: WeightForm,
         place: WeightPlace,
         resident_bytes: int | Literal["auto"],
-        sources_of: Callable[[QuantizedLayers], Mapping[int, ExactSource]] | None = None,
+        sources_of: SourcesOf | None = None,
     ) -> None:
         super().__init__()
         self.device: torch.device | None = None
@@ -115,8 +115,7 @@ class ParkedLayers(ModelHandle):
         self._outermost: nn.Module | None = None
         self._thread = 0
         """Thread that runs the outermost forward."""
-        self._streamed: StreamedModel | None = None
-        self._quantized: QuantizedLayers | None = None
+        self._blocks: ParkedBlocks | None = None
         self._above_blocks: list[nn.Module] = []
         """The model and the modules in it that hold blocks."""
         refuse_parked(model, "park the model again")
@@ -133,19 +132,10 @@ class ParkedLayers(ModelHandle):
         """Names of the parked parameters in the model."""
         parked = {id(each.parameter) for each in self._parked}
         blocks = [block for _, block in find_blocks(model)]
-        layers = linear_modules(model, blocks, parked) if form != "exact" else {}
+        parked_blocks = ParkedBlocks(model, form, place, resident_bytes, parked=parked)
+        parked_blocks.attach(model, sources_of or partial(_sources_in_checkpoint, model))
         try:
-            streamed = StreamedModel(model, resident_bytes, parked=parked) if place == "host" else None
-            if form != "exact":
-                quantized = QuantizedLayers(model, layers, form, home=None if streamed is None else streamed.device)
-                sources_of = sources_of or partial(_sources_in_checkpoint, model)
-                quantized.attach(sources_of(quantized))
-                self._quantized = quantized
-                if streamed is not None:
-                    streamed.quantized = quantized
-            if streamed is not None:
-                streamed.attach(model)
-                self._streamed, self.device = streamed, streamed.device
+            self._blocks, self.device = parked_blocks, parked_blocks.device
             self._put_on(model, blocks)
             for each in self._parked:
                 _handles[each.parameter] = weakref.ref(self)
@@ -167,32 +157,30 @@ class ParkedLayers(ModelHandle):
     @override
     def remove(self) -> None:
         """Restore the exact weights, on the host if they were parked there. A second call does nothing."""
-        if self._streamed is not None:
-            self._streamed.blocks.release()
-        if self._quantized is not None:
-            self._quantized.remove()
+        if self._blocks is not None:
+            self._blocks.remove()
         super().remove()
         for each in self._parked:
             if each.parameter in _handles:
                 del _handles[each.parameter]
-        self._streamed, self._quantized = None, None
+        self._blocks = None
         self._parked.clear()
         self._above_blocks.clear()
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that hold offloaded weights or codes."""
-        return 0 if self._streamed is None else self._streamed.blocks.weights.offloaded_bytes
+        return 0 if self._blocks is None else self._blocks.host_bytes
 
     @property
     def num_streamed(self) -> int:
         """Number of blocks that each forward loads from the host."""
-        return 0 if self._streamed is None else len(self._streamed.blocks.weights.streamed)
+        return 0 if self._blocks is None else self._blocks.num_streamed
 
     def make_codes(self) -> None:
         """Make the codes now that the next forward would make."""
-        if self._quantized is not None:
-            self._quantized.make_codes()
+        if self._blocks is not None:
+            self._blocks.make_codes()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or running_backward() != NO_BACKWARD:
@@ -215,7 +203,7 @@ class ParkedLayers(ModelHandle):
                 "nn.DataParallel copies a model for each forward, which parked layers can't follow. Use one device, or "
                 "one process for each (DDP)"
             )
-        streamed = self._streamed
+        streamed = None if self._blocks is None else self._blocks.streamed
         if streamed is None:
             return
         if streamed.blocks.was_broken_off:
@@ -241,11 +229,11 @@ class ParkedLayers(ModelHandle):
         if self._outermost is not module or running_backward() != NO_BACKWARD:
             return
         self._outermost = None
-        if self._streamed is None:
+        if self._blocks is None:
             return
         if isinstance(sys.exception(), torch.OutOfMemoryError):
-            self._streamed.out_of_memory()
-        self._streamed.blocks.end_forward()
+            self._blocks.out_of_memory()
+        self._blocks.end_forward()
 
 
 def park_layers(

@@ -7,7 +7,6 @@ Weights that nobody trains are quantised for good.
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import get_args
 
 import torch
 from torch import nn
@@ -15,10 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from slivertune.core.activation_room import read_memory
 from slivertune.core.copy_streams import Event, copy_streams
-from slivertune.core.layers import find_blocks
 from slivertune.core.module_hook import ReadsWeight
 from slivertune.core.refused_pairs import attach_feature
-from slivertune.core.setting_checks import check_choice
 from slivertune.core.torch_internals import FakeTensor
 from slivertune.parked.adapters import adapter_modules
 from slivertune.parked.block_codes import check_available
@@ -192,36 +189,6 @@ class QuantizedLayers:
         if left is not None:
             self._leaving.append((held.parameter.data, left))
         held.hold(held.quantized())
-
-
-def quantize_layers(model: nn.Module, form: CodesForm) -> QuantizedLayers:
-    """Quantise the linear weights of a model's blocks before HiFT is built, with the exact ones on the host.
-
-    Use this if the device has no room for the exact weights. Load the model in host memory, call this, then move the
-    model to the device, or give it to a Trainer, which does. Only codes move. Then train it by `HiFT`
-    with the same kind as `waiting` in its settings.
-
-    Args:
-        model: Model in bf16 or fp32, in host memory or on a device.
-        form: Kind of codes, `waiting` in `HiFTConfig`.
-
-    Returns:
-        Handle of the quantised layers; `remove()` restores the model's exact weights.
-
-    Raises:
-        ImportError: If the library of the codes is not installed.
-        ValueError: If no weight can be quantised, or one can't, with its name and the way out.
-
-    Example:
-        >>> model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        >>> slivertune.quantize_layers(model, "nf4")
-        >>> trainer = Trainer(model, ...)
-        >>> slivertune.attach(trainer, slivertune.HiFTConfig(waiting="nf4"))
-    """
-    check_choice("form", form, get_args(CodesForm))
-    layers = QuantizedLayers(model, linear_modules(model, [block for _, block in find_blocks(model)]), form)
-    layers.attach()
-    return layers
 
 
 def hold(

@@ -91,7 +91,7 @@ class HiFTRun:
         with planned_streams(self._request):
             self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
             with FakeOverrides():
-                self.optimizer.state_sizes()  # trial steps on parameters of its own, in no update
+                self.optimizer.turns.state_sizes()  # trial steps on parameters of its own, in no update
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         self._at_start = self.optimizer.state_dict()
         self._known: dict[int, _KnownTurn] = {}
@@ -182,7 +182,7 @@ class HiFTRun:
         turn = {"updates": group.index * self._num_updates + num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**state, "hift": {**state["hift"], **turn}})
         with FakeOverrides():
-            self.optimizer.make_codes()
+            self.optimizer.turns.parked.make_codes()
 
     def _parameters_of(self, group: Group) -> list[nn.Parameter]:
         named = dict(self._model.named_parameters())
@@ -196,7 +196,7 @@ class HiFTRun:
             group: Group that was measured last.
         """
         if self._request.waiting is None:
-            return peak.after.host - self.optimizer.offloaded_weight_bytes
+            return peak.after.host - self.optimizer.turns.parked.host_bytes
         # Masters of other groups are on the host from the beginning, and masters of the next group are in flight.
         state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
         tensors = [
@@ -297,7 +297,7 @@ class PlannedHiFT(PlannedMethod):
         run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
         if layout == "ddp" and request.gradients == "stepped":
             trained = [weight.trained for weight in run.optimizer.trained_weights]
-            averaged_in_buckets(model, trained, run.optimizer.wait_for_means())
+            averaged_in_buckets(model, trained, run.optimizer.turns.route.wait_for_means())
         return partial(self._measure, run, model, layout)
 
     def _measure(
@@ -315,7 +315,7 @@ class PlannedHiFT(PlannedMethod):
                 updates += run.updates_of(peak, members, len(groups))
                 groups.append(run.plan_of(peak, members))
                 waiting.extend([run.offloaded_bytes(peak, members[0])] * len(members))
-        weights = run.optimizer.offloaded_weight_bytes
+        weights = run.optimizer.turns.parked.host_bytes
         host_bytes, disk_bytes = _offloaded_bytes(request, waiting, layout)
         checkpoint_bytes = _checkpoint_bytes(request, groups, model)
         if request.save_total_limit is not None:

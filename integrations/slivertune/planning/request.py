@@ -372,16 +372,8 @@ class PlanRequest:
         if self.gradients == "stepped" and self.gradient_accumulation_steps > 1:
             return STEPPED_ONCE
         optimizer_class, arguments = optimizer_of(self.optimizer)
-        clash = clash_with_layout(
-            self.layout,
-            BaseOptimizer.of_class(optimizer_class, arguments, None),
-            state=self.state,
-            master="fp32" if self.precision in ("fp32", "mixed") else self.master_kind,
-            gradients=self.gradients,
-            state_ram_bytes=self.state_ram_bytes,
-            waiting=self.waiting,
-            weights=self.weights,
-        )
+        config = self.hift_config(master="fp32") if self.precision in ("fp32", "mixed") else self.hift_config()
+        clash = clash_with_layout(self.layout, BaseOptimizer.of_class(optimizer_class, arguments, None), config)
         return f"{clash} (precision='mixed_hi')" if clash is not None and "master=" in clash else clash
 
 

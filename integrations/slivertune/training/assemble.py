@@ -19,7 +19,8 @@ from slivertune.core.transformers_internals import today_in_templates, use_one_d
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.training_metrics import TrainingMetrics, metrics_of
-from slivertune.parked import ParkedLayers, keep_blocks_on_host
+from slivertune.parked import ParkedLayers
+from slivertune.parked.kept_on_host import keep_blocks_on_host
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard, keep_events_in
 from slivertune.training.command_line.parse import TrainArguments

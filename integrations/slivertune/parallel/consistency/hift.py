@@ -93,13 +93,13 @@ class ConsistencyCheck:
 
     def _sum_of_bits(self, parameter: torch.Tensor) -> torch.Tensor:
         """Sum the bits that the device holds of a weight: the weight itself, or its codes if it is quantised."""
-        held = self._hift.quantized_weight(parameter)
+        held = self._hift.turns.parked.quantized_weight(parameter)
         if held is None:
             return sum_of_bits(parameter)
         return torch.stack([sum_of_bits(each) for each in held.tensors()]).sum()
 
     def _sum_of_exact_bits(self, parameter: torch.Tensor) -> torch.Tensor:
-        held = self._hift.quantized_weight(parameter)
+        held = self._hift.turns.parked.quantized_weight(parameter)
         return sum_of_bits(parameter if held is None else held.exact())
 
     def _fingerprint(self) -> dict[str, object]:
@@ -136,7 +136,7 @@ def applied_settings(hift: HiFT) -> dict[str, object]:
     Args:
         hift: The optimizer.
     """
-    settings: dict[str, object] = {"compilation of steps in tiles": hift.compiles_steps}
+    settings: dict[str, object] = {"compilation of steps in tiles": hift.turns.compiles_steps}
     rates = hift.rotation.to_apply(scheduled_lr(hift.param_groups))
     for index, (param_group, rate) in enumerate(zip(hift.param_groups, rates, strict=True)):
         settings[f"the learning rate of param group {index}"] = comparable(rate)

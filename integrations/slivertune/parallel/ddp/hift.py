@@ -56,8 +56,8 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
         heartbeat,
         is_due=lambda: not hift.is_detached and (accelerator is None or bool(accelerator.sync_gradients)),
         meet=lambda: consistency.meet(Stage.GRADIENT_SYNC),
-        on_mean=hift.wait_for_means(),
+        on_mean=hift.turns.route.wait_for_means(),
     )
-    hift.listen_to_backward(communicator.begin_backward)
+    hift.turns.listen_to_backward(communicator.begin_backward)
     if accelerator is not None:
         compare_when_saving(accelerator, consistency.compare)

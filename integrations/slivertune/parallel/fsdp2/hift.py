@@ -69,11 +69,11 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     def meet() -> None:
         if not hift.is_detached:
             try:
-                hift.check_model()
+                hift.turns.hooks.check()
             except RuntimeError:
                 # A forward without a backward, as in evaluation, has left gathered weights in place of the shards.
                 reshard(sharded)
-                hift.check_model()
+                hift.turns.hooks.check()
             consistency.meet(Stage.FORWARD)
 
     name_who_is_missing(accelerator, sharded, meet)

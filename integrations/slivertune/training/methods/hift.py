@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.hift.config import HiFTConfig
+from slivertune.hift.early_parking import park_for_hift
 from slivertune.interop.methods import check_base_optimizer, check_hift_settings
-from slivertune.parked import keep_blocks_on_host, quantize_layers
 from slivertune.planning.cards import Card, find_card
 from slivertune.planning.layers_per_group import choose_layers_per_group
 from slivertune.planning.plan import Limits
@@ -105,10 +105,8 @@ class HiFTMethod(SliverMethod):
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Quantise idle layers and offload blocks to host memory before the Trainer moves the model to the GPU."""
-        if self.options.waiting is not None:
-            quantize_layers(loaded.model, self.options.waiting)
-        if self.options.weights == "host":
-            keep_blocks_on_host(loaded.model)
+        if self.options.waiting is not None or self.options.weights == "host":
+            park_for_hift(loaded.model, HiFTConfig(waiting=self.options.waiting, weights=self.options.weights))
         return loaded.model
 
     def follow(self, facts: Mapping[str, Any], given: frozenset[str]) -> None:
