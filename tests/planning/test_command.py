@@ -54,6 +54,23 @@ def test_with_json_standard_output_is_one_object_and_all_else_goes_to_standard_e
     assert re.search(r"^plan 1: .*with the allowance", done.stderr, re.MULTILINE)
 
 
+def test_after_ctrl_c_the_values_that_are_ready_are_printed(
+    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(request: PlanRequest, config: Any) -> Plan:
+        if request.batch_size == 3:
+            raise KeyboardInterrupt
+        return make_plan(request, config)
+
+    monkeypatch.setattr(command, "make_plan", interrupted)
+    words = ["plan", "--model", str(tiny), "--seq_length", "64", "--sweep", "batch_size=1,2,3,4", "--json"]
+    assert main(words) == 130
+    captured = capfd.readouterr()
+    values = json.loads(captured.out)
+    assert [point["batch_size"] for point in values["sweep"]] == [1, 2] and values["num_missing"] == 2
+    assert "2 of 4: batch_size=2: " in captured.err and captured.err.endswith("slivertune plan: interrupted\n")
+
+
 def test_what_libraries_print_or_log_while_a_plan_is_made_does_not_reach_standard_output(
     tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """All ways of training a model, against planning each by itself."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +171,7 @@ def made(title: str, seconds: float | None, *, trains_all: bool, size: int = 1, 
             update=MeanUpdate(computing={"forward": seconds}, waiting={}),
             seconds_range=(seconds, seconds),
             num_tokens=512,
+            num_groups=1,
             flops=1.0,
             num_operators=1.0,
             disk_bytes_per_update=0.0,
@@ -206,10 +208,12 @@ def test_the_advice_is_what_trains_each_weight_on_the_most_tokens_and_what_reads
 
 
 def test_one_group_of_many_is_not_taken_for_reading_tokens_faster() -> None:
-    assert HIFT.requirement is not None
+    assert HIFT.requirement is not None and HIFT_SHARE.time is not None
     groups = (replace(HIFT.requirement.plan.groups[0], indices=tuple(range(34))),)
     plan = replace(HIFT.requirement.plan, groups=groups)
-    in_groups = replace(HIFT_SHARE, requirement=replace(HIFT.requirement, plan=plan))
+    assert (HIFT.requirement.plan.num_groups, plan.num_groups) == (1, 34)
+    requirement, time = replace(HIFT.requirement, plan=plan), replace(HIFT_SHARE.time, num_groups=plan.num_groups)
+    in_groups = replace(HIFT_SHARE, requirement=requirement, time=time)
     assert (in_groups.speed, in_groups.weight_speed) == (512, 512 / 34)
     whole = replace(HIFT, way=replace(HIFT.way, title="HiFT, all layers"))
     assert advice([in_groups, whole]) == (
@@ -289,7 +293,8 @@ def test_side_by_side_the_rows_are_the_same(where: str, monkeypatch: pytest.Monk
     asked = question(need(lora.request({**GIVEN, "batch_size": 1})).device_bytes + 1000)  # too few for dense
 
     def rows(num_processes: int) -> list[dict[str, Any]]:
-        return [row.to_json() for row in in_order(list(compare(asked, num_processes=num_processes)))]
+        of_ways = compare(asked, num_processes=num_processes)
+        return [row.to_json() for row in in_order([row for rows in of_ways for row in rows])]
 
     assert rows(2) == rows(1)
 
@@ -297,7 +302,8 @@ def test_side_by_side_the_rows_are_the_same(where: str, monkeypatch: pytest.Monk
 def test_the_command_prints_one_json_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slivertune.planning.command.compare", lambda _: iter([HIFT, LORA]))
+    monkeypatch.setattr("slivertune.planning.command.compare", lambda _: iter([[HIFT, LORA]]))
+    monkeypatch.setattr("slivertune.planning.command.ways_of", lambda *_: [HIFT.way])
     run_plan(["--model", str(write_config(tmp_path)), "--compare", "--gpu", "4090", "--json"])
     printed, told = capsys.readouterr()
     values = json.loads(printed)
@@ -305,7 +311,35 @@ def test_the_command_prints_one_json_object(
     assert [row["title"] for row in values["rows"]] == ["LoRA", "HiFT"]
     assert values["rows"][0]["time"]["tokens_per_second"] == 1024
     assert (values["gpu"], values["fit"]["limit_bytes"]) == (CARD.name, CARD.memory_bytes)
-    assert "HiFT: batch_size 1" in told
+    assert "1 of 1: HiFT: batch_size 1" in told
+
+
+@pytest.mark.parametrize("is_json", [True, False])
+def test_after_ctrl_c_the_ways_that_are_ready_are_printed(
+    is_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Question) -> Iterator[list[Row]]:
+        yield [HIFT, LORA]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slivertune.planning.command.compare", interrupted)
+    words = ["--model", str(write_config(tmp_path)), "--compare", "--gpu", "4090", *(["--json"] if is_json else [])]
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(words)
+    printed = capsys.readouterr().out
+    if is_json:
+        values = json.loads(printed)
+        assert (values["num_missing"], [row["title"] for row in values["rows"]]) == (8, ["LoRA", "HiFT"])
+    else:
+        assert "interrupted: 8 more ways were not planned\n" in printed and advice([HIFT, LORA]) in printed
+    monkeypatch.setattr("slivertune.planning.command.compare", lambda _: _raise_interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(words)
+    assert not capsys.readouterr().out, "nothing was ready"
+
+
+def _raise_interrupt() -> Iterator[list[Row]]:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

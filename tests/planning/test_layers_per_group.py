@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_runs_without_copies_over_one_bus_are_refused(settings: dict[str, Any], 
 
 def test_the_card_that_is_here_is_found_by_the_name_that_torch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"no CUDA device here .* Name one by --gpu \(3090, "):
+    with pytest.raises(ValueError, match=r"no CUDA device here .* Name one by --gpu \(3060-12GB, 3090, "):
         find_card(None)
     assert find_card("4090") is known_cards()["4090"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -148,7 +149,13 @@ def test_the_card_that_is_here_is_found_by_the_name_that_torch_gives(monkeypatch
     for key, card in known_cards().items():
         for name in card.device_names:
             monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+            size = SimpleNamespace(total_memory=0.96 * card.memory_bytes)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda size=size: size)
             assert find_card(None) is known_cards()[key]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 5060 Ti")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=8 * 2**30))
+    with pytest.raises(ValueError, match=r"rates of NVIDIA GeForce RTX 5060 Ti are not known"):
+        find_card(None)  # it is known with 16 GB
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090 Laptop GPU")
     with pytest.raises(ValueError, match=r"rates of NVIDIA GeForce RTX 4090 Laptop GPU are not known\. Name one by"):
         find_card(None)
@@ -209,7 +216,10 @@ def test_a_search_finds_settings_for_one_layer_and_then_the_most_layers_under_th
     ("words", "part"),
     [
         (("--layers_per_group", "auto"), "there is no CUDA device here whose rates could be used. Name one by --gpu"),
-        (("--layers_per_group", "auto", "--gpu", "5090x"), "gpu='5090x' must be one of '3090', '4060Ti-16GB', '4090'"),
+        (
+            ("--layers_per_group", "auto", "--gpu", "5090x"),
+            "gpu='5090x' must be one of '3060-12GB', '3090', '4060Ti-16GB'",
+        ),
         (("--layers_per_group", "auto", "--sweep", "seq_length=8,9"), "for one run, without --sweep"),
         (
             ("--layers_per_group", "many"),

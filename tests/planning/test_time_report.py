@@ -29,11 +29,14 @@ def test_a_card_adds_seconds_by_part_tokens_a_second_and_hours(
     together = sum(time["computing_seconds"].values()) + sum(time["waiting_seconds"].values())
     assert time["seconds_per_update"] == pytest.approx(together)
     assert time["tokens_per_second"] == pytest.approx(64 / together)
+    num_groups = sum(len(group["indices"]) for group in values["groups"])
+    assert time["weight_tokens_per_second"] == pytest.approx(64 / together / num_groups) and num_groups > 1
     assert time["hours"] == pytest.approx(6e6 / time["tokens_per_second"] / 3600)
     assert values["gpu"] == "GeForce RTX 4090" and values["fit"]["limit_bytes"] == 24 * 2**30 and values["fit"]["fits"]
     text = said(words, tmp_path, capsys)
     for part in ("update time on a GeForce RTX 4090", "forward", "backward", "update", "64 tokens", "6,000,000 tokens"):
         assert part in text
+    assert f"1 in {num_groups}" in text and f"learns from {time['weight_tokens_per_second']:,.0f} tokens/s" in text
     assert format_seconds(time["seconds_per_update"]) in text and f"{time['hours']:,.1f} h" in text
     assert "99.1 TFLOP/s (60% of peak; --efficiency)" in text and "fits 24.00 GiB" in text
     slow, fast = time["range"]["tokens_per_second"]

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from slivertune.core.repeated_work import different
+
 
 def even_slices(count: int, bytes_of_one: int, chunk_bytes: int) -> Iterator[slice]:
     """Cut [0, count) into slices of one size, each of at most `chunk_bytes` or of one element.
@@ -103,7 +105,7 @@ def score_rows(
     bias = None if bias is None else bias.to(dtype)
     parts = list(even_slices(num_rows, num_classes * wide.itemsize, chunk_bytes))
     buffers = ScoreBuffers(max([0, *(part.stop - part.start for part in parts)]) * num_classes, dtype, hidden.device)
-    for part in parts:
+    for part in different(parts, hidden):
         scores = buffers.scores(hidden[part].to(dtype), matrix, bias)
         classes, scales = targets[part, None], row_scales[part, None]
         peak = torch.amax(scores, 1, keepdim=True)
@@ -155,7 +157,7 @@ def weight_gradients(
     bias_gradient = torch.empty_like(bias) if of_bias and bias is not None else None
     parts = list(even_slices(num_classes, num_rows * wide_dtype(dtype).itemsize, chunk_bytes))
     buffers = ScoreBuffers(max([0, *(part.stop - part.start for part in parts)]) * num_rows, dtype, hidden.device)
-    for part in parts:
+    for part in different(parts, hidden):
         scores = buffers.scores(hidden, weight[part].to(dtype), None if bias is None else bias[part].to(dtype))
         scores.sub_(peaks).exp_().mul_(softmax_scales)
         is_here = (targets >= part.start) & (targets < part.stop)

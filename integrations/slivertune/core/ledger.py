@@ -21,7 +21,13 @@ import torch
 from torch import nn
 
 from slivertune.core.module_hook import StandIn
-from slivertune.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
+from slivertune.core.torch_internals import (
+    ASKS_FOR_DEVICE,
+    FakeTensor,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    storage_key,
+)
 from slivertune.core.weak_members import WeakMembers, add_member, is_member, living
 
 Kind = Literal["parameters", "gradients", "state", "activations", "residual"]
@@ -225,7 +231,7 @@ class Ledger:
         self._peak: dict[str, int] = dict(self._totals)
         self._highest: dict[str, int] = dict(self._totals)
         self._device_type: str | None = None
-        self._mode = _Watch(self)
+        self._mode = Watch(self)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> Ledger:
@@ -368,8 +374,18 @@ class Ledger:
         self._highest["disk"] = max(self._highest["disk"], self._with_files()["disk"])
 
 
-class _Watch(TorchDispatchMode):
-    """Shows a ledger every tensor that an operator returns."""
+def show_ledgers(out: Any) -> None:
+    """Show all entered ledgers what an operator has returned, if their own modes do not see it.
+
+    Args:
+        out: Tensors, in any nest of tuples and lists.
+    """
+    for ledger in _watching:
+        ledger._mode.show(out)
+
+
+class Watch(TorchDispatchMode):
+    """Mode that shows a ledger every tensor that an operator returns."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -383,16 +399,23 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ASKS_FOR_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
-        self._show(out)
+        self.show(out)
         return out
 
-    def _show(self, out: Any) -> None:
+    def show(self, out: Any) -> None:
+        """Count the tensors that an operator has returned.
+
+        Args:
+            out: Tensors, in any nest of tuples and lists.
+        """
         if isinstance(out, torch.Tensor):
             self._see(out)
         elif isinstance(out, (tuple, list)):
             for each in out:
-                self._show(each)
+                self.show(each)
 
 
 def _claim_gradient(parameter: torch.Tensor) -> None:

@@ -20,9 +20,13 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._triton import has_triton
 from torch.utils.flop_counter import flop_registry
@@ -48,18 +52,21 @@ RELIED_ON: Mapping[str, str] = {
     "torch._subclasses.fake_tensor.FakeTensor": "tells tensors without data",
     "torch._subclasses.fake_tensor.FakeTensorMode": "runs a step on tensors without data",
     "torch._subclasses.fake_tensor.FakeTensorMode.dispatch": "answers operators on inputs that were met before",
-    "torch._subclasses.fake_tensor.in_kernel_invocation_manager": "makes an operator's result without running it",
+    "torch._C._DisableTorchDispatch": "makes an operator's result without running it",
+    "torch._C._set_warn_deprecated_on_mutable_data_ptr": "makes a tensor without data as its constructor does",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "says that a step needs values",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "says that a step needs values",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "takes tensor subclasses apart",
     "torch.utils._python_dispatch._disable_current_modes": "computes with data among tensors without",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "tells who else sees operators",
+    "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo": "calls a mode without its guards",
     "torch.utils.flop_counter.flop_registry": "counts an operator's floating-point operations",
     "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
     "torch.utils._triton.has_triton": "tells whether torch compiles kernels for a GPU",
     "torch.utils._pytree.tree_map": "replaces the tensors among an operator's arguments",
     "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
-    "torch.Tensor._make_subclass": "makes a tensor that is read when it is needed",
+    "torch.Tensor._make_subclass": "makes a tensor that is read when it is needed, or has no data",
     "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for what it knows of itself",
     "torch._dynamo.config.recompile_limit": "lets each instance of an optimizer compile its step",
     "torch._dynamo.config.accumulated_recompile_limit": "lets each instance of an optimizer compile its step",
@@ -222,6 +229,10 @@ def multi_tensor_norm(tensor: torch.Tensor) -> torch.Tensor:
     return torch._foreach_norm([tensor], 2.0)[0]
 
 
+_examples: dict[torch.device, dict[str, Any]] = {}
+"""Attributes of a tensor without data, by its device."""
+
+
 def fake_tensor(
     mode: FakeTensorMode,
     shape: tuple[int, ...],
@@ -243,13 +254,36 @@ def fake_tensor(
         storage: Storage of another tensor without data, of which it is a view. None for its own.
         offset: Offset in that storage, in elements.
     """
-    with in_kernel_invocation_manager(mode):
+    with torch._C._DisableTorchDispatch():
         if storage is None:
             form = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
             form = torch.empty((), dtype=dtype, device="meta")
             form.set_(storage, offset, shape, stride)
-    return FakeTensor(mode, form, device)
+    example = _examples.get(device)
+    if example is None:
+        attributes = vars(FakeTensor(mode, form, device))
+        _examples[device] = {name: value for name, value in attributes.items() if name != "fake_mode"}
+        return fake_tensor(mode, shape, stride, dtype, device, storage=storage, offset=offset)
+    # As its constructor does, without the checks of its arguments.
+    made: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, form, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    vars(made).update(example, fake_mode=mode)
+    return made
+
+
+def running_fake_mode() -> FakeTensorMode | None:
+    """Return the mode in which tensors have no data, or None outside of one."""
+    mode: FakeTensorMode | None = _get_dispatch_mode(_TorchDispatchModeKey.FAKE)
+    return mode
+
+
+def running_modes() -> list[TorchDispatchMode]:
+    """Return the other modes that see operators, the one that sees them last first."""
+    modes: list[TorchDispatchMode] = _get_current_dispatch_mode_stack()
+    return [mode for mode in modes if not isinstance(mode, FakeTensorMode)]
 
 
 def is_wrapper_type(kind: type) -> bool:

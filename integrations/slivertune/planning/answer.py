@@ -193,11 +193,13 @@ class SweepAnswer:
     """Card that the runs train on. None if it is not known."""
     times: tuple[PlannedTime | None, ...]
     """Planned time of an update on the card, for each value. None without a card, and if the run does not fit it."""
+    num_missing: int = 0
+    """Values that were not planned before Ctrl-C."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON: an array of plans, each with the value of the field."""
         points = [{self.field: value, **requirement.to_json()} for value, requirement in self.requirements]
-        values = {"field": self.field, "sweep": points, **_source_json(self.model)}
+        values = {"field": self.field, "sweep": points, "num_missing": self.num_missing, **_source_json(self.model)}
         for point, time in zip(points, self.times, strict=True):
             if time is not None:
                 point["time"] = time.to_json()

@@ -28,6 +28,8 @@ DISK_BANDWIDTH = 5e9
 """Bytes/s that a disk reads or writes by default. This assumes a fast NVMe disk."""
 
 
+_LARGEST_SHARE = 1.1
+"""Memory of a card by its vendor, over the memory that its driver reports, at most."""
 _MAY_BE_NONE = ("cache_bandwidth", "host_bandwidth", "link_bandwidth")
 
 
@@ -196,5 +198,13 @@ def card_here() -> Card | None:
     """Return the card of torch's default CUDA device, or None without such a device or if its card is not known."""
     if not torch.cuda.is_available():
         return None
-    present = torch.cuda.get_device_name()
-    return next((card for card in known_cards().values() if present in card.device_names), None)
+    present, has_bytes = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
+    return next(
+        (
+            card
+            for card in known_cards().values()
+            # Some are sold with half the memory under the same name.
+            if present in card.device_names and card.memory_bytes <= _LARGEST_SHARE * has_bytes
+        ),
+        None,
+    )

@@ -1,6 +1,8 @@
 """`slivertune plan`: find the model, plan the run, print the result."""
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,7 @@ from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.arguments import PlanArguments, Sweep
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, Card, card_here, card_named, find_card
-from slivertune.planning.compare import Comparison, Question, compare, in_order
+from slivertune.planning.compare import Comparison, Question, Row, compare, in_order, ways_of
 from slivertune.planning.comparison_plot import comparison_figure
 from slivertune.planning.comparison_report import describe_row, print_comparison
 from slivertune.planning.configs import ModelFigures, find_model
@@ -25,6 +27,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.plot import draw, require_matplotlib, save
+from slivertune.planning.progress import PlanProgress, showing_progress
 from slivertune.planning.quiet import quiet_libraries
 from slivertune.planning.report import line_printer, print_answer, print_sweep
 from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, precision_in_16_bits
@@ -43,6 +46,7 @@ def run_plan(arguments: PlanArguments) -> None:
     Raises:
         ValueError: If the run can't be planned, or nothing fits.
         ImportError: If a required library is not installed; the message names it.
+        KeyboardInterrupt: After Ctrl-C. The rows that were ready are printed.
     """
     if arguments.plot is not None:
         require_matplotlib()
@@ -50,6 +54,8 @@ def run_plan(arguments: PlanArguments) -> None:
     _print(answer, arguments)
     if arguments.unread:
         _console(stderr=True).print(f"not read: {', '.join(arguments.unread)}", markup=False, soft_wrap=True)
+    if not isinstance(answer, Answer) and answer.num_missing:
+        raise KeyboardInterrupt
 
 
 def _print(answer: Answer | SweepAnswer | Comparison, arguments: PlanArguments) -> None:
@@ -76,7 +82,7 @@ def _print(answer: Answer | SweepAnswer | Comparison, arguments: PlanArguments) 
 
 def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
     console = _console(stderr=True)
-    with quiet_libraries(), console.status("planning ..."):
+    with quiet_libraries(), showing_progress(console) as progress:
         model = find_model(arguments.model)
         given = _settings(arguments, model)
         # Refuse unknown names before anything is planned.
@@ -88,9 +94,9 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
         limits = _limits(arguments, card, given.get("num_gpus", 1))
         if arguments.compare:
             assert card is not None and limits is not None
-            return _compare(arguments, given, card, limits, model, tell)
+            return _compare(arguments, given, card, limits, model, tell, progress)
         if arguments.sweep is not None:
-            requirements = _sweep(model, arguments, arguments.sweep, tell)
+            requirements = _sweep(model, arguments, arguments.sweep, tell, progress)
             times = tuple(_time(arguments, card, requirement, limits) for _, requirement in requirements)
             return SweepAnswer(
                 model=model,
@@ -99,6 +105,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
                 limits=limits,
                 card=card,
                 times=times,
+                num_missing=len(arguments.sweep.values) - len(requirements),
             )
         if arguments.chooses_layers:
             assert card is not None and limits is not None
@@ -203,7 +210,13 @@ def _largest(
 
 
 def _compare(
-    arguments: PlanArguments, given: dict[str, Any], card: Card, limits: Limits, model: ModelFigures, tell: Tell
+    arguments: PlanArguments,
+    given: dict[str, Any],
+    card: Card,
+    limits: Limits,
+    model: ModelFigures,
+    tell: Tell,
+    progress: PlanProgress,
 ) -> Comparison:
     question = Question(
         model=model,
@@ -213,11 +226,26 @@ def _compare(
         efficiency=arguments.efficiency,
         disk_bandwidth=arguments.disk_bandwidth,
     )
-    rows = []
-    for row in compare(question):
-        tell(describe_row(row))
-        rows.append(row)
-    return Comparison(question=question, rows=in_order(rows))
+    ready: list[Sequence[Row]] = []
+    num_ways = len(ways_of(model, given))
+    with _keeping(ready):
+        for rows in compare(question):
+            ready.append(rows)
+            numbers = progress.show(len(ready), num_ways)
+            for row in rows:
+                tell(f"{numbers}: {describe_row(row)}")
+    rows = in_order([row for rows in ready for row in rows])
+    return Comparison(question=question, rows=rows, num_missing=num_ways - len(ready))
+
+
+@contextmanager
+def _keeping(ready: Sequence[object]) -> Iterator[None]:
+    """End at Ctrl-C without an error, if something is ready."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not ready:
+            raise
 
 
 def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:
@@ -225,15 +253,18 @@ def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:
 
 
 def _sweep(
-    model: ModelFigures, arguments: PlanArguments, sweep: Sweep, tell: Tell
+    model: ModelFigures, arguments: PlanArguments, sweep: Sweep, tell: Tell, progress: PlanProgress
 ) -> tuple[tuple[Any, MemoryRequirement], ...]:
     # Check every value before the first is planned.
     requests = [PlanRequest(**_settings(arguments, model, **{sweep.field: value})) for value in sweep.values]
-    requirements = []
-    for value, request in zip(sweep.values, requests, strict=True):
-        requirement = _estimate(request, model)
-        tell(f"{sweep.field}={value}: {format_bytes(requirement.device_bytes)} with the allowance")
-        requirements.append((value, requirement))
+    requirements: list[tuple[Any, MemoryRequirement]] = []
+    with _keeping(requirements):
+        for value, request in zip(sweep.values, requests, strict=True):
+            requirement = _estimate(request, model)
+            requirements.append((value, requirement))
+            numbers = progress.show(len(requirements), len(requests))
+            size = format_bytes(requirement.device_bytes)
+            tell(f"{numbers}: {sweep.field}={value}: {size} with the allowance")
     return tuple(requirements)
 
 

@@ -115,16 +115,9 @@ class Row:
         return 0.0 if self.time is None else self.time.tokens_per_second
 
     @property
-    def num_groups(self) -> int:
-        """Updates until each trained weight has been trained once (1 without groups)."""
-        if self.requirement is None or not planned(self.way.settings["method"]).trains_in_groups:
-            return 1
-        return sum(len(group.indices) for group in self.requirement.plan.groups)
-
-    @property
     def weight_speed(self) -> float:
-        """Tokens/s seen by each trained weight: with k groups, a weight sees the tokens of one update in k."""
-        return self.speed / self.num_groups
+        """Tokens/s that each trained weight learns from, or 0 if the run does not fit."""
+        return 0.0 if self.time is None else self.time.weight_tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain JSON."""
@@ -167,6 +160,8 @@ class Comparison:
     question: Question
     rows: Sequence[Row]
     """Rows, the fastest first."""
+    num_missing: int = 0
+    """Ways that were not planned before Ctrl-C."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON: the shared settings, the advice and an array of rows."""
@@ -177,11 +172,12 @@ class Comparison:
             "gpu": self.question.card.name,
             "fit": limits_json(self.question.limits),
             "advice": advice(self.rows),
+            "num_missing": self.num_missing,
             "rows": [row.to_json() for row in self.rows],
         }
 
 
-def compare(question: Question, *, num_processes: int | None = None) -> Iterator[Row]:
+def compare(question: Question, *, num_processes: int | None = None) -> Iterator[Sequence[Row]]:
     """Plan all ways with and without TokenTune.
 
     Args:
@@ -190,18 +186,18 @@ def compare(question: Question, *, num_processes: int | None = None) -> Iterator
             CPU, at most 4.
 
     Yields:
-        Rows, each as soon as it is ready.
+        The rows of a way, as soon as they are ready.
     """
     ways = ways_of(question.model, question.given)
     num_processes = num_processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
     if num_processes == 1:
         for way in ways:
-            yield from rows_of(way, question)
+            yield rows_of(way, question)
         return
     pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"), initializer=_begin_process)
     try:
         for done in as_completed([pool.submit(_rows_in_process, way, question) for way in ways]):
-            yield from done.result()
+            yield done.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -297,5 +293,5 @@ def _sliver(row: Row) -> str:
     what = (
         "all weights" if row.way.trains_all else f"{plan.num_trainable_peak / plan.num_parameters:.1%} as many values"
     )
-    what += f", each in one of {row.num_groups} updates" if row.num_groups > 1 else ""
+    what += f", each in one of {plan.num_groups} updates" if plan.num_groups > 1 else ""
     return what if row.token_ratio is None else f"{what}, on {row.token_ratio:.0%} of the tokens"

@@ -42,17 +42,19 @@ def print_comparison(comparison: Comparison, num_tokens: float | None, console: 
     hours = () if num_tokens is None else ("hours",)
     for name in ("", "trains"):
         table.add_column(name)
-    for name in ("batch", "peak", "needed", "host", "update time", "tokens/s", *hours):
+    for name in ("batch", "peak", "needed", "host", "update time", "tokens/s", "per weight", *hours):
         table.add_column(name, justify="right")
     for row in comparison.rows:
         table.add_row(*_cells(row, num_tokens))
     console.print(table)
     say = line_printer(console)
-    say("batch: sequences in the largest batch that fits; one if none fits")
+    say("batch: sequences in the largest batch that fits; one if none fits. per weight: tokens/s that each learns from")
     needs = [row.requirement for row in comparison.rows if row.requirement is not None]
     for need in unlimited_needs(max(needs, key=lambda each: each.host_bytes), question.limits) if needs else ():
         say(f"warning: {need}")
     say(describe_rates(question.rates()))
+    if comparison.num_missing:
+        say(f"interrupted: {comparison.num_missing} more ways were not planned")
     say(advice(comparison.rows))
 
 
@@ -64,7 +66,7 @@ def _cells(row: Row, num_tokens: float | None) -> list[str]:
     cells = [row.title, describe_trained(row), str(plan.request.batch_size), *sizes]
     if row.time is None:
         return [*cells, "does not fit"]
-    cells += [format_seconds(row.time.seconds), f"{row.speed:,.0f}"]
+    cells += [format_seconds(row.time.seconds), f"{row.speed:,.0f}", f"{row.weight_speed:,.0f}"]
     return cells if num_tokens is None else [*cells, f"{row.time.hours(num_tokens):,.1f}"]
 
 

@@ -5,8 +5,9 @@ claimed for the host or for files (`core.ledger`) is off the device, and all oth
 two crosses the bus. Operators on host memory alone take no time of the device.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -15,20 +16,26 @@ from torch import nn
 
 from slivertune.core.copy_streams import Direction
 from slivertune.core.layers import find_blocks
-from slivertune.core.ledger import claimed_as
+from slivertune.core.ledger import Watch, claimed_as, show_ledgers
 from slivertune.core.outputs import tensors_of
-from slivertune.core.repeated_work import num_stood_for
+from slivertune.core.repeated_work import num_repeats, num_stood_for
 from slivertune.core.torch_internals import (
+    ASKS_FOR_DEVICE,
     FLOP_FORMULAS,
     NO_BACKWARD,
+    FakeTensor,
     TorchDispatchMode,
     arguments_of,
     is_wrapper_type,
     running_backward,
+    running_fake_mode,
+    running_modes,
     storage_key,
 )
 from slivertune.hift.tiled_steps import TILE_BYTES
+from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.kernels import attention_seen_by
+from slivertune.planning.operator_cache import UNKNOWN, CachedFakeTensorMode
 from slivertune.planning.step_work import STATE, STEP, Place, Work
 
 _WRITES_NOTHING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -38,8 +45,6 @@ _READS_NO_VALUES = frozenset(
 _READS_WHERE_INDICES_SAY = frozenset({"embedding", "index_select", "gather", "index"})
 _COPIES = frozenset({"copy_", "_to_copy", "clone"})
 _OFF_DEVICE = frozenset({"host", "host_activations", "disk"})
-_arguments_of = cache(arguments_of)
-
 _counting: list["WorkCounter"] = []
 _beside: list[None] = []
 
@@ -83,6 +88,8 @@ class WorkCounter(TorchDispatchMode):
         self._block: int | None = None
         self.is_again = False
         """Whether the block's forward is being recomputed."""
+        self._cache: CachedFakeTensorMode | None = None
+        """Operators that ran before, whose results need not pass through the other modes. None if one is unknown."""
 
     @contextmanager
     def counting(self, part: Hashable) -> Iterator[None]:
@@ -95,6 +102,9 @@ class WorkCounter(TorchDispatchMode):
             _counting.append(self)
             stack.callback(_counting.remove, self)
             stack.enter_context(attention_seen_by(self.add))
+            fake = running_fake_mode()
+            if isinstance(fake, CachedFakeTensorMode) and all(map(_only_watches, running_modes())):
+                self._cache = fake
             stack.enter_context(self)
             yield
 
@@ -106,16 +116,19 @@ class WorkCounter(TorchDispatchMode):
         """Return the work of a part of the step, by place."""
         return {place: work for (of, place), work in self._counted.items() if of == part}
 
-    def add(self, flops: int, num_bytes: int) -> None:
-        """Count an operator of the current part."""
+    def add(self, flops: int, num_bytes: int, number: int) -> None:
+        """Count operators of the current part."""
         if (flops or num_bytes) and not _beside:
-            self._work().operators[flops, num_bytes] += 1
+            self._work().operators[flops, num_bytes] += number * num_repeats()
 
     def _work(self, *, updates_state: bool = False) -> Work:
         place = None if self._block is None else (self._block, self.is_again)
         # A backward may also update state.
         key = (STEP, None) if self._tells_updates and updates_state else (self._part, place)
-        return self._counted.setdefault(key, Work())
+        work = self._counted.get(key)
+        if work is None:
+            work = self._counted[key] = Work()
+        return work
 
     def _watch_outputs(self, index: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Detect the beginning of a block's backward by the gradients of the block's outputs."""
@@ -133,57 +146,107 @@ class WorkCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ASKS_FOR_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # which torch asks more often than it computes
         if any(is_wrapper_type(each) for each in types):
             return NotImplemented  # the operators inside the wrapper count
         kwargs = kwargs or {}
+        out = UNKNOWN if self._cache is None else self._cache.made(func, args, kwargs)
+        if out is not UNKNOWN:
+            show_ledgers(out)
+            for counter in _counting[: _counting.index(self) + 1]:
+                counter._see(func, args, kwargs, out)
+            return out
         out = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in _WRITES_NOTHING:
-            self._note(func, name, args, kwargs, out)
+        self._see(func, args, kwargs, out)
         return out
 
-    def _note(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        read, written = _touched(func, name, args, kwargs, out)
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        known = _properties_of(func)
+        if known.writes:
+            self._note(known, args, kwargs, out)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch call this mode without the guards against compilation. Nothing compiles fake tensors."""
+        return False
+
+    def _note(self, func: "_Properties", args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        read, written = _touched(func, args, kwargs, out)
         if not written:
             return  # the operator only reads a shape or a number
         places = [claimed_as(tensor) for tensor in (*read, *written)]
         is_off = [place in _OFF_DEVICE for place in places]
-        if name in _COPIES and any(is_off) and not all(is_off):
+        if func.copies and any(is_off) and not all(is_off):
             direction: Direction = "outbound" if is_off[-1] else "inbound"
             on_device = next(place for place, off in zip(places, is_off, strict=True) if not off)
-            self._work().copies[direction, on_device or "activations"] += read[0].nbytes
+            self._work().copies[direction, on_device or "activations"] += num_repeats() * read[0].nbytes
             return
-        formula = FLOP_FORMULAS.get(func.overloadpacket)
-        flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
+        flops = func.flops(*args, **kwargs, out_val=out) if func.flops is not None else 0
         touched = [each for each, off in zip((*read, *written), is_off, strict=True) if not off]
         num_bytes = sum(map(_num_bytes, touched))
         if not (flops or num_bytes) or _beside:
             return
         work, number = self._work(updates_state=STATE in places), num_stood_for()
         if number is None:
-            work.operators[flops, num_bytes] += 1
+            work.operators[flops, num_bytes] += num_repeats()
         else:
             num_small = sum(_num_bytes(each) for each in touched if each.untyped_storage().nbytes() <= TILE_BYTES)
-            work.tiles[num_bytes - num_small, num_small] += number
+            work.tiles[num_bytes - num_small, num_small] += number * num_repeats()
+
+
+def _only_watches(mode: TorchDispatchMode) -> bool:
+    """Return whether a mode is told of an operator here, or changes none that ran before."""
+    return isinstance(mode, (Watch, WorkCounter, FakeOverrides))
+
+
+@dataclass(frozen=True, slots=True)
+class _Properties:
+    """What an operator does with its arguments."""
+
+    arguments: Sequence[tuple[str, bool, bool]]
+    """Name of each argument, and whether it is read and written."""
+    writes: bool
+    copies: bool
+    reads_values: bool
+    reads_where_indices_say: bool
+    flops: Callable[..., int] | None
+    """Formula of its floating-point operations; None for none."""
+
+
+@cache
+def _properties_of(func: Any) -> _Properties:
+    name = func.overloadpacket.__name__
+    return _Properties(
+        arguments=[
+            (argument, not is_written or (name != "copy_" and argument != "out"), is_written)
+            for argument, is_written in arguments_of(func)
+        ],
+        writes=not func.is_view and name not in _WRITES_NOTHING,
+        copies=name in _COPIES,
+        reads_values=name not in _READS_NO_VALUES,
+        reads_where_indices_say=name in _READS_WHERE_INDICES_SAY,
+        flops=FLOP_FORMULAS.get(func.overloadpacket),
+    )
 
 
 def _touched(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    func: _Properties, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that an operator reads, and the tensors that it writes."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    for position, (argument, is_written) in enumerate(_arguments_of(func)):
+    for position, (argument, is_read, is_written) in enumerate(func.arguments):
         tensors = _tensors(args[position] if position < len(args) else kwargs.get(argument))
         if is_written:
             written += tensors
-        if not is_written or (name != "copy_" and argument != "out"):
+        if is_read:
             read += tensors
     known = {storage_key(each.untyped_storage()) for each in (*read, *written)}
     fresh = [each for each in _tensors(out) if storage_key(each.untyped_storage()) not in known]
-    if name in _READS_NO_VALUES:
+    if not func.reads_values:
         read = []
-    elif name in _READS_WHERE_INDICES_SAY:
+    elif func.reads_where_indices_say:
         read = [*read[1:], *fresh]  # as many bytes of the table as the result has
     return read, written + fresh
 

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from slivertune.core.repeated_work import running_different_parts
 from slivertune.core.torch_internals import (
+    ASKS_FOR_DEVICE,
     FINDS_DISTINCT_VALUES,
     READS_A_VALUE,
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     TorchDispatchMode,
     is_without_data,
 )
@@ -37,7 +40,13 @@ def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
         ValueError: If the code inside needs the value of a tensor.
     """
     try:
-        with CachedFakeTensorMode(), kernels_of(kernels), one_sequence_a_row(), warnings.catch_warnings():
+        with (
+            CachedFakeTensorMode(),
+            kernels_of(kernels),
+            one_sequence_a_row(),
+            running_different_parts(),
+            warnings.catch_warnings(),
+        ):
             # The streamed step compares storages by address, which is correct for fake tensors, too.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
             yield
@@ -61,9 +70,16 @@ class FakeOverrides(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch call this mode without the guards against compilation. Nothing compiles fake tensors."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ASKS_FOR_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if func is READS_A_VALUE:
             return 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten.nonzero.default:

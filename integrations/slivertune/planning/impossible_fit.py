@@ -28,10 +28,7 @@ def describe_impossible(
         fixed: Fields that had to stay as they are.
     """
     least = min(requirements, key=lambda each: (each.missing_bytes(limits), each.device_bytes))
-    changes = {name: new for name, (_, new) in changed_fields(start, least.plan.request).items()}
-    settings = ", ".join(
-        f"--{name} {str(new).lower() if isinstance(new, bool) else new}" for name, new in changes.items()
-    )
+    settings = changed_options(start, least.plan.request)
     parts = f"{format_bytes(least.plan.peak_bytes)} at the peak, {format_bytes(least.allowance.total)} of allowance"
     text = (
         f"no setting that may change makes this fit {describe_limits(limits)}. "
@@ -68,6 +65,19 @@ def shortages(requirement: MemoryRequirement, limits: Limits) -> list[str]:
         "disk": requirement.missing_disk_bytes(limits),
     }
     return [f"{format_bytes(size)} short of {place}" for place, size in missing.items() if size]
+
+
+def changed_options(old: PlanRequest, new: PlanRequest) -> str:
+    """Return the fields that differ as options, with their new values.
+
+    Args:
+        old: Request before the change.
+        new: Request after the change.
+    """
+    changes = changed_fields(old, new).items()
+    return ", ".join(
+        f"--{name} {str(after).lower() if isinstance(after, bool) else after}" for name, (_, after) in changes
+    )
 
 
 def changed_fields(old: PlanRequest, new: PlanRequest) -> dict[str, tuple[Any, Any]]:

@@ -91,15 +91,16 @@ def attend(
     return result
 
 
-_listeners: list[Callable[[int, int], None]] = []
+_listeners: list[Callable[[int, int, int], None]] = []
 
 
 @contextmanager
-def attention_seen_by(listener: Callable[[int, int], None]) -> Iterator[None]:
+def attention_seen_by(listener: Callable[[int, int, int], None]) -> Iterator[None]:
     """Report each kernel that stands for attention or experts, and so calls no operator, to a listener.
 
     Args:
-        listener: Callback that takes a kernel's floating-point operations, and the bytes that it reads and writes.
+        listener: Callback that takes a kernel's floating-point operations, the bytes that it reads and writes, and the
+            number of such kernels.
     """
     _listeners.append(listener)
     try:
@@ -116,15 +117,16 @@ def _tell(flops_per_score: int, is_causal: bool, query: torch.Tensor, *others: t
     tell_listeners(flops_per_score * scores, sum(each.nbytes for each in (query, *others)))
 
 
-def tell_listeners(flops: int, num_bytes: int) -> None:
-    """Report a kernel that calls no operator to all listeners.
+def tell_listeners(flops: int, num_bytes: int, number: int = 1) -> None:
+    """Report kernels that call no operator to all listeners.
 
     Args:
-        flops: Floating-point operations of the kernel.
+        flops: Floating-point operations of one kernel.
         num_bytes: Bytes of memory that it reads and writes.
+        number: Number of such kernels.
     """
     for listener in _listeners:
-        listener(flops, num_bytes)
+        listener(flops, num_bytes, number)
 
 
 class _Fused(torch.autograd.Function):
@@ -200,6 +202,8 @@ class GpuKernels(KnownKernels):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func not in _REPLACED:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return attend(*map(_in_autocast_dtype, args), **{key: _in_autocast_dtype(kwargs[key]) for key in kwargs})
@@ -244,6 +248,10 @@ _IN_FP32 = frozenset(
         torch.sum,
     }
 )
+
+
+_REPLACED = _IN_FP32 | {F.scaled_dot_product_attention, F.dropout, GROUPED_PRODUCT}
+"""Functions that a GPU computes otherwise."""
 
 
 def _in_fp32(value: Any) -> Any:

@@ -21,8 +21,10 @@ from slivertune.core.torch_internals import (
     storage_key,
 )
 
-_Make = Callable[[Sequence[Any]], Any]
-"""Function that makes an operator's result from its positional arguments."""
+UNKNOWN = object()
+"""Result of an operator that did not run yet."""
+_Make = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+"""Function that makes an operator's result from its arguments."""
 
 _PLAIN = frozenset(
     {
@@ -39,6 +41,25 @@ _PLAIN = frozenset(
     }
 )
 _VIEW_BY_STRIDES = torch.ops.aten.as_strided.default
+_SLICE = torch.ops.aten.slice.Tensor
+_WITH_ANY_NUMBER = frozenset(
+    {
+        getattr(getattr(torch.ops.aten, name), overload)
+        for name, overload in (
+            ("eq", "Scalar"),
+            ("ne", "Scalar"),
+            ("lt", "Scalar"),
+            ("le", "Scalar"),
+            ("gt", "Scalar"),
+            ("ge", "Scalar"),
+            ("add", "Tensor"),
+            ("sub", "Tensor"),
+            ("mul", "Tensor"),
+            ("div", "Tensor"),
+        )
+    }
+)
+"""Operators whose results have the same form whatever the value of a number is."""
 _LARGEST_ITEM = 16
 """Bytes per element of the largest dtype."""
 _NEVER_KNOWN = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
@@ -58,43 +79,66 @@ class CachedFakeTensorMode(FakeTensorMode):
         if func is ASKS_FOR_DEVICE:
             return args[0].fake_device
         kwargs = kwargs or {}
-        if getattr(func, "namespace", None) != "aten":
-            return super().dispatch(func, types, args, kwargs)
-        is_view = func.is_view or func is UNNAMED_VIEW
-        # A Python number takes the default dtype.
-        key: list[Any] = [func, torch.get_default_dtype()]
-        try:
-            _add_forms(key, args)
-            for name, value in kwargs.items():
-                key.append(name)
-                _add_forms(key, (value,))
-            if is_view:
-                key.append(_place_of(func, args[0]))
-        except _NoFormError:
-            return super().dispatch(func, types, args, kwargs)
-        make = self._known.get(tuple(key))
+        if func is _SLICE and (found := self._slice(*args, **kwargs)) is not None:
+            return found
+        key = _key_of(func, args, kwargs)
+        make = None if key is None else self._known.get(key)
         if make is not None:
-            return make(args)
+            return make(args, kwargs)
         result = super().dispatch(func, types, args, kwargs)
-        make = None if _NEVER_KNOWN.intersection(func.tags) else self._maker(result, args, kwargs, is_view)
-        if make is not None:
-            self._known[tuple(key)] = make
+        if key is not None and not _NEVER_KNOWN.intersection(func.tags):
+            make = self._maker(result, args, kwargs, _is_view(func))
+            if make is not None:
+                self._known[key] = make
         return result
+
+    def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator that ran before on inputs of the same forms, or `UNKNOWN`.
+
+        Args:
+            func: Operator.
+            args: Its positional arguments.
+            kwargs: Its other arguments.
+        """
+        if func is _SLICE and (found := self._slice(*args, **kwargs)) is not None:
+            return found
+        key = _key_of(func, args, kwargs)
+        make = None if key is None else self._known.get(key)
+        return UNKNOWN if make is None else make(args, kwargs)
+
+    def _slice(self, base: Any, dim: int = 0, start: Any = None, stop: Any = None, step: Any = 1) -> FakeTensor | None:
+        """Return a slice of a tensor, of which there is one for each place, or None if torch has to make it."""
+        if type(base) is not FakeTensor or base.constant is not None or not _is_plain(base) or not base.dim():
+            return None
+        if not all(type(each) in (int, type(None)) for each in (start, stop, step)):
+            return None
+        shape, stride = list(base.shape), list(base.stride())
+        first, last, step = slice(start, stop, step).indices(shape[dim])
+        if step < 1:
+            return None  # an error of torch's
+        distance = first * stride[dim] * base.dtype.itemsize
+        shape[dim], stride[dim] = len(range(first, last, step)), stride[dim] * step
+        return self._view(base, (tuple(shape), tuple(stride), base.dtype, base.fake_device), distance)
 
     def _maker(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_view: bool) -> _Make | None:
         """Return a function that makes such a result again, or None if that is not certain."""
         if result is None:
-            return lambda args: None
+            return lambda args, kwargs: None
         if isinstance(result, (tuple, list)):
             makers = [self._maker(each, args, kwargs, is_view) for each in result]
             known = [each for each in makers if each is not None]
             collect = getattr(type(result), "_make", type(result))  # named tuples take their values one by one
-            return None if len(known) < len(makers) else lambda args: collect(make(args) for make in known)
+            if len(known) < len(makers):
+                return None
+            return lambda args, kwargs: collect(make(args, kwargs) for make in known)
         if type(result) is not FakeTensor or not _is_plain(result):
             return None
         for place, argument in enumerate(args):
             if argument is result:
-                return lambda args: args[place]
+                return lambda args, kwargs: args[place]
+        for name, argument in kwargs.items():
+            if argument is result:
+                return lambda args, kwargs: kwargs[name]
         return self._maker_of_tensor(result, args, kwargs, is_view)
 
     def _maker_of_tensor(
@@ -106,13 +150,13 @@ class CachedFakeTensorMode(FakeTensorMode):
             if not isinstance(args[0], FakeTensor) or storage_key(args[0].untyped_storage()) != memory:
                 return None
             distance = _first_byte(result) - _first_byte(args[0])
-            return lambda args: self._view(args[0], form, distance)
+            return lambda args, kwargs: self._view(args[0], form, distance)
         if any(storage_key(each.untyped_storage()) == memory for each in _tensors((*args, *kwargs.values()))):
             return None
         # An operator may pad its result. A new tensor of the same strides has no padding.
         if fake_tensor(self, *form).untyped_storage().nbytes() != result.untyped_storage().nbytes():
             return None
-        return lambda args: fake_tensor(self, *form)
+        return lambda args, kwargs: fake_tensor(self, *form)
 
     def _view(self, base: FakeTensor, form: Any, distance: int) -> FakeTensor:
         """Return a view that begins `distance` bytes after its base."""
@@ -120,12 +164,39 @@ class CachedFakeTensorMode(FakeTensorMode):
         return fake_tensor(self, *form, storage=base.untyped_storage(), offset=offset)
 
 
+def _is_view(func: Any) -> bool:
+    return func.is_view or func is UNNAMED_VIEW
+
+
+def _key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return what determines the form of an operator's result, or None if that is not certain."""
+    if getattr(func, "namespace", None) != "aten":
+        return None
+    # A Python number takes the default dtype.
+    key: list[Any] = [func, torch.get_default_dtype()]
+    try:
+        _add_forms(key, args, are_numbers_alike=func in _WITH_ANY_NUMBER)
+        for name, value in kwargs.items():
+            key.append(name)
+            _add_forms(key, (value,))
+        if _is_view(func):
+            key.append(_place_of(func, args[0]))
+    except _NoFormError:
+        return None
+    return tuple(key)
+
+
 class _NoFormError(Exception):
     """The form of an argument does not determine an operator's result."""
 
 
-def _add_forms(key: list[Any], values: Iterable[Any]) -> None:
+def _add_forms(key: list[Any], values: Iterable[Any], *, are_numbers_alike: bool = False) -> None:
     """Append the properties of values that determine the form of an operator's result.
+
+    Args:
+        key: List to append to.
+        values: Arguments of the operator.
+        are_numbers_alike: Whether any number of the same type makes the same form.
 
     Raises:
         _NoFormError: If torch knows a value, or its type is not supported here.
@@ -137,7 +208,8 @@ def _add_forms(key: list[Any], values: Iterable[Any]) -> None:
                 raise _NoFormError
             key += (value.shape, value.stride(), value.dtype, value.fake_device)
         elif kind in _PLAIN:
-            key += (kind, value)  # 1, 1.0 and True are equal, but make different dtypes
+            is_any = are_numbers_alike and kind in (int, float)
+            key += (kind, None if is_any else value)  # 1, 1.0 and True are equal, but make different dtypes
         elif kind is list or kind is tuple:
             key.append(len(value))
             _add_forms(key, value)

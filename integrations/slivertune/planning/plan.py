@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from slivertune.core.ledger import Census
+from slivertune.planning.methods import planned
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step_work import UpdateWork
 
@@ -141,6 +142,13 @@ class Plan:
     def peak_bytes(self) -> int:
         """Bytes alive on the device at the peak."""
         return self.peak.total
+
+    @property
+    def num_groups(self) -> int:
+        """Updates until each trained weight has been trained once: 1 unless groups take turns."""
+        if not planned(self.request.method).trains_in_groups:
+            return 1
+        return sum(len(group.indices) for group in self.groups)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON with the field names that the command line promises."""

@@ -27,6 +27,8 @@ class PlannedTime:
     """Seconds per update at the two `EFFICIENCIES`."""
     num_tokens: int
     """Tokens per update on all GPUs."""
+    num_groups: int
+    """Updates until each trained weight has been trained once. A weight learns from the tokens of one of them."""
     flops: float
     """Floating-point operations per update on one GPU, recomputation included."""
     num_operators: float
@@ -43,6 +45,11 @@ class PlannedTime:
     def tokens_per_second(self) -> float:
         """Tokens/s on all GPUs."""
         return self.num_tokens / self.seconds
+
+    @property
+    def weight_tokens_per_second(self) -> float:
+        """Tokens/s that each trained weight learns from."""
+        return self.tokens_per_second / self.num_groups
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float]:
@@ -70,6 +77,7 @@ class PlannedTime:
             "computing_seconds": dict(self.update.computing),
             "waiting_seconds": dict(self.update.waiting),
             "tokens_per_second": self.tokens_per_second,
+            "weight_tokens_per_second": self.weight_tokens_per_second,
             "tokens_per_update": self.num_tokens,
             "flops_per_update": self.flops,
             "operators_per_update": self.num_operators,
@@ -105,6 +113,7 @@ def plan_time(plan: Plan, rates: Rates) -> PlannedTime:
         update=mean_update(plan, rates),
         seconds_range=(slow, fast),
         num_tokens=request.batch_size * request.seq_length * request.gradient_accumulation_steps * request.num_gpus,
+        num_groups=plan.num_groups,
         flops=sum(share * each.flops for share, each in work),
         num_operators=sum(share * each.num_operators for share, each in work),
         disk_bytes_per_update=disk_bytes_per_update(plan),

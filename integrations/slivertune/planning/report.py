@@ -99,6 +99,8 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
         speeds = ["" for _ in timed] if time is None else [f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}"]
         table.add_row(str(value), *(f"{num_bytes / size:,.2f}" for num_bytes in sizes), *speeds, *fits)
     console.print(table)
+    if answer.num_missing:
+        say(f"interrupted: {answer.num_missing} more values were not planned")
     if limits is not None:
         for need in unlimited_needs(max(all_needs, key=lambda each: each.host_bytes + each.disk_bytes), limits):
             say(f"warning: {need}")

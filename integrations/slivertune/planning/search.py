@@ -17,7 +17,7 @@ from typing import Any
 
 from slivertune.core.byte_text import format_bytes
 from slivertune.planning.candidates import Candidate
-from slivertune.planning.impossible_fit import changed_fields, describe_impossible, shortages
+from slivertune.planning.impossible_fit import changed_fields, changed_options, describe_impossible, shortages
 from slivertune.planning.methods import planned_methods
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest, precision_with_bf16
@@ -166,9 +166,14 @@ class _Search:
             verdict = "fits" if requirement.fits(self._limits) else "does not fit"
             if not requirement.missing_device_bytes(self._limits):
                 verdict += "".join(f", {short}" for short in shortages(requirement, self._limits))
-            size = format_bytes(requirement.device_bytes)
-            self._tell(f"plan {len(self._requirements)}: {size} with the allowance, {verdict}")
+            size, changes = format_bytes(requirement.device_bytes), self._changes_in(request)
+            self._tell(f"plan {len(self._requirements)}{changes}: {size} with the allowance, {verdict}")
         return self._requirements[request]
+
+    def _changes_in(self, request: PlanRequest) -> str:
+        """Return the settings that differ from the run as requested, as options after a comma."""
+        options = changed_options(next(iter(self._requirements)), request)
+        return f", {options}" if options else ""
 
     def _least(self, request: PlanRequest, candidates: Sequence[Candidate]) -> list[_Taken] | None:
         """Return the cheapest changes that fit, the costliest of them first, or None if none are found.

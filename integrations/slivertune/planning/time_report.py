@@ -31,6 +31,9 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
     table.add_section()
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
     table.add_row("total", f"[bold]{format_seconds(time.seconds)}[/]", f"{time.num_tokens:,} tokens, {speed}")
+    if time.num_groups > 1:
+        speed = f"{time.weight_tokens_per_second:,.0f} tokens/s"
+        table.add_row("each weight", f"1 in {time.num_groups}", f"learns from {speed}")
     if num_tokens is not None:
         table.add_section()
         table.add_row("run", f"{time.hours(num_tokens):,.1f} h", f"{num_tokens:,.0f} tokens")

@@ -1,0 +1,74 @@
+"""Equal parts of a loop, of which a plan runs two, against all of them."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune.chunked_loss import chunked_cross_entropy, products
+from slivertune.core.repeated_work import different, num_repeats, running_different_parts
+from slivertune.planning.fake import without_data
+from slivertune.planning.make import make_plan
+from slivertune.planning.plan import Plan
+from tests.helpers.plan_requests import paper_request
+from tests.planning.made import narrow_llama
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:the default number of weights \(as many as LoRA of rank 64")
+
+CLASSES = 100_000
+"""A chunk of the loss has 167 rows."""
+WAYS: dict[str, dict[str, Any]] = {
+    "dense": {"method": "dense"},
+    "autocast": {"method": "dense", "precision": "mixed"},
+    "HiFT": {"method": "hift", "layers_per_group": 1},
+    "LoRA": {"method": "lora", "gradient_accumulation_steps": 3},
+    "SFT": {"method": "sft", "density": 0.1, "estimation_steps": 2, "reselection_interval": 100},
+}
+
+
+@pytest.mark.parametrize("rows", [160, 167, 334, 500, 1001])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_plan_is_that_of_all_parts(way: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = paper_request(**{"precision": "fp32", **WAYS[way], "seq_length": rows, "batch_size": 1})
+    config = narrow_llama(2)
+    config.vocab_size = CLASSES
+    seen = list[int]()
+
+    def planned() -> Plan:
+        return make_plan(request, config)
+
+    def watched(parts: Iterable[slice], tensor: torch.Tensor) -> Iterator[slice]:
+        for part in different(parts, tensor):
+            seen.append(num_repeats())
+            yield part
+
+    monkeypatch.setattr(products, "different", watched)
+    fast = planned()
+    assert (max(seen) > 1) is (rows > 500), "of two equal parts both run"
+    monkeypatch.setattr(products, "different", lambda parts, tensor: parts)
+    assert planned() == fast
+
+
+def test_who_trains_beside_a_plan_runs_all_parts() -> None:
+    hidden, weight = torch.randn(40, 8), torch.randn(100, 8)
+    targets = torch.randint(0, 100, (40,))
+    alone = chunked_cross_entropy(hidden, weight, targets, chunk_bytes=1200)
+    losses = list[torch.Tensor]()
+
+    def train() -> None:
+        losses.append(chunked_cross_entropy(hidden, weight, targets, chunk_bytes=1200))
+
+    with without_data():
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert torch.equal(losses[0], alone)
+    parts = [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)]
+    assert list(different(parts, hidden)) == parts
+    with running_different_parts():
+        assert list(different(parts, hidden)) == parts
+    with without_data():
+        counted = [(part, num_repeats()) for part in different(parts, torch.empty(1))]
+    assert counted == [(parts[0], 1), (parts[1], 2), (parts[3], 1)] and num_repeats() == 1
