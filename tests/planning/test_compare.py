@@ -226,19 +226,37 @@ def comparison() -> Comparison:
     return Comparison(question=question(24 * 1024 * MIB), rows=in_order([HIFT, LORA, DENSE, REFUSED]))
 
 
-def test_the_table_has_a_row_for_each_way_and_fits_120_columns() -> None:
-    console = Console(width=120, record=True, highlight=False)
+def table_of(rows: list[Row], num_tokens: float | None) -> list[str]:
+    console = Console(width=100, record=True, highlight=False)
     with console.capture() as captured:
-        print_comparison(comparison(), 1e9, console)
-    lines = captured.get().splitlines()
-    assert max(map(len, lines)) <= 120 or max(len(line) for line in lines if "│" in line) <= 120
-    for title in ("HiFT", "LoRA", "dense", "SFT"):
-        assert any(line.startswith(f"│ {title} ") for line in lines), title
-    (dense,) = (line for line in lines if line.startswith("│ dense"))
-    assert "does not fit" in dense
-    (lora,) = (line for line in lines if line.startswith("│ LoRA"))
-    assert "1,024" in lora and "500 ms" in lora and "271.3" in lora  # tokens/s, an update, hours
-    assert lines[-1] == advice(comparison().rows)
+        print_comparison(Comparison(question=question(24 * 1024 * MIB), rows=rows), num_tokens, console)
+    return [line.strip() for line in captured.get().splitlines()]
+
+
+@pytest.mark.parametrize(("num_tokens", "time"), [(None, "500 ms"), (1e9, "271.3")])
+def test_the_table_has_a_row_for_each_way(num_tokens: float | None, time: str) -> None:
+    rows = in_order([HIFT, LORA, DENSE, REFUSED, HIFT_SHARE])
+    lines = table_of(rows, num_tokens)
+    words = {line.split()[0]: line.split() for line in lines[:-4] if line.split()}
+    assert words["dense"][-2:] == ["no", "fit"] and words["SFT"][-2:] == ["no", "plan"]
+    assert words["LoRA"][-2:] == ["1,024", "1,024"] and time in " ".join(words["LoRA"])
+    shares = [line.split()[1] for line in lines if line.startswith("HiFT")]
+    assert shares == ["30%", "all"]
+    assert lines[-1] == advice(rows)
+
+
+def test_the_rows_of_a_large_model_fit_100_columns() -> None:
+    assert HIFT.requirement is not None and HIFT.time is not None
+    plan = replace(HIFT.requirement.plan, num_parameters=70_000_000_000, num_trainable_peak=17_100_000_000)
+    large = replace(
+        HIFT,
+        way=replace(HIFT.way, title="HiFT, 21 of 82 layers"),
+        requirement=replace(HIFT.requirement, plan=replace(plan, host_bytes=1_100 * 2**30)),
+        time=replace(HIFT.time, update=MeanUpdate(computing={"forward": 0.0123}, waiting={})),
+    )
+    (line,) = (line for line in table_of([large], None) if line.startswith("HiFT"))
+    assert line.split()[-3:] == ["ms", "41,626", "41,626"], "nothing is cut or wrapped"
+    assert " all, 17.1B/step " in line and " 1,100.0 " in line
 
 
 def test_what_is_trained_is_said_as_a_number_and_a_share() -> None:

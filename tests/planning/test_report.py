@@ -86,6 +86,26 @@ def test_a_limit_has_its_verdict() -> None:
     assert row_of(text, "GPU memory needed")[2] == f"{REQUIREMENT.device_bytes / GIB - 10:.2f} GiB more than 10.00 GiB"
 
 
+@pytest.mark.parametrize(
+    ("spare", "settings", "options"),
+    [
+        (4 * GIB, {"method": "hift"}, ["--max batch_size", "--layers_per_group auto"]),
+        (4 * GIB, {"method": "hift", "state": "device"}, ["--max batch_size"]),
+        (4 * GIB, {"method": "lora"}, ["--max batch_size"]),
+        (GIB, {"method": "lora"}, []),
+        (-GIB, {"method": "lora"}, []),
+    ],
+)
+def test_much_memory_that_stays_free_has_the_options_that_fill_it(
+    spare: int, settings: dict[str, Any], options: list[str]
+) -> None:
+    requirement = add_allowance(simple_plan(paper_request(**settings), moment(parameters=15 * GIB)))
+    limits = Limits(device_bytes=requirement.device_bytes + spare)
+    text = text_of(Answer(model=tiny_model(), requirement=requirement, limits=limits))
+    assert ["--max batch_size"] * ("4.00 GiB stay free. " in text) == options[:1]
+    assert [each for each in ("--max batch_size", "--layers_per_group auto") if each in text] == options
+
+
 def test_what_waits_has_a_verdict_where_there_is_a_limit() -> None:
     limits = Limits(device_bytes=24 * GIB, host_bytes=64 * GIB)
     text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT, limits=limits))

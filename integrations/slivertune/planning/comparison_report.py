@@ -1,5 +1,6 @@
 """Comparison as a table, with the advice."""
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -9,6 +10,7 @@ from slivertune.planning.limits import describe_limits, unlimited_needs
 from slivertune.planning.report import line_printer
 from slivertune.planning.time_report import describe_rates, format_seconds
 
+GIB = 2**30
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
@@ -38,17 +40,19 @@ def print_comparison(comparison: Comparison, num_tokens: float | None, console: 
     request = next((row.requirement.plan.request for row in comparison.rows if row.requirement is not None), None)
     sizes = "" if request is None else f", {request.seq_length:,} tokens per sequence"
     title = f"{question.model.name} on a {question.card.name}, {describe_limits(question.limits)}{sizes}; planned"
-    table = Table(title=title, title_justify="left")
-    hours = () if num_tokens is None else ("hours",)
-    for name in ("", "trains"):
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "tokens", "trains"):
         table.add_column(name)
-    for name in ("batch", "peak", "needed", "host", "update time", "tokens/s", "per weight", *hours):
+    seconds = "update" if num_tokens is None else "hours"
+    for name in ("batch", "GPU\nGiB", "host\nGiB", seconds, "tokens/s", "per\nweight"):
         table.add_column(name, justify="right")
     for row in comparison.rows:
         table.add_row(*_cells(row, num_tokens))
     console.print(table)
     say = line_printer(console)
-    say("batch: sequences in the largest batch that fits; one if none fits. per weight: tokens/s that each learns from")
+    say("tokens: those that keep activations and carry gradient (TokenTune selects a share)")
+    say("batch: sequences in the largest batch that fits; one if none fits")
+    say("per weight: tokens/s that each trained weight learns from")
     needs = [row.requirement for row in comparison.rows if row.requirement is not None]
     for need in unlimited_needs(max(needs, key=lambda each: each.host_bytes), question.limits) if needs else ():
         say(f"warning: {need}")
@@ -60,14 +64,16 @@ def print_comparison(comparison: Comparison, num_tokens: float | None, console: 
 
 def _cells(row: Row, num_tokens: float | None) -> list[str]:
     if row.requirement is None:
-        return [row.title, "can't be planned"]
-    plan = row.requirement.plan
-    sizes = [format_bytes(each) for each in (plan.peak_bytes, row.requirement.device_bytes, row.requirement.host_bytes)]
-    cells = [row.title, describe_trained(row), str(plan.request.batch_size), *sizes]
+        return [row.way.title, *[""] * 6, "no plan"]
+    request = row.requirement.plan.request
+    share = "all" if request.token_ratio is None else f"{request.token_ratio:.0%}"
+    sizes = [f"{size / GIB:,.1f}" for size in (row.requirement.device_bytes, row.requirement.host_bytes)]
+    cells = [row.way.title, share, describe_trained(row), str(request.batch_size), *sizes]
     if row.time is None:
-        return [*cells, "does not fit"]
-    cells += [format_seconds(row.time.seconds), f"{row.speed:,.0f}", f"{row.weight_speed:,.0f}"]
-    return cells if num_tokens is None else [*cells, f"{row.time.hours(num_tokens):,.1f}"]
+        return [*cells, "", "no fit"]
+    seconds = row.time.seconds
+    time = format_seconds(seconds) if num_tokens is None else f"{row.time.hours(num_tokens):,.1f}"
+    return [*cells, time, f"{row.speed:,.0f}", f"{row.weight_speed:,.0f}"]
 
 
 def describe_trained(row: Row) -> str:

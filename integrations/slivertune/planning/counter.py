@@ -202,7 +202,7 @@ def _only_watches(mode: TorchDispatchMode) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Properties:
-    """What an operator does with its arguments."""
+    """Use that an operator makes of its arguments."""
 
     arguments: Sequence[tuple[str, bool, bool]]
     """Name of each argument, and whether it is read and written."""
@@ -211,7 +211,7 @@ class _Properties:
     reads_values: bool
     reads_where_indices_say: bool
     flops: Callable[..., int] | None
-    """Formula of its floating-point operations; None for none."""
+    """Formula of its floating-point operations, or None if it has none."""
 
 
 @cache

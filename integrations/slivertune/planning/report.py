@@ -27,6 +27,8 @@ PART_TITLES = {
 }
 """Titles of the kinds of bytes."""
 _WAITING_TITLES: dict[LimitName, str] = {"host_bytes": "offloaded to host memory", "disk_bytes": "offloaded to disk"}
+_MUCH = 0.1
+"""Share of a limit from which memory that stays free is worth a line."""
 _ALWAYS_SHOWN = ("optimizer", "precision", "batch_size", "seq_length")
 
 
@@ -68,10 +70,26 @@ def print_answer(answer: Answer, console: Console) -> None:
         say(f"to run it: {shlex.join(typed_command(*command.arguments[1:]))}")
     for note in command.notes:
         say(f"note: {note}")
+    if (filling := _how_to_fill(answer)) is not None:
+        say(filling)
     if answer.limits is None:
         say("--fit 24GiB finds settings for a GPU of that size, the least costly first")
     if answer.card is None:
         say("--gpu 4090 shows the time per update there, and whether the run fits")
+
+
+def _how_to_fill(answer: Answer) -> str | None:
+    """Name the options that find what fills the memory that stays free, or return None if little does."""
+    limits, requirement = answer.limits, answer.requirement
+    if limits is None or answer.largest is not None or not requirement.fits(limits):
+        return None
+    spare = limits.device_bytes - requirement.device_bytes
+    if spare < _MUCH * limits.device_bytes:
+        return None
+    request = requirement.plan.request
+    has_layers = planned(request.method).trains_in_groups and request.layout == "single" and request.state == "host"
+    layers = " --layers_per_group auto finds the layers." if has_layers and answer.choice is None else ""
+    return f"{format_bytes(spare)} stay free. --max batch_size finds the batch that fills them.{layers}"
 
 
 def print_sweep(answer: SweepAnswer, console: Console) -> None:
