@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slivertune.chunked_loss import chunked_cross_entropy, products
+from slivertune.core import repeated_work, token_tiles
 from slivertune.core.repeated_work import different, num_repeats, running_different_parts
 from slivertune.planning.fake import without_data
 from slivertune.planning.make import make_plan
@@ -49,6 +50,50 @@ def test_a_plan_is_that_of_all_parts(way: str, rows: int, monkeypatch: pytest.Mo
     assert (max(seen) > 1) is (rows > 500), "of two equal parts both run"
     monkeypatch.setattr(products, "different", lambda parts, tensor: parts)
     assert planned() == fast
+
+
+TILED: dict[str, dict[str, Any]] = {
+    **WAYS,
+    "dense, checkpointed": {"method": "dense", "gradient_checkpointing": True},
+    "autocast, checkpointed": {"method": "dense", "precision": "mixed", "gradient_checkpointing": True},
+    "HiFT, checkpointed": {
+        "method": "hift",
+        "layers_per_group": 2,
+        "gradient_checkpointing": True,
+        "gradients": "host",
+    },
+    "stepped": {"method": "hift", "layers_per_group": 1, "gradients": "stepped", "gradient_checkpointing": True},
+    "LoRA, offloaded": {"method": "lora", "gradient_checkpointing": True, "offload_activations": True},
+    "QLoRA": {"method": "lora", "precision": "bf16", "load_in_4bit": True, "gradient_checkpointing": True},
+    "SFT, checkpointed": {**WAYS["SFT"], "gradient_checkpointing": True},
+    "TokenTune": {"method": "dense", "token_ratio": 0.5, "gradient_checkpointing": True},
+    "parked": {"method": "lora", "precision": "bf16", "waiting": "int8", "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(80, 1), (100, 1), (200, 1), (210, 1), (190, 2)])
+@pytest.mark.parametrize("way", TILED)
+def test_a_plan_is_that_of_all_tiles(way: str, rows: int, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"precision": "fp32", **TILED[way], "seq_length": rows, "batch_size": batch_size}
+    request = paper_request(**settings, token_tile_size=20 * batch_size)
+    config = narrow_llama(2)
+    fast = make_plan(request, config)
+    monkeypatch.setattr(repeated_work, "_FEWEST_TILES", 10**9)
+    assert make_plan(request, config) == fast
+
+
+def test_few_tiles_run_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = list[int]()
+
+    def watched(self: Any, *tile: torch.Tensor) -> Any:
+        lengths.append(tile[0].shape[1])
+        return call(self, *tile)
+
+    call = token_tiles._Tiles._call
+    monkeypatch.setattr(token_tiles._Tiles, "_call", watched)
+    make_plan(paper_request(method="dense", seq_length=2050, batch_size=1, token_tile_size=20), narrow_llama(1))
+    modules = 4  # an MLP, two norms of its block, and the last norm
+    assert len(lengths) == 2 * 4 * modules and lengths.count(10) == 2 * modules, "forward, and again in the backward"
 
 
 def test_who_trains_beside_a_plan_runs_all_parts() -> None:

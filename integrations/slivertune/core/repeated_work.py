@@ -1,7 +1,8 @@
-"""Work that a memory plan runs once or twice in place of many times: equal parts of a loop, and operators on tiles."""
+"""Work that a memory plan runs a few times in place of many: equal parts of a loop, and operators on tiles."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -10,6 +11,9 @@ from slivertune.core.torch_internals import FakeTensor
 _numbers: list[int] = []
 _repeats: list[int] = []
 _planning: list[None] = []
+_in_backward: list[int] = [1]
+"""Times that the tile counts whose backward runs."""
+_FEWEST_TILES = 5
 
 
 @contextmanager
@@ -28,12 +32,14 @@ def standing_for(number: int) -> Iterator[None]:
 
 @contextmanager
 def running_different_parts() -> Iterator[None]:
-    """Let `different` leave out parts of loops over tensors without data inside this context."""
+    """Let equal parts of loops over tensors without data be left out inside this context."""
     _planning.append(None)
+    _in_backward[0] = 1
     try:
         yield
     finally:
         _planning.pop()
+        _in_backward[0] = 1
 
 
 def different(parts: Iterable[slice], tensor: torch.Tensor) -> Iterator[slice]:
@@ -46,7 +52,7 @@ def different(parts: Iterable[slice], tensor: torch.Tensor) -> Iterator[slice]:
         parts: Parts, the equal ones one after the other.
         tensor: Tensor that the loop reads. Whoever trains beside a plan, in another thread, has tensors with data.
     """
-    if not _planning or type(tensor) is not FakeTensor or torch.compiler.is_compiling():
+    if not _may_leave_out(tensor):
         yield from parts
         return
     of_size: dict[int, list[slice]] = {}
@@ -55,16 +61,92 @@ def different(parts: Iterable[slice], tensor: torch.Tensor) -> Iterator[slice]:
     for first, *others in of_size.values():
         yield first
         if others:
-            _repeats.append(len(others) * num_repeats())
-            try:
+            with _repeating(len(others)):
                 yield others[0]
-            finally:
-                _repeats.pop()
+
+
+def over_tiles(function: Callable[..., Any], tensors: Sequence[torch.Tensor], length: int, dim: int) -> list[Any]:
+    """Call a function on each tile of some tensors.
+
+    In a plan most of equal tiles are left out, in the backward, too: the first and the last of them run, and the second
+    stands for the others. Their outputs, and the gradients of their inputs, have their memory.
+
+    Args:
+        function: Function of one tile of each tensor, whose memory and work follow from the tiles' sizes. It returns a
+            tensor with as many rows.
+        tensors: Tensors, of one length in the dimension that is cut.
+        length: Length of a tile.
+        dim: Dimension to cut.
+
+    Returns:
+        Outputs, in order; only the first if it is no tensor.
+    """
+    num_equal, rest = divmod(tensors[0].shape[dim], length)
+    if num_equal < _FEWEST_TILES or not _may_leave_out(tensors[0]):
+        return [function(*tile) for tile in zip(*(each.split(length, dim) for each in tensors), strict=True)]
+    sizes = [length, length, (num_equal - 3) * length, length, *([rest] if rest else [])]
+    first, second, others, *last = zip(*(each.split(sizes, dim) for each in tensors), strict=True)
+    output = function(*first)
+    if not isinstance(output, torch.Tensor):
+        return [output]
+    outputs = [_counted(output, 1)]
+    with _repeating(num_equal - 2):
+        model = function(*second)
+    shape = list(model.shape)
+    shape[dim] = sizes[2]
+    outputs += [_counted(model, num_equal - 2), _LeftOut.apply(model.detach(), shape, *others)]
+    return outputs + [_counted(function(*tile), 1) for tile in last]
+
+
+def _may_leave_out(tensor: torch.Tensor) -> bool:
+    return bool(_planning) and type(tensor) is FakeTensor and not torch.compiler.is_compiling()
+
+
+@contextmanager
+def _repeating(number: int) -> Iterator[None]:
+    _repeats.append(number * num_repeats())
+    try:
+        yield
+    finally:
+        _repeats.pop()
+
+
+def _counted(output: torch.Tensor, number: int) -> torch.Tensor:
+    """Let the backward of a tile count so many times, from the gradient of its output on."""
+    counted: torch.Tensor = _Counted.apply(output, number)
+    return counted
+
+
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _in_backward[0] = ctx.number
+        return gradient, None
+
+
+class _LeftOut(torch.autograd.Function):
+    """Memory of the outputs of tiles that are left out, and of the gradients of their inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, model: torch.Tensor, shape: list[int], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.forms = [(each.shape, each.dtype) for each in inputs]
+        return model.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        needed = zip(ctx.forms, ctx.needs_input_grad[2:], strict=True)
+        made = [gradient.new_empty(shape, dtype=dtype) if is_needed else None for (shape, dtype), is_needed in needed]
+        return None, None, *made
 
 
 def num_repeats() -> int:
     """Return how many times the running part of a loop counts."""
-    return _repeats[-1] if _repeats else 1
+    return (_repeats[-1] if _repeats else 1) * _in_backward[0]
 
 
 def num_stood_for() -> int | None:

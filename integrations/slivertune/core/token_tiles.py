@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from slivertune.core.checkpointed_blocks import records_graph
 from slivertune.core.layers import find_blocks
 from slivertune.core.module_hook import ModelHandle, StandIn, put_stand_in
 from slivertune.core.refused_pairs import Feature, attach_feature, refusal_of
+from slivertune.core.repeated_work import over_tiles
 from slivertune.core.setting_checks import check_integer
 from slivertune.core.token_wise import BesideAttention, children_beside_attention, is_norm, norms_outside
 
@@ -148,13 +150,12 @@ class _Tiles(StandIn):
             return self.function(*args, **kwargs)
         self._check(args, kwargs, shape, dim)
         records = records_graph(self._module, args)
-        pieces = zip(*(each.split(length, dim) for each in args), strict=True)
-        outputs = [self._run(piece, records=records) for piece in pieces]
+        outputs = over_tiles(partial(self._run, records=records), args, length, dim)
         if not all(isinstance(each, torch.Tensor) for each in outputs):
             raise RuntimeError(f"{self._path} returns {type(outputs[0]).__name__}, not a tensor. Leave tile_tokens out")
         return torch.cat(outputs, dim)
 
-    def _run(self, tile: tuple[torch.Tensor, ...], *, records: bool) -> Any:
+    def _run(self, *tile: torch.Tensor, records: bool) -> Any:
         if not records:
             return self._call(*tile)
         return checkpoint(self._call, *tile, use_reentrant=False, context_fn=self._context)
