@@ -53,7 +53,7 @@ def test_rows_are_kept_for_experts_that_train_alone(frozen: bool) -> None:
 
 def test_operations_of_experts_are_told() -> None:
     seen: list[tuple[int, int]] = []
-    with without_data(), attention_seen_by(lambda *work: seen.append(work)):
+    with without_data(), attention_seen_by(lambda flops, num_bytes, _: seen.append((flops, num_bytes))):
         (product(*factors(torch.float32, frozen=False)) * 2).sum().backward()
     assert [flops for flops, _ in seen] == 3 * [2 * TOKENS * WIDTH * OUT]
 

@@ -56,7 +56,7 @@ def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
             AUTO[:2],
             "--layers_per_group auto: there is no CUDA device here whose rates could be used. Name one by --gpu",
         ),
-        ((*AUTO[:3], "none"), "--layers_per_group auto: gpu='none' must be one of '3090', '4060Ti-16GB'"),
+        ((*AUTO[:3], "none"), "--layers_per_group auto: gpu='none' must be one of '3060-12GB', '3090'"),
         (("--gpu", "4090"), "--gpu 4090 takes effect only with --layers_per_group auto"),
         (("--layers_per_group", "-1"), "layers_per_group=-1 must be a number of layers"),
     ],
