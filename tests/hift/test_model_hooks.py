@@ -83,6 +83,29 @@ def test_after_detach_a_checkpointed_model_whose_embedding_is_frozen_trains_as_b
     assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
 
 
+def test_after_a_turn_that_could_not_begin_detach_takes_everything_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = small_decoder(), token_batches(1)[0]
+    num_hooks = hooks_of(model)
+    model, hift = hift_over(model, torch.optim.AdamW, lr=1e-2)
+    hift.detach()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(hift.turns.hooks, "activate", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            hift.reattach()
+    with pytest.raises(ValueError, match=r"trained by another HiFT"):
+        HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), lr=1e-2)
+    hift.detach()
+    assert hooks_of(model) == num_hooks and all(each.requires_grad for each in model.parameters())
+    hift.reattach()
+    train(model, hift, [batch] * 2, 2)
+    hift.detach()
+    assert hooks_of(model) == num_hooks
+
+
 @pytest.mark.parametrize("what", ["the model", "a part of it", "a wrapper of it"])
 def test_a_second_hift_over_a_held_model_is_refused(what: str) -> None:
     model, hift = hift_over(small_decoder(), torch.optim.AdamW, lr=1e-2)

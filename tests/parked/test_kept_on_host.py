@@ -83,6 +83,17 @@ def test_casts_are_made_and_copies_are_moved_as_any_other() -> None:
     hift.detach()
 
 
+def test_after_an_error_nothing_is_parked() -> None:
+    model = tiny_llama(torch.bfloat16)
+    before = weights(model)
+    model.model.layers[1].input_layernorm.to("meta")
+    with pytest.raises(ValueError, match=r"layers.1.* is on meta already"):
+        slivertune.park_for_hift(model, HiFTConfig(waiting="int8", weights="host"))
+    kept = {name: value for name, value in weights(model).items() if value.device.type == "cpu"}
+    assert len(kept) == len(before) - 1 and all(torch.equal(value, before[name]) for name, value in kept.items())
+    assert not any({"forward", "_apply"} & vars(module).keys() for module in model.modules())
+
+
 def test_a_model_that_was_moved_before_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layers.0.* is on meta already, where all blocks fit.*before it is"):
         keep_blocks_on_host(tiny_llama().to("meta"))

@@ -171,7 +171,7 @@ def made(title: str, seconds: float | None, *, trains_all: bool, size: int = 1, 
             update=MeanUpdate(computing={"forward": seconds}, waiting={}),
             seconds_range=(seconds, seconds),
             num_tokens=512,
-            num_groups=1,
+            weight_share=1.0,
             flops=1.0,
             num_operators=1.0,
             disk_bytes_per_update=0.0,
@@ -212,7 +212,7 @@ def test_one_group_of_many_is_not_taken_for_reading_tokens_faster() -> None:
     groups = (replace(HIFT.requirement.plan.groups[0], indices=tuple(range(34))),)
     plan = replace(HIFT.requirement.plan, groups=groups)
     assert (HIFT.requirement.plan.num_groups, plan.num_groups) == (1, 34)
-    requirement, time = replace(HIFT.requirement, plan=plan), replace(HIFT_SHARE.time, num_groups=plan.num_groups)
+    requirement, time = replace(HIFT.requirement, plan=plan), replace(HIFT_SHARE.time, weight_share=1 / plan.num_groups)
     in_groups = replace(HIFT_SHARE, requirement=requirement, time=time)
     assert (in_groups.speed, in_groups.weight_speed) == (512, 512 / 34)
     whole = replace(HIFT, way=replace(HIFT.way, title="HiFT, all layers"))
@@ -349,7 +349,10 @@ def test_after_ctrl_c_the_ways_that_are_ready_are_printed(
         values = json.loads(printed)
         assert (values["num_missing"], [row["title"] for row in values["rows"]]) == (8, ["LoRA", "HiFT"])
     else:
-        assert "interrupted: 8 more ways were not planned\n" in printed and advice([HIFT, LORA]) in printed
+        assert (
+            "interrupted: 8 more ways were not planned\n" in printed
+            and f"of the ways that were planned before Ctrl-C: {advice([HIFT, LORA])}" in printed
+        )
     monkeypatch.setattr("slivertune.planning.command.compare", lambda _: _raise_interrupt())
     with pytest.raises(KeyboardInterrupt):
         run_plan(words)

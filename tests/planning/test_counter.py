@@ -1,5 +1,6 @@
 """What a step is counted to compute and copy, against what can be worked out without running it."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slivertune.core.ledger import claim
+from slivertune.core.ledger import Ledger, claim
+from slivertune.core.torch_internals import FakeTensor, TorchDispatchMode
 from slivertune.hift import compiled_passes, tiled_steps
 from slivertune.hift.compiled_passes import CompiledPasses
 from slivertune.hift.stochastic_rounding import StochasticRounding
@@ -46,6 +48,43 @@ def counted() -> Iterator[WorkCounter]:
     counter = WorkCounter()
     with without_data(), counter.counting("part"):
         yield counter
+
+
+def test_a_counter_knows_the_modes_of_one_count_only() -> None:
+    counter, seen = WorkCounter(), list[Any]()
+
+    class Replacing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def work() -> torch.Tensor:
+        return torch.empty(7) + 1
+
+    with without_data():
+        with counter.counting("first"):
+            made = [work() for _ in range(3)]
+        with Replacing(), counter.counting("second"):
+            made += [work() for _ in range(3)]
+    assert len(seen) == 6 and {type(each) for each in made} == {FakeTensor}
+    assert counter.work_of("first") == counter.work_of("second") and counter.work_of("first").num_operators == 3
+    with counter.counting("third"):
+        assert type(work()) is torch.Tensor
+
+
+def test_a_plan_in_another_thread_shows_a_ledger_nothing() -> None:
+    def plan() -> None:
+        with without_data(), counter.counting("part"):
+            kept.extend(torch.empty(1000) + 1 for _ in range(3))
+
+    counter, kept = WorkCounter(), list[torch.Tensor]()
+    with Ledger() as ledger:
+        ledger.reset_peak()
+        before = ledger.current()
+        thread = threading.Thread(target=plan)
+        thread.start()
+        thread.join()
+        assert ledger.current() == before and len(kept) == 3
 
 
 def on_host(num_bytes: int) -> torch.Tensor:

@@ -41,8 +41,12 @@ class Checked(CachedFakeTensorMode):
 
     @override
     def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Nothing passes by the check."""
-        return UNKNOWN
+        """What passes the other modes by is checked, too."""
+        found = super().made(func, args, kwargs)
+        if found is not UNKNOWN and not func._schema.is_mutable:
+            expected = FakeTensorMode.dispatch(self, func, (), args, kwargs)
+            assert forms(found, args) == forms(expected, args), func
+        return found
 
 
 def forms(result: Any, args: Sequence[Any]) -> Any:
@@ -124,6 +128,17 @@ OPERATORS: dict[str, Callable[[], Any]] = {
     "two dtypes": lambda: matrix().bfloat16() + matrix(),
     "into itself": lambda: matrix().add_(1),
     "into another": lambda: torch.add(matrix(), matrix(), out=matrix()),
+    "into a place that grows": lambda: torch.add(matrix(), matrix(), out=torch.empty(0)),
+    "a product into another": lambda: torch.mm(matrix(), torch.empty(6, 3), out=torch.empty(4, 3)),
+    "a product into a place that grows": lambda: torch.mm(matrix(), torch.empty(6, 3), out=torch.empty(0)),
+    "results into places that grow": lambda: torch.topk(
+        matrix(), 2, out=(torch.empty(0), torch.empty(0, dtype=torch.int64))
+    ),
+    "the end": lambda: matrix()[-2:],
+    "every second": lambda: matrix()[::2, 1::3],
+    "nothing": lambda: matrix()[3:1],
+    "more than there is": lambda: matrix()[:, -100:100],
+    "rows of a transposed": lambda: matrix().t()[2:4],
     "several results": lambda: torch.topk(matrix(), 2),
     "a list of results": lambda: matrix().split(2),
     "a named tuple": lambda: torch.native_layer_norm(matrix(), (6,), None, None, 1e-5),
@@ -155,6 +170,16 @@ def test_an_operator_met_again_returns_what_torch_returns(make: Callable[[], Any
         expected = forms(make(), ())
     with Checked():
         assert [forms(make(), ()) for _ in range(3)] == [expected] * 3
+
+
+@pytest.mark.parametrize("arguments", [(0, 0, 2, 0), (0, 0, 2, -1), (5, 0, 2, 1), (-3, 0, 2, 1)])
+def test_a_slice_that_is_none_is_torchs_error(arguments: tuple[int, ...]) -> None:
+    errors = []
+    for mode in (FakeTensorMode(), CachedFakeTensorMode()):
+        with mode, pytest.raises((RuntimeError, IndexError)) as error:
+            torch.ops.aten.slice.Tensor(matrix(), *arguments)
+        errors.append((type(error.value), str(error.value)))
+    assert errors[0] == errors[1]
 
 
 def test_a_default_dtype_counts() -> None:

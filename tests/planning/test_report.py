@@ -8,10 +8,12 @@ from rich.console import Console
 
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.candidates import all_candidates
+from slivertune.planning.cards import card_named
+from slivertune.planning.largest import Largest
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.report import describe_request, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.search import Found, search
+from slivertune.planning.search import Found, Step, search
 from tests.helpers.plan_requests import paper_request
 from tests.planning.made import GIB, group, moment, plan, simple_plan, tiny_model
 
@@ -87,21 +89,36 @@ def test_a_limit_has_its_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spare", "settings", "options"),
+    ("spare", "settings", "more", "options"),
     [
-        (4 * GIB, {"method": "hift"}, ["--max batch_size", "--layers_per_group auto"]),
-        (4 * GIB, {"method": "hift", "state": "device"}, ["--max batch_size"]),
-        (4 * GIB, {"method": "lora"}, ["--max batch_size"]),
-        (GIB, {"method": "lora"}, []),
-        (-GIB, {"method": "lora"}, []),
+        (4 * GIB, {"method": "hift"}, {"card": card_named("4090")}, ["--max batch_size", "--layers_per_group auto"]),
+        (4 * GIB, {"method": "hift"}, {}, ["--max batch_size"]),
+        (4 * GIB, {"method": "hift", "state": "device"}, {"card": card_named("4090")}, ["--max batch_size"]),
+        (4 * GIB, {"method": "lora"}, {}, ["--max batch_size"]),
+        (4 * GIB, {"method": "lora"}, {"largest": "found"}, []),
+        (4 * GIB, {"method": "lora"}, {"found": "changed"}, []),
+        (GIB, {"method": "lora"}, {}, []),
+        (-GIB, {"method": "lora"}, {}, []),
     ],
 )
 def test_much_memory_that_stays_free_has_the_options_that_fill_it(
-    spare: int, settings: dict[str, Any], options: list[str]
+    spare: int, settings: dict[str, Any], more: dict[str, Any], options: list[str]
 ) -> None:
     requirement = add_allowance(simple_plan(paper_request(**settings), moment(parameters=15 * GIB)))
     limits = Limits(device_bytes=requirement.device_bytes + spare)
-    text = text_of(Answer(model=tiny_model(), requirement=requirement, limits=limits))
+    step = Step(title="A batch of 1", cost="none", changes={"batch_size": (2, 1)})
+    found = Found(start=requirement, requirement=requirement, steps=(step,), skipped=(), num_plans=2)
+    largest = Largest(
+        field="batch_size",
+        value=2,
+        requirement=requirement,
+        next_value=None,
+        next_device_bytes=None,
+        limits=limits,
+    )
+    values = {"found": found, "largest": largest}
+    more = {name: values.get(name, value) for name, value in more.items()}
+    text = text_of(Answer(model=tiny_model(), requirement=requirement, limits=limits, **more))
     assert ["--max batch_size"] * ("4.00 GiB stay free. " in text) == options[:1]
     assert [each for each in ("--max batch_size", "--layers_per_group auto") if each in text] == options
 

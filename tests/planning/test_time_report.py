@@ -36,7 +36,7 @@ def test_a_card_adds_seconds_by_part_tokens_a_second_and_hours(
     text = said(words, tmp_path, capsys)
     for part in ("update time on a GeForce RTX 4090", "forward", "backward", "update", "64 tokens", "6,000,000 tokens"):
         assert part in text
-    assert f"1 in {num_groups}" in text and f"learns from {time['weight_tokens_per_second']:,.0f} tokens/s" in text
+    assert f"{1 / num_groups:.1%}" in text and f"learns from {time['weight_tokens_per_second']:,.0f} tokens/s" in text
     assert format_seconds(time["seconds_per_update"]) in text and f"{time['hours']:,.1f} h" in text
     assert "99.1 TFLOP/s (60% of peak; --efficiency)" in text and "fits 24.00 GiB" in text
     slow, fast = time["range"]["tokens_per_second"]
@@ -45,6 +45,17 @@ def test_a_card_adds_seconds_by_part_tokens_a_second_and_hours(
     for efficiency, speed in ((0.3, slow), (0.9, fast)):
         alone = json.loads(said([*words, "--efficiency", str(efficiency), "--json"], tmp_path, capsys))["time"]
         assert alone["tokens_per_second"] == pytest.approx(speed)
+
+
+def test_a_weight_learns_from_the_selected_tokens_of_its_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpu", "4090", "--layers_per_group", "1", "--json"]  # an embedding, a block and a head
+    for more, share in (([], 1.0), (["--token_ratio", "0.25"], 0.25)):
+        time = json.loads(said([*words, *more], tmp_path, capsys))["time"]
+        assert time["weight_tokens_per_second"] == pytest.approx(share / 3 * time["tokens_per_second"])
+    above = ["--inactive", "above", "--gradients", "stepped", "--precision", "fp32"]
+    assert "learns from at least " in said([*words[:-1], *above], tmp_path, capsys)
 
 
 def test_half_the_efficiency_takes_longer_and_fp32_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

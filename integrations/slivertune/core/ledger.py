@@ -374,16 +374,6 @@ class Ledger:
         self._highest["disk"] = max(self._highest["disk"], self._with_files()["disk"])
 
 
-def show_ledgers(out: Any) -> None:
-    """Show all entered ledgers what an operator has returned, if their own modes do not see it.
-
-    Args:
-        out: Tensors, in any nest of tuples and lists.
-    """
-    for ledger in _watching:
-        ledger._mode.show(out)
-
-
 class Watch(TorchDispatchMode):
     """Mode that shows a ledger every tensor that an operator returns."""
 

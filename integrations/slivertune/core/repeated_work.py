@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slivertune.core.torch_internals import FakeTensor
+from slivertune.core.torch_internals import FakeTensor, apply_function
 
 _numbers: list[int] = []
 _repeats: list[int] = []
@@ -94,7 +94,7 @@ def over_tiles(function: Callable[..., Any], tensors: Sequence[torch.Tensor], le
         model = function(*second)
     shape = list(model.shape)
     shape[dim] = sizes[2]
-    outputs += [_counted(model, num_equal - 2), _LeftOut.apply(model.detach(), shape, *others)]
+    outputs += [_counted(model, num_equal - 2), apply_function(_LeftOut, model.detach(), shape, *others)]
     return outputs + [_counted(function(*tile), 1) for tile in last]
 
 
@@ -113,7 +113,7 @@ def _repeating(number: int) -> Iterator[None]:
 
 def _counted(output: torch.Tensor, number: int) -> torch.Tensor:
     """Let the backward of a tile count so many times, from the gradient of its output on."""
-    counted: torch.Tensor = _Counted.apply(output, number)
+    counted: torch.Tensor = apply_function(_Counted, output, number)
     return counted
 
 

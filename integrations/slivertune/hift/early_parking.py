@@ -27,8 +27,12 @@ class ParkedForHiFT(ModelHandle):
             layers = linear_modules(model, [block for _, block in find_blocks(model)])
             self._quantized = QuantizedLayers(model, layers, config.waiting)
             self._quantized.attach()
-        if config.weights == "host":
-            self.on_remove(keep_blocks_on_host(model).remove)
+        try:
+            if config.weights == "host":
+                self.on_remove(keep_blocks_on_host(model).remove)
+        except BaseException:
+            self.remove()
+            raise
 
     @override
     def remove(self) -> None:

@@ -175,7 +175,8 @@ class HiFT(CheckpointedSliver):
     def _attach(self) -> None:
         self.turns.attach()
         take(self._parameters_of_state(), self)
-        self.is_detached = False
+        self.is_detached = False  # also if the turn can't begin, so that `detach` takes everything off
+        self.turns.activate()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Mark backward passes as not the last of their update, for `gradients="stepped"` in a plain loop.

@@ -125,7 +125,7 @@ class Turns:
         return self._meter.is_compiled_on(self.trained_weights[0].device)
 
     def attach(self) -> None:
-        """Put the hooks on the model, park its weights, and begin the turn of the active group."""
+        """Put the hooks on the model, and park its weights. `activate` begins the turn of the active group."""
         with ExitStack() as attached:
             self.hooks.attach()
             attached.callback(self.hooks.release)
@@ -137,7 +137,6 @@ class Turns:
             """Take everything off the model. A second call does nothing."""
         self.take_off.atexit = False
         self.is_attached = True
-        self.activate()
 
     def detach(self) -> None:
         """Release what is on the device for the turns to come, and take everything off the model."""

@@ -110,6 +110,8 @@ class Card:
     """Bytes/s of the bus each way."""
     source: str
     """Source of the figures."""
+    note: str = ""
+    """Note on runs on the card, for people."""
     l2_bytes: int = 0
     """Bytes of the L2 cache, 0 if they are not listed."""
     link_bandwidth: float | None = None

@@ -163,6 +163,11 @@ class Comparison:
     num_missing: int = 0
     """Ways that were not planned before Ctrl-C."""
 
+    def advice(self) -> str:
+        """Recommend a way and say why, in one line, among the ways that were planned."""
+        text = advice(self.rows)
+        return text if not self.num_missing else f"of the ways that were planned before Ctrl-C: {text}"
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON: the shared settings, the advice and an array of rows."""
         return {
@@ -171,7 +176,7 @@ class Comparison:
             "slivertune": __version__,
             "gpu": self.question.card.name,
             "fit": limits_json(self.question.limits),
-            "advice": advice(self.rows),
+            "advice": self.advice(),
             "num_missing": self.num_missing,
             "rows": [row.to_json() for row in self.rows],
         }

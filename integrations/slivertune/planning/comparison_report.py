@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slivertune.core.byte_text import format_bytes
-from slivertune.planning.compare import Comparison, Row, advice
+from slivertune.planning.compare import Comparison, Row
 from slivertune.planning.limits import describe_limits, unlimited_needs
 from slivertune.planning.report import line_printer
 from slivertune.planning.time_report import describe_rates, format_seconds
@@ -59,7 +59,7 @@ def print_comparison(comparison: Comparison, num_tokens: float | None, console: 
     say(describe_rates(question.rates()))
     if comparison.num_missing:
         say(f"interrupted: {comparison.num_missing} more ways were not planned")
-    say(advice(comparison.rows))
+    say(comparison.advice())
 
 
 def _cells(row: Row, num_tokens: float | None) -> list[str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from slivertune.core.copy_streams import Direction
 from slivertune.core.layers import find_blocks
-from slivertune.core.ledger import Watch, claimed_as, show_ledgers
+from slivertune.core.ledger import Watch, claimed_as
 from slivertune.core.outputs import tensors_of
 from slivertune.core.repeated_work import num_repeats, num_stood_for
 from slivertune.core.torch_internals import (
@@ -90,6 +90,8 @@ class WorkCounter(TorchDispatchMode):
         """Whether the block's forward is being recomputed."""
         self._cache: CachedFakeTensorMode | None = None
         """Operators that ran before, whose results need not pass through the other modes. None if one is unknown."""
+        self._told: list[Watch | WorkCounter] = []
+        """Other modes to tell of these operators, in their order."""
 
     @contextmanager
     def counting(self, part: Hashable) -> Iterator[None]:
@@ -102,11 +104,15 @@ class WorkCounter(TorchDispatchMode):
             _counting.append(self)
             stack.callback(_counting.remove, self)
             stack.enter_context(attention_seen_by(self.add))
-            fake = running_fake_mode()
-            if isinstance(fake, CachedFakeTensorMode) and all(map(_only_watches, running_modes())):
-                self._cache = fake
+            fake, modes = running_fake_mode(), running_modes()
+            if isinstance(fake, CachedFakeTensorMode) and all(map(_only_watches, modes)):
+                self._cache, self._told = fake, [mode for mode in modes if isinstance(mode, (Watch, WorkCounter))]
+            stack.callback(self._forget_modes)
             stack.enter_context(self)
             yield
+
+    def _forget_modes(self) -> None:
+        self._cache, self._told = None, []
 
     def work_of(self, part: Hashable) -> Work:
         """Return the work of a part of the step."""
@@ -153,9 +159,12 @@ class WorkCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = UNKNOWN if self._cache is None else self._cache.made(func, args, kwargs)
         if out is not UNKNOWN:
-            show_ledgers(out)
-            for counter in _counting[: _counting.index(self) + 1]:
-                counter._see(func, args, kwargs, out)
+            for mode in self._told:
+                if isinstance(mode, Watch):
+                    mode.show(out)
+                else:
+                    mode._see(func, args, kwargs, out)
+            self._see(func, args, kwargs, out)
             return out
         out = func(*args, **kwargs)
         self._see(func, args, kwargs, out)

@@ -85,11 +85,13 @@ class CachedFakeTensorMode(FakeTensorMode):
         make = None if key is None else self._known.get(key)
         if make is not None:
             return make(args, kwargs)
+        given = _sizes(kwargs)
         result = super().dispatch(func, types, args, kwargs)
-        if key is not None and not _NEVER_KNOWN.intersection(func.tags):
+        is_known = key is not None and not _NEVER_KNOWN.intersection(func.tags)
+        if is_known and _sizes(kwargs) == given:  # torch resizes a result's place that is too small
             make = self._maker(result, args, kwargs, _is_view(func))
             if make is not None:
-                self._known[key] = make
+                self._known[key] = make  # type: ignore[index]
         return result
 
     def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -110,12 +112,12 @@ class CachedFakeTensorMode(FakeTensorMode):
         """Return a slice of a tensor, of which there is one for each place, or None if torch has to make it."""
         if type(base) is not FakeTensor or base.constant is not None or not _is_plain(base) or not base.dim():
             return None
-        if not all(type(each) in (int, type(None)) for each in (start, stop, step)):
+        if not all(type(each) in (int, type(None)) for each in (dim, start, stop, step)):
             return None
+        if not -base.dim() <= dim < base.dim() or (step is not None and step < 1):
+            return None  # an error of torch's
         shape, stride = list(base.shape), list(base.stride())
         first, last, step = slice(start, stop, step).indices(shape[dim])
-        if step < 1:
-            return None  # an error of torch's
         distance = first * stride[dim] * base.dtype.itemsize
         shape[dim], stride[dim] = len(range(first, last, step)), stride[dim] * step
         return self._view(base, (tuple(shape), tuple(stride), base.dtype, base.fake_device), distance)
@@ -162,6 +164,11 @@ class CachedFakeTensorMode(FakeTensorMode):
         """Return a view that begins `distance` bytes after its base."""
         offset = (_first_byte(base) + distance) // form[2].itemsize
         return fake_tensor(self, *form, storage=base.untyped_storage(), offset=offset)
+
+
+def _sizes(values: Mapping[str, Any]) -> list[Any]:
+    """Return the sizes of tensors and of their memory, which an operator may change."""
+    return [(each.shape, each.stride(), each.untyped_storage().nbytes()) for each in _tensors(values.values())]
 
 
 def _is_view(func: Any) -> bool:

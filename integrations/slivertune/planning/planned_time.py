@@ -27,8 +27,8 @@ class PlannedTime:
     """Seconds per update at the two `EFFICIENCIES`."""
     num_tokens: int
     """Tokens per update on all GPUs."""
-    num_groups: int
-    """Updates until each trained weight has been trained once. A weight learns from the tokens of one of them."""
+    weight_share: float
+    """Share of the tokens from which each trained weight learns: those of its turns, and of these the selected ones."""
     flops: float
     """Floating-point operations per update on one GPU, recomputation included."""
     num_operators: float
@@ -49,7 +49,7 @@ class PlannedTime:
     @property
     def weight_tokens_per_second(self) -> float:
         """Tokens/s that each trained weight learns from."""
-        return self.tokens_per_second / self.num_groups
+        return self.tokens_per_second * self.weight_share
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float]:
@@ -113,7 +113,7 @@ def plan_time(plan: Plan, rates: Rates) -> PlannedTime:
         update=mean_update(plan, rates),
         seconds_range=(slow, fast),
         num_tokens=request.batch_size * request.seq_length * request.gradient_accumulation_steps * request.num_gpus,
-        num_groups=plan.num_groups,
+        weight_share=(1.0 if request.token_ratio is None else request.token_ratio) / plan.num_groups,
         flops=sum(share * each.flops for share, each in work),
         num_operators=sum(share * each.num_operators for share, each in work),
         disk_bytes_per_update=disk_bytes_per_update(plan),

@@ -61,7 +61,10 @@ def print_answer(answer: Answer, console: Console) -> None:
     if len(plan.groups) > 1:
         console.print(_groups_table(plan))
     if answer.time is not None and answer.card is not None:
-        print_time(answer.time, answer.card, answer.num_tokens, console)
+        at_least = plan.request.inactive == "above"
+        print_time(answer.time, answer.card, answer.num_tokens, console, at_least=at_least)
+        if answer.card.note:
+            say(f"note: {answer.card.note}")
     elif answer.card is not None:
         say(f"the time per update on a {answer.card.name} is planned only if the run fits. --fit finds such settings")
     for note in plan.notes:
@@ -81,14 +84,15 @@ def print_answer(answer: Answer, console: Console) -> None:
 def _how_to_fill(answer: Answer) -> str | None:
     """Name the options that find what fills the memory that stays free, or return None if little does."""
     limits, requirement = answer.limits, answer.requirement
-    if limits is None or answer.largest is not None or not requirement.fits(limits):
-        return None
+    is_changed = answer.choice is not None or (answer.found is not None and bool(answer.found.steps))
+    if limits is None or answer.largest is not None or is_changed or not requirement.fits(limits):
+        return None  # of a run with other settings than the command's, --max would not be told
     spare = limits.device_bytes - requirement.device_bytes
     if spare < _MUCH * limits.device_bytes:
         return None
     request = requirement.plan.request
-    has_layers = planned(request.method).trains_in_groups and request.layout == "single" and request.state == "host"
-    layers = " --layers_per_group auto finds the layers." if has_layers and answer.choice is None else ""
+    has_copies = planned(request.method).trains_in_groups and request.layout == "single" and request.state == "host"
+    layers = " --layers_per_group auto finds the layers." if has_copies and answer.card is not None else ""
     return f"{format_bytes(spare)} stay free. --max batch_size finds the batch that fills them.{layers}"
 
 

@@ -10,7 +10,9 @@ from slivertune.planning.planned_time import EFFICIENCIES, PlannedTime
 _TITLES = {"forward": "forward", "backward": "backward", "step": "update"}
 
 
-def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console: Console) -> None:
+def print_time(
+    time: PlannedTime, card: Card, num_tokens: float | None, console: Console, *, at_least: bool = False
+) -> None:
     """Print the seconds of an update by part, the speed, and the hours of the run.
 
     Args:
@@ -18,6 +20,7 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
         card: GPU of the run.
         num_tokens: Tokens to train on; None if they were not given.
         console: Console to print to.
+        at_least: Whether weights learn from other tokens, too, in turns of other groups.
     """
     rates = time.rates
     table = Table(title=f"update time on a {card.name}", title_justify="left", show_header=False)
@@ -31,9 +34,9 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
     table.add_section()
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
     table.add_row("total", f"[bold]{format_seconds(time.seconds)}[/]", f"{time.num_tokens:,} tokens, {speed}")
-    if time.num_groups > 1:
+    if time.weight_share < 1:
         speed = f"{time.weight_tokens_per_second:,.0f} tokens/s"
-        table.add_row("each weight", f"1 in {time.num_groups}", f"learns from {speed}")
+        table.add_row("each weight", f"{time.weight_share:.1%}", f"learns from {'at least ' * at_least}{speed}")
     if num_tokens is not None:
         table.add_section()
         table.add_row("run", f"{time.hours(num_tokens):,.1f} h", f"{num_tokens:,.0f} tokens")

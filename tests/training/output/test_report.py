@@ -128,7 +128,7 @@ PLANNED_UPDATE = PlannedTime(
     update=MeanUpdate(computing={"forward": 0.5}, waiting={}),
     seconds_range=(1.0, 0.4),
     num_tokens=1024,
-    num_groups=1,
+    weight_share=1.0,
     flops=1e12,
     num_operators=100.0,
     disk_bytes_per_update=0.0,
