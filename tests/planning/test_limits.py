@@ -17,6 +17,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=24 * GIB))
     monkeypatch.setattr(module, "available_host_bytes", lambda: 90 * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=700 * GIB))
 

@@ -41,7 +41,7 @@ class Checked(CachedFakeTensorMode):
 
     @override
     def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What passes the other modes by is checked, too."""
+        """Check what passes the other modes by, too."""
         found = super().made(func, args, kwargs)
         if found is not UNKNOWN and not func._schema.is_mutable:
             expected = FakeTensorMode.dispatch(self, func, (), args, kwargs)

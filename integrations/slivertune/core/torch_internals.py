@@ -150,7 +150,7 @@ def saved_tensors_hooks_now() -> tuple[Callable[[torch.Tensor], Any], Callable[[
 
 def is_without_data() -> bool:
     """Return whether tensors that are made now have sizes but no data."""
-    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+    return running_fake_mode() is not None
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def assemble(
         MemoryError: If exact weights are to be offloaded, and the host has no room.
     """
     config = meter.config
-    if config.waiting is not None or config.weights == "host":
+    if config.parks:
         refuse_parked(model, "build HiFT with waiting= or weights='host'")
     if config.weights == "host":
         home = compute_device(model)
@@ -100,7 +100,7 @@ def assemble(
     if config.waiting is not None:
         room.take()
     parking = None
-    if config.waiting is not None or config.weights == "host":
+    if config.parks:
         offloaded = [each for each in states if isinstance(each, OffloadedState)]
         parking = ParkedWeights(parked, offloaded, lambda: max(sizes()))
     above = LayersAbove(of_groups, config, param_groups) if config.inactive == "above" else None

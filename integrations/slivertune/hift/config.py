@@ -205,6 +205,11 @@ class HiFTConfig:
         return cls(**{**ALL_LAYERS, **settings})
 
     @property
+    def parks(self) -> bool:
+        """Whether weights of blocks are quantised or on the host while they do not train."""
+        return self.waiting is not None or self.weights == "host"
+
+    @property
     def steps_in_backward(self) -> bool:
         """Whether tensors are stepped inside the backward."""
         return self.gradients == "stepped"

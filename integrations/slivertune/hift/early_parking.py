@@ -72,7 +72,7 @@ def park_for_hift(model: nn.Module, config: HiFTConfig) -> ParkedForHiFT:
         >>> trainer = Trainer(model, ...)
         >>> slivertune.attach(trainer, config)
     """
-    if config.waiting is None and config.weights == "device":
+    if not config.parks:
         raise ValueError(
             "waiting=None and weights='device' leave all weights as they are. Set waiting='int8' or 'nf4', or "
             "weights='host', or leave out park_for_hift"

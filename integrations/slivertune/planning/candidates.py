@@ -242,7 +242,7 @@ def _frozen_weights_on_host(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _waiting_in_fewer_bits(request: PlanRequest) -> list[PlanRequest]:
-    if not planned(request.method).trains_in_groups or request.waiting is not None or request.weights == "host":
+    if not planned(request.method).trains_in_groups or request.parks:
         return []
     return [waiting for form in _WAITING_FORMS if _is_available(form) for waiting in _changed(request, waiting=form)]
 

@@ -10,7 +10,7 @@ from slivertune.planning.limits import describe_limits, unlimited_needs
 from slivertune.planning.report import line_printer
 from slivertune.planning.time_report import describe_rates, format_seconds
 
-GIB = 2**30
+_GIB = 2**30
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
@@ -67,7 +67,7 @@ def _cells(row: Row, num_tokens: float | None) -> list[str]:
         return [row.way.title, *[""] * 6, "no plan"]
     request = row.requirement.plan.request
     share = "all" if request.token_ratio is None else f"{request.token_ratio:.0%}"
-    sizes = [f"{size / GIB:,.1f}" for size in (row.requirement.device_bytes, row.requirement.host_bytes)]
+    sizes = [f"{size / _GIB:,.1f}" for size in (row.requirement.device_bytes, row.requirement.host_bytes)]
     cells = [row.way.title, share, describe_trained(row), str(request.batch_size), *sizes]
     if row.time is None:
         return [*cells, "", "no fit"]

@@ -33,7 +33,7 @@ from slivertune.core.torch_internals import (
     storage_key,
 )
 from slivertune.hift.tiled_steps import TILE_BYTES
-from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.fake import FakeOverrides, UncompiledMode
 from slivertune.planning.kernels import attention_seen_by
 from slivertune.planning.operator_cache import UNKNOWN, CachedFakeTensorMode
 from slivertune.planning.step_work import STATE, STEP, Place, Work
@@ -72,7 +72,7 @@ def computing_again() -> Iterator[None]:
             counter.is_again = False
 
 
-class WorkCounter(TorchDispatchMode):
+class WorkCounter(UncompiledMode):
     """Counts operators by the part of a step that they belong to.
 
     Args:
@@ -80,7 +80,7 @@ class WorkCounter(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tells_updates = model is not None
         self._blocks = [] if model is None else [block for _, block in find_blocks(model, are_needed=False)]
         self._counted: dict[tuple[Hashable, Place], Work] = {}
@@ -174,11 +174,6 @@ class WorkCounter(TorchDispatchMode):
         known = _properties_of(func)
         if known.writes:
             self._note(known, args, kwargs, out)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Let torch call this mode without the guards against compilation. Nothing compiles fake tensors."""
-        return False
 
     def _note(self, func: "_Properties", args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         read, written = _touched(func, args, kwargs, out)

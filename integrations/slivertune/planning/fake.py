@@ -59,21 +59,24 @@ def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
         ) from error
 
 
-class FakeOverrides(TorchDispatchMode):
-    """Overrides operators of an optimizer's step that read values, for backward and step only.
-
-    A single value reads as 1, which decides no size in any optimizer here (step counts, code books). `nonzero` finds
-    nothing, since it searches for ties of equal gradients, which are few. `unique` returns all values that it gets:
-    the random positions of SFT's first selection, out of many more than it takes.
-    """
+class UncompiledMode(TorchDispatchMode):
+    """Mode that torch calls without its guards against compilation. Nothing compiles tensors without data."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Let torch call this mode without the guards against compilation. Nothing compiles fake tensors."""
         return False
+
+
+class FakeOverrides(UncompiledMode):
+    """Overrides operators of an optimizer's step that read values, for backward and step only.
+
+    A single value reads as 1, which decides no size in any optimizer here (step counts, code books). `nonzero` finds
+    nothing, since it searches for ties of equal gradients, which are few. `unique` returns all values that it gets:
+    the random positions of SFT's first selection, out of many more than it takes.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

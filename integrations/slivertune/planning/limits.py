@@ -9,7 +9,7 @@ import torch
 
 from slivertune.core.byte_text import format_bytes
 from slivertune.core.host_memory import available_host_bytes
-from slivertune.planning.cards import card_named
+from slivertune.planning.cards import card_here, card_named
 from slivertune.planning.plan import LimitName, Limits, MemoryRequirement
 
 _PLACES: dict[LimitName, tuple[str, str, str]] = {
@@ -30,7 +30,7 @@ def trains_here(gpu: str | None) -> bool:
     """
     if not torch.cuda.is_available():
         return False
-    return gpu is None or torch.cuda.get_device_name() in card_named(gpu).device_names
+    return gpu is None or card_named(gpu) is card_here()
 
 
 def limits_of(

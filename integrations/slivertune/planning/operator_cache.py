@@ -79,19 +79,17 @@ class CachedFakeTensorMode(FakeTensorMode):
         if func is ASKS_FOR_DEVICE:
             return args[0].fake_device
         kwargs = kwargs or {}
-        if func is _SLICE and (found := self._slice(*args, **kwargs)) is not None:
+        key, found = self._look_up(func, args, kwargs)
+        if found is not UNKNOWN:
             return found
-        key = _key_of(func, args, kwargs)
-        make = None if key is None else self._known.get(key)
-        if make is not None:
-            return make(args, kwargs)
         given = _sizes(kwargs)
         result = super().dispatch(func, types, args, kwargs)
-        is_known = key is not None and not _NEVER_KNOWN.intersection(func.tags)
-        if is_known and _sizes(kwargs) == given:  # torch resizes a result's place that is too small
+        may_be_known = not _NEVER_KNOWN.intersection(func.tags)
+        # torch resizes a result's place that is too small.
+        if key is not None and may_be_known and _sizes(kwargs) == given:
             make = self._maker(result, args, kwargs, _is_view(func))
             if make is not None:
-                self._known[key] = make  # type: ignore[index]
+                self._known[key] = make
         return result
 
     def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -102,11 +100,15 @@ class CachedFakeTensorMode(FakeTensorMode):
             args: Its positional arguments.
             kwargs: Its other arguments.
         """
+        return self._look_up(func, args, kwargs)[1]
+
+    def _look_up(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...] | None, Any]:
+        """Return what determines the form of an operator's result, if that is certain, and the result or `UNKNOWN`."""
         if func is _SLICE and (found := self._slice(*args, **kwargs)) is not None:
-            return found
+            return None, found
         key = _key_of(func, args, kwargs)
         make = None if key is None else self._known.get(key)
-        return UNKNOWN if make is None else make(args, kwargs)
+        return key, UNKNOWN if make is None else make(args, kwargs)
 
     def _slice(self, base: Any, dim: int = 0, start: Any = None, stop: Any = None, step: Any = 1) -> FakeTensor | None:
         """Return a slice of a tensor, of which there is one for each place, or None if torch has to make it."""

@@ -105,8 +105,9 @@ class HiFTMethod(SliverMethod):
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Quantise idle layers and offload blocks to host memory before the Trainer moves the model to the GPU."""
-        if self.options.waiting is not None or self.options.weights == "host":
-            park_for_hift(loaded.model, HiFTConfig(waiting=self.options.waiting, weights=self.options.weights))
+        config = HiFTConfig(waiting=self.options.waiting, weights=self.options.weights)
+        if config.parks:
+            park_for_hift(loaded.model, config)
         return loaded.model
 
     def follow(self, facts: Mapping[str, Any], given: frozenset[str]) -> None:
