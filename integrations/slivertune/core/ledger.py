@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -234,7 +234,7 @@ class Ledger:
         self._mode = Watch(self)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         _watching.append(self)
         if self._model is not None:
             self._adopt_model(self._model)

@@ -1,21 +1,19 @@
-"""HiFT's groups of equal layers: sort them, run the ones that may have the largest peak, and combine their peaks."""
+"""HiFT's groups of equal layers: sort them, and find the ones that may have the largest peak."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from slivertune.hift.rotation import Group
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.step import StepPeak, largest_of
 
 
 def alike(groups: Sequence[Group], model: nn.Module) -> list[list[Group]]:
     """Sort groups by the kinds of their layers, and by the shapes and dtypes of the parameters that train.
 
     Equal groups have equal updates. The lowest of them has the deepest backward: it passes through all blocks that the
-    other backward passes reach, and more. Its peak is therefore the largest (for exceptions see `measure_alike`).
+    other backward passes reach, and more. Its peak is therefore the largest (for exceptions see `places_to_measure`).
 
     Args:
         groups: All groups, from the bottom up.
@@ -33,15 +31,14 @@ def alike(groups: Sequence[Group], model: nn.Module) -> list[list[Group]]:
     return list(found.values())
 
 
-def measure_alike(measure: Callable[[Group], StepPeak], members: Sequence[Group], request: PlanRequest) -> StepPeak:
-    """Measure the equal groups that may have the largest peak, the lowest one last, and combine their peaks.
+def places_to_measure(members: Sequence[Group], request: PlanRequest) -> list[int]:
+    """Return the places, among equal groups, of those that may have the largest peak, the lowest one last.
 
     The lowest group has the deepest backward, but two settings may give another group the larger peak. With
     `keep_activations`, it may be the first group whose blocks keep theirs: a trained block keeps more than a frozen
     one. With `token_ratio`, a block below all trained blocks has the largest forward: all its tokens run at once.
 
     Args:
-        measure: Function that runs the steps of a group and returns their peak.
         members: Equal groups, from the bottom up.
         request: Run, with its `keep_activations` and `token_ratio`.
     """
@@ -50,11 +47,4 @@ def measure_alike(measure: Callable[[Group], StepPeak], members: Sequence[Group]
         num_keeping = -(-request.keep_activations // len(members[0].layers))
         # With several layers per group, only some blocks of the lowest such group may keep their activations.
         places |= {len(members) - num_keeping, len(members) - num_keeping + 1}
-    peaks = [measure(members[place]) for place in sorted(places, reverse=True) if 0 <= place < len(members)]
-    return replace(
-        largest_of(peaks),
-        before_step=max((peak.before_step for peak in peaks), key=lambda census: census.device),
-        activations=max(peak.activations for peak in peaks),
-        after=peaks[-1].after,
-        work=peaks[-1].work,
-    )
+    return [place for place in sorted(places, reverse=True) if 0 <= place < len(members)]

@@ -2,18 +2,18 @@
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from slivertune.core.adapter_casts import skip_needless_casts
-from slivertune.core.layout import Layout
-from slivertune.core.ledger import Ledger
 from slivertune.core.missing_library import missing_library
+from slivertune.planning.course import CourseLedger
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.four_bit import num_weights
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.optimizers import optimizer_of
@@ -23,15 +23,15 @@ from slivertune.planning.slow_streams import planned_streams
 from slivertune.planning.step import (
     Forward,
     GradientMeter,
-    StepPeak,
-    UpdatePeak,
+    MeasuredGroup,
+    MeasuredStep,
+    MeasuredUpdate,
     claim_state,
     give_gradients,
-    group_plan,
-    larger_of_two,
-    largest_of,
     measure_step,
     measure_update,
+    weight_bytes,
+    with_first,
 )
 
 _ALL_LINEAR = "all-linear"
@@ -52,13 +52,13 @@ class PlannedDense(PlannedMethod):
 
     bf16_precision: PrecisionName = "mixed"
 
-    def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
+    def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""
-        return _Steps(request, model).measure
+        return _Steps(request, model)
 
 
-class _Steps:
-    """Optimizer over all trained parameters, with the peaks of its updates.
+class _Steps(Measurer):
+    """Optimizer over all trained parameters, with its updates.
 
     Args:
         request: Planned run.
@@ -71,35 +71,32 @@ class _Steps:
         self._meter = GradientMeter(model)
         self._optimizer = _optimizer_over(self._trained, request)
         self._parked = park(request, model)
-        self._first: UpdatePeak | None = None
-        self._second: UpdatePeak | None = None
+        self._first: MeasuredUpdate | None = None
+        self._second: MeasuredUpdate | None = None
 
+    @override
     def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
-        """Measure the larger peak of the first step, which creates the optimizer state, and of a later one.
-
-        Args:
-            request: Planned run.
-            forward: Forward of the model on its batch.
-        """
-        with planned_streams(request), attached(request, self._model) as notes, Ledger(self._model) as ledger:
-            peak = self._peak(request, ledger, forward)
+        """Measure the first step, which creates the optimizer state, and a later one."""
+        with planned_streams(request), attached(request, self._model) as notes, CourseLedger(self._model) as ledger:
+            steps = self._steps(request, ledger, forward)
         state = [value for values in self._optimizer.state.values() for value in values.values()]
+        group = MeasuredGroup(
+            steps=steps,
+            name="all",
+            num_parameters=sum(parameter.numel() for parameter in self._trained),
+            gradient_bytes=self._meter.bytes_of(self._trained),
+            state_bytes=sum(each.nbytes for each in state if isinstance(each, torch.Tensor)),
+        )
         return MeasuredSteps(
-            groups=[
-                group_plan(
-                    peak,
-                    name="all",
-                    num_parameters=sum(parameter.numel() for parameter in self._trained),
-                    gradient_bytes=self._meter.bytes_of(self._trained),
-                    state_bytes=sum(each.nbytes for each in state if isinstance(each, torch.Tensor)),
-                )
-            ],
+            groups=(group,),
+            num_weights=num_weights(self._model),
+            weight_bytes=weight_bytes(self._model),
             host_bytes=0 if self._parked is None else self._parked.host_bytes,
             notes=notes,
-            updates=[peak.work.of_update(share=1.0, num_streamed=num_streamed(self._parked))],
+            updates=(steps[-1].work.of_update(share=1.0, num_streamed=num_streamed(self._parked)),),
         )
 
-    def _peak(self, request: PlanRequest, ledger: Ledger, forward: Forward) -> StepPeak:
+    def _steps(self, request: PlanRequest, ledger: CourseLedger, forward: Forward) -> tuple[MeasuredStep, ...]:
         run = partial(measure_step, ledger, forward, num_backwards=request.num_backwards)
         if self._first is None:
             # A forward and backward without optimizer state need no more memory than with it.
@@ -111,10 +108,9 @@ class _Steps:
         if not self._meter.has_seen(self._trained):
             # Parameters that no gradient reaches have no state.
             self._optimizer, self._first, self._second = _optimizer_over(self._trained, request), None, None
-            peaks = [run(self._optimizer) for _ in range(2)]
-            return replace(largest_of(peaks), work=peaks[-1].work)
+            return run(self._optimizer), run(self._optimizer)
         self._second = second.update
-        return larger_of_two(self._first, second)
+        return (with_first(second, self._first),)
 
 
 class PlannedLora(PlannedDense):

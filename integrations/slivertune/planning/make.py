@@ -26,11 +26,11 @@ from slivertune.core.torch_internals import set_buffer
 from slivertune.planning.batches import make_batch
 from slivertune.planning.counter import computing_again
 from slivertune.planning.fake import without_data
-from slivertune.planning.four_bit import hold_in_4bit, num_weights
+from slivertune.planning.four_bit import hold_in_4bit
 from slivertune.planning.kernels import kernels_of
 from slivertune.planning.known_values import knowing
 from slivertune.planning.layouts import sizes_of, spread, standing_in
-from slivertune.planning.methods import MeasuredSteps, planned
+from slivertune.planning.methods import MeasuredSteps, Measurer, planned
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest, TaskName
 from slivertune.planning.step import Forward, autocast_of
@@ -77,10 +77,10 @@ def plans_of_batches(request: PlanRequest, config: PreTrainedConfig) -> Iterator
         A function that plans one of the runs, with the same bytes as `make_plan`.
     """
     if request.layout == "single":
-        with built(request, config) as (model, _):
-            measure = planned(request.method).measurer(request, model, request.layout)
-            if measure is not None:
-                yield lambda other: _plan(other, model, measure(other, _forward(model, other, config)))
+        with built(request, config) as model:
+            measurer = planned(request.method).measurer(request, model, request)
+            if measurer.measures_again:
+                yield lambda other: _plan(other, measurer, measurer.measure(other, forward_of(model, other, config)))
                 return
     yield lambda other: make_plan(other, config)
 
@@ -99,12 +99,13 @@ def on_one_gpu(request: PlanRequest) -> PlanRequest:
 
 
 def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanRequest, bucket_elements: int = 0) -> Plan:
-    with built(request, config) as (model, forward), standing_in(shared, model, bucket_elements):
-        return _plan(request, model, planned(request.method).measure(request, model, forward, shared))
+    with built(request, config) as model, standing_in(shared, model, bucket_elements):
+        measurer = planned(request.method).measurer(request, model, shared)
+        return _plan(request, measurer, measurer.measure(request, forward_of(model, request, config)))
 
 
 @contextmanager
-def built(request: PlanRequest, config: PreTrainedConfig) -> Iterator[tuple[Any, Forward]]:
+def built(request: PlanRequest, config: PreTrainedConfig) -> Iterator[Any]:
     """Make the model that a run trains, with fake tensors.
 
     Args:
@@ -112,7 +113,7 @@ def built(request: PlanRequest, config: PreTrainedConfig) -> Iterator[tuple[Any,
         config: The model's configuration.
 
     Yields:
-        The model with its sizes, and its forward on the run's batch.
+        The model with its sizes.
 
     Raises:
         ValueError: If the configuration does not fit, or the code inside needs a value that is not known.
@@ -120,10 +121,17 @@ def built(request: PlanRequest, config: PreTrainedConfig) -> Iterator[tuple[Any,
     model = build_model(request, config)
     with without_data(request.kernels):
         give_sizes(model)
-        yield model, _forward(model, request, config)
+        yield model
 
 
-def _forward(model: Any, request: PlanRequest, config: PreTrainedConfig) -> Forward:
+def forward_of(model: Any, request: PlanRequest, config: PreTrainedConfig) -> Forward:
+    """Return the forward of a model on a run's batch.
+
+    Args:
+        model: The model, among fake tensors.
+        request: The run.
+        config: The model's configuration.
+    """
     batch = make_batch(request, config)
 
     def forward() -> torch.Tensor:
@@ -149,19 +157,18 @@ def _without_start(request: PlanRequest, config: PreTrainedConfig) -> str:
     )
 
 
-def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
+def _plan(request: PlanRequest, measurer: Measurer, measured: MeasuredSteps) -> Plan:
+    steps = measurer.planned(request, measured)
     peak = max((group.peak for group in steps.groups), key=lambda moment: moment.total)
     largest = max(steps.groups, key=lambda group: group.num_parameters)
-    num_own = sum(each.numel() for each in steps.own_parameters)
-    num_parameters = num_weights(model)
-    num_bytes = sum(each.nbytes for each in model.parameters()) - sum(each.nbytes for each in steps.own_parameters)
+    copies = 2 * measured.num_weights if request.precision == "mixed" else 0
     return Plan(
         request=request,
         peak=peak,
         groups=tuple(steps.groups),
-        num_parameters=num_parameters - num_own,
+        num_parameters=measured.num_weights,
         num_trainable_peak=largest.num_parameters,
-        parameter_bytes=num_bytes + (2 * num_parameters if request.precision == "mixed" else 0) + largest.master_bytes,
+        parameter_bytes=measured.weight_bytes + copies + largest.master_bytes,
         gradient_bytes=largest.gradient_bytes,
         state_bytes=largest.state_bytes,
         residual_bytes=peak.residual,

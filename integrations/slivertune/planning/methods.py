@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,33 +11,73 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from slivertune.core.layout import Layout
     from slivertune.planning.plan import GroupPlan
     from slivertune.planning.request import PlanRequest, PrecisionName
-    from slivertune.planning.step import Forward
+    from slivertune.planning.step import Forward, MeasuredGroup
     from slivertune.planning.step_work import UpdateWork
-
-
-Measurer = Callable[["PlanRequest", "Forward"], "MeasuredSteps"]
-"""Function that measures a run, given its forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSteps:
-    """Memory and work of a method's steps, as they were run on one GPU."""
+    """Steps of a method, as they were run on one GPU, with the sizes that follow from them."""
+
+    groups: tuple[MeasuredGroup, ...]
+    """Distinct steps, by index."""
+    num_weights: int
+    """Number of the model's weights, adapters included."""
+    weight_bytes: int
+    """Bytes of the model's parameters."""
+    host_bytes: int = 0
+    """Bytes offloaded to host memory between steps, except masters and state of groups that take turns."""
+    notes: tuple[str, ...] = ()
+    """Notes on the parts that were computed from sizes, not run."""
+    updates: tuple[UpdateWork, ...] = ()
+    """Kinds of updates, with the operators and copies of each, except of groups that take turns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSteps:
+    """Memory and work of a method's steps."""
 
     groups: Sequence[GroupPlan]
     """Distinct steps, by index."""
-    host_bytes: int = 0
+    host_bytes: int
     """Bytes offloaded to host memory between steps."""
     disk_bytes: int = 0
     """Bytes offloaded to files between steps."""
-    own_parameters: Sequence[nn.Parameter] = ()
-    """Parameters that the method has added to the model and counts as its state."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """Notes on the parts that were computed from sizes, not run."""
-    updates: Sequence[UpdateWork] = ()
+    updates: Sequence[UpdateWork]
     """Kinds of updates, with the operators and copies of each."""
+
+
+class Measurer(ABC):
+    """Measures runs of a method on one model that differ in their batches or `token_ratio`."""
+
+    measures_again = True
+    """Whether it measures more than one run. Otherwise each run has its own model."""
+
+    @abstractmethod
+    def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
+        """Run the distinct steps on fake tensors.
+
+        Args:
+            request: The run, on one GPU.
+            forward: Forward of the model on its batch.
+
+        Raises:
+            ValueError: If the method does not fit the model.
+        """
+
+    def planned(self, request: PlanRequest, steps: MeasuredSteps) -> PlannedSteps:
+        """Return the memory and the work of all steps.
+
+        Args:
+            request: The run, on one GPU.
+            steps: Its distinct steps, measured on this model or extended to its size.
+        """
+        groups = [group.plan(index) for index, group in enumerate(steps.groups)]
+        return PlannedSteps(groups=groups, host_bytes=steps.host_bytes, notes=steps.notes, updates=steps.updates)
 
 
 class PlannedMethod:
@@ -67,35 +108,18 @@ class PlannedMethod:
         """
         return model
 
-    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, shared: PlanRequest) -> MeasuredSteps:
-        """Run the method's distinct steps on fake tensors.
+    def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
+        """Return what measures runs with different batches or `token_ratio`, and their common parts once.
 
         Args:
-            request: The run, on one GPU.
-            model: The model, with the stand-in of the layout's engine attached.
-            forward: Forward of the model.
+            request: One of the runs, on one GPU.
+            model: The model, with the stand-in of the layout's engine attached. It must exist as long as the result.
             shared: The run with its layout over GPUs; sharding by engines is computed from sizes afterwards.
 
         Raises:
             ValueError: If the method does not fit the model.
         """
-        measure = self.measurer(request, model, shared.layout)
-        if measure is None:
-            raise NotImplementedError
-        return measure(request, forward)
-
-    def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer | None:
-        """Return a function that measures runs with different batches or `token_ratio`, and their common parts once.
-
-        Args:
-            request: One of the runs, on one GPU.
-            model: The model, which must exist as long as the function is used.
-            layout: Layout of the run over GPUs.
-
-        Returns:
-            A function of a run and its forward; None if each run is measured on its own model.
-        """
-        return None
+        raise NotImplementedError
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Return the method's settings as arguments of `slivertune train`."""

@@ -14,17 +14,18 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from slivertune.core.ledger import Ledger, claim
+from slivertune.core.ledger import claim
 from slivertune.planning.counter import WorkCounter
+from slivertune.planning.course import CourseLedger
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.four_bit import num_weights
 from slivertune.planning.make import attached
-from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
+from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.parked_weights import PARKING, num_streamed, park
-from slivertune.planning.plan import GroupPlan
 from slivertune.planning.replayed import replaying
 from slivertune.planning.request import COUNTS, PlanRequest
 from slivertune.planning.slow_streams import planned_streams
-from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
+from slivertune.planning.step import Forward, MeasuredGroup, measure_step, weight_bytes
 from slivertune.planning.step_work import StepWork, UpdateWork, Work
 from slivertune.sft import SFT, adam
 from slivertune.sft.communicator import Communicator
@@ -125,53 +126,9 @@ class PlannedSFT(PlannedMethod):
     is_optimizer = True
     steps_itself = True
 
-    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, shared: PlanRequest) -> MeasuredSteps:
-        """Run the updates of an estimation phase, and those outside."""
-        with _nothing_kept(), replaying():
-            return self._measure(request, model, forward, shared)
-
-    def _measure(self, request: PlanRequest, model: nn.Module, forward: Forward, shared: PlanRequest) -> MeasuredSteps:
-        steps, interval, num_inside = _shortened(request)
-        optimizer = _counted(request, model, steps, interval)
-        # ZeRO-3 has released more weights before most is exchanged, at the end of a backward.
-        if shared.num_gpus > 1 and shared.layout != "zero3":
-            optimizer.exchange_among(shared.num_gpus)
-        parked = park(request, model)
-        with planned_streams(request), attached(request, model) as notes, Ledger(model) as ledger:
-            optimizer.claim_state()
-            peaks = [
-                measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards)
-                for _ in range(num_inside + _OUTSIDE_UPDATES)
-            ]
-        inside, outside = peaks[:num_inside], largest_of(peaks[num_inside:])
-        groups: list[GroupPlan] = []
-
-        def add(name: str, peak: StepPeak, state_bytes: int) -> None:
-            groups.append(
-                group_plan(
-                    peak,
-                    name=name,
-                    num_parameters=optimizer.num_weights,
-                    gradient_bytes=peak.gradients,
-                    state_bytes=state_bytes,
-                    indices=(len(groups),),
-                )
-            )
-
-        if inside:
-            highest = largest_of(inside)
-            add("inside an estimation phase", highest, highest.highest.state)
-        add("outside of estimation phases", outside, outside.after.state)
-        return MeasuredSteps(
-            groups=groups,
-            host_bytes=0 if parked is None else parked.host_bytes,
-            own_parameters=[parameter for group in optimizer.param_groups for parameter in group["params"]],
-            notes=notes,
-            updates=[
-                replace(each, num_streamed=num_streamed(parked))
-                for each in _updates_of(request, [peak.work for peak in peaks], num_inside)
-            ],
-        )
+    def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
+        """Return a measurer of one run."""
+        return _Updates(model, shared)
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Return the arguments for the number of trained weights and their selection."""
@@ -183,6 +140,66 @@ class PlannedSFT(PlannedMethod):
             names += ["replacement_rate", "redistribute"]
         names += ["load_in_4bit", *sorted(PARKING)]
         return ("--selection", request.selection, *given_arguments(request, names))
+
+
+class _Updates(Measurer):
+    """Updates inside an estimation phase, and outside.
+
+    Args:
+        model: Model of fake tensors.
+        shared: Run with its layout over GPUs.
+    """
+
+    measures_again = False
+
+    def __init__(self, model: nn.Module, shared: PlanRequest) -> None:
+        self._model = model
+        self._shared = shared
+
+    @override
+    def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
+        with _nothing_kept(), replaying():
+            return self._measure(request, forward)
+
+    def _measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
+        model, shared, (phase_length, interval, num_inside) = self._model, self._shared, _shortened(request)
+        optimizer = _counted(request, model, phase_length, interval)
+        # ZeRO-3 has released more weights before most is exchanged, at the end of a backward.
+        if shared.num_gpus > 1 and shared.layout != "zero3":
+            optimizer.exchange_among(shared.num_gpus)
+        parked = park(request, model)
+        with planned_streams(request), attached(request, model) as notes, CourseLedger(model) as ledger:
+            optimizer.claim_state()
+            steps = [
+                measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards)
+                for _ in range(num_inside + _OUTSIDE_UPDATES)
+            ]
+        inside, outside = steps[:num_inside], steps[num_inside:]
+        kinds = [("outside of estimation phases", outside, outside[-1].after.state)]
+        if inside:
+            kinds.insert(0, ("inside an estimation phase", inside, max(each.highest("state") for each in inside)))
+        groups = [
+            MeasuredGroup(
+                steps=tuple(alike),
+                name=name,
+                num_parameters=optimizer.num_weights,
+                gradient_bytes=max(each.gradients for each in alike),
+                state_bytes=state_bytes,
+            )
+            for name, alike, state_bytes in kinds
+        ]
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return MeasuredSteps(
+            groups=tuple(groups),
+            num_weights=num_weights(model) - sum(each.numel() for each in own),
+            weight_bytes=weight_bytes(model) - sum(each.nbytes for each in own),
+            host_bytes=0 if parked is None else parked.host_bytes,
+            notes=notes,
+            updates=tuple(
+                replace(each, num_streamed=num_streamed(parked))
+                for each in _updates_of(request, [step.work for step in steps], num_inside)
+            ),
+        )
 
 
 def _updates_of(request: PlanRequest, steps: Sequence[StepWork], num_inside: int) -> list[UpdateWork]:

@@ -1,4 +1,4 @@
-"""One real step under the ledger: its peak, the phase of the peak, the size of each gradient, and the work."""
+"""One real step under the ledger: its course, the size of each gradient, and the work."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import nn
 
-from slivertune.core.ledger import Census, Ledger, claim
+from slivertune.core.ledger import Census, claim
 from slivertune.planning.counter import WorkCounter
+from slivertune.planning.course import Course, CourseLedger
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.plan import GroupPlan, Moment, Phase
 from slivertune.planning.step_work import STEP, StepWork, Work
@@ -18,13 +19,22 @@ Forward = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UpdatePeak:
-    """Peak of an update alone, which no batch changes, except for tensors of the batch itself."""
+class PhaseCourse:
+    """Course of a phase of a step."""
 
-    census: Census
-    """Bytes alive at that moment."""
-    highest: Census
-    """Largest bytes of each kind."""
+    phase: Phase
+    course: Course
+
+    def beside(self, residual: int) -> "PhaseCourse":
+        """Return the same course beside more bytes that no owner claims."""
+        return replace(self, course=self.course.with_more_residual(residual))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredUpdate:
+    """Update alone, which no batch changes, except for tensors of the batch itself."""
+
+    course: Course
     before: Census
     """Bytes alive when the update began."""
     after: Census
@@ -32,54 +42,125 @@ class UpdatePeak:
     work: Work
     """Work of the update."""
 
-    def beside(self, residual: int) -> "UpdatePeak":
-        """Return the same peak with another batch.
+    def beside(self, residual: int) -> "MeasuredUpdate":
+        """Return the same update with another batch.
 
         Args:
             residual: Bytes that no owner claims when the update begins.
         """
         more = residual - self.before.residual
-        moved = {
-            name: replace(census, residual=census.residual + more)
-            for name in ("census", "highest", "before", "after")
-            for census in (getattr(self, name),)
-        }
-        return replace(self, **moved)
+        before, after = (replace(each, residual=each.residual + more) for each in (self.before, self.after))
+        return replace(self, course=self.course.with_more_residual(more), before=before, after=after)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepPeak:
-    """Peak of a step."""
+class MeasuredStep:
+    """Forwards, backwards and update of a step."""
 
-    census: Census
-    """Bytes alive at that moment."""
-    phase: Phase
-    """Phase of the step at that moment."""
-    highest: Census
-    """Largest bytes of each kind in the step."""
+    passes: tuple[PhaseCourse, ...]
+    """Forwards and backwards."""
     gradients: int
     """Bytes of gradients alive when the backward ended."""
-    activations: int
-    """Largest residual bytes until the backward ended."""
-    before_step: Census
-    """Bytes alive at the largest total before the update began."""
+    update: MeasuredUpdate
+    """Update alone."""
+    earlier: tuple[PhaseCourse, ...] = ()
+    """Phases of an earlier step that take more than those of this one."""
     after: Census
     """Bytes alive when the step ended."""
-    update: UpdatePeak
-    """Peak of the update alone."""
     work: StepWork
     """Work of the step."""
 
+    @property
+    def peak(self) -> tuple[Census, Phase]:
+        """Bytes alive at the largest total, and its phase."""
+        return _highest_of([*self.passes, PhaseCourse(phase="step", course=self.update.course), *self.earlier])
+
+    @property
+    def before_step(self) -> tuple[Census, Phase]:
+        """Bytes alive at the largest total before the update began, and its phase."""
+        return _highest_of(self.passes)
+
+    @property
+    def activations(self) -> int:
+        """Largest residual bytes until the backward ended."""
+        return max(each.course.highest_of("residual") for each in self.passes)
+
+    def highest(self, kind: str) -> int:
+        """Return the largest bytes of a kind in this step.
+
+        Args:
+            kind: Field of `Census`.
+        """
+        courses = [self.update.course, *(each.course for each in self.passes)]
+        return max(course.highest_of(kind) for course in courses)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredGroup:
+    """Steps that train the same weights, and what they train."""
+
+    steps: tuple[MeasuredStep, ...]
+    """Steps, of which the first with the largest total counts."""
+    passes: tuple[MeasuredStep, ...] = ()
+    """Further steps, of which only forwards and backwards count, and only for `GroupPlan.before_step`."""
+    name: str
+    """Name of the part that trains."""
+    num_parameters: int
+    """Number of elements that train."""
+    gradient_bytes: int
+    """Bytes of all gradients together."""
+    largest_gradient_bytes: int = 0
+    """Bytes of the largest gradient, if updates train different groups."""
+    state_bytes: int
+    """Bytes of optimizer state of all that trains, without masters."""
+    master_bytes: int = 0
+    """Bytes of the masters of all that trains."""
+    offloaded_bytes: int = 0
+    """Bytes of its masters and state that are offloaded between its turns."""
+    work: StepWork | None = None
+    """Work of its step, if other groups with steps alike leave out a part of it."""
+
+    def plan(self, *indices: int) -> GroupPlan:
+        """Return the plan of the group.
+
+        Args:
+            indices: Index of this group, and those of the groups alike.
+        """
+        peak, phase = max((each.peak for each in self.steps), key=_total)
+        before_step, phase_before = max((each.before_step for each in (*self.steps, *self.passes)), key=_total)
+        return GroupPlan(
+            index=indices[0],
+            indices=indices,
+            peak=Moment(group=indices[0], phase=phase, **asdict(peak)),
+            activation_bytes=max(each.activations for each in self.steps),
+            host_activation_bytes=max(each.highest("host_activations") for each in self.steps),
+            before_step=Moment(group=indices[0], phase=phase_before, **asdict(before_step)),
+            name=self.name,
+            num_parameters=self.num_parameters,
+            gradient_bytes=self.gradient_bytes,
+            state_bytes=self.state_bytes,
+            master_bytes=self.master_bytes,
+            largest_gradient_bytes=self.largest_gradient_bytes,
+        )
+
+
+def _highest_of(courses: Iterable[PhaseCourse]) -> tuple[Census, Phase]:
+    return max(((each.course.peak, each.phase) for each in courses), key=_total)
+
+
+def _total(moment: tuple[Census, Phase]) -> int:
+    return moment[0].device
+
 
 def measure_step(
-    ledger: Ledger,
+    ledger: CourseLedger,
     forward: Forward,
     optimizer: torch.optim.Optimizer,
     *,
     num_backwards: int = 1,
-    known: UpdatePeak | None = None,
+    known: MeasuredUpdate | None = None,
     blocks_of: nn.Module | None = None,
-) -> StepPeak:
+) -> MeasuredStep:
     """Run the forwards, the backwards and the update of a step.
 
     Args:
@@ -87,43 +168,33 @@ def measure_step(
         forward: Forward of the model.
         optimizer: Optimizer of the parameters that train.
         num_backwards: Forwards and backwards before the update; the third is like the second.
-        known: Peak of the same update after another batch. If given, gradients are dropped and nothing is updated.
+        known: The same update after another batch. If given, gradients are dropped and nothing is updated.
         blocks_of: Model whose blocks are counted separately in the work of backward passes.
-
-    Returns:
-        The step's peak.
     """
-    ledger.reset_peak()
-    heights: dict[int, Phase] = {}
+    ledger.end_course()
+    passes = []
     counter = WorkCounter(blocks_of)
     for index in range(num_backwards):
         with counter.counting(("forward", index)):
             loss = forward()
-        # The peak only grows, so each height belongs to the phase that reached it first.
-        heights.setdefault(ledger.peak.device, "forward")
+        passes.append(PhaseCourse(phase="forward", course=ledger.end_course()))
         is_last = index == num_backwards - 1
         with FakeOverrides(), within_update(optimizer, is_last=is_last), counter.counting(("backward", index)):
             loss.backward()
         del loss
-        heights.setdefault(ledger.peak.device, "backward")
-    before_step = ledger.peak
+        passes.append(PhaseCourse(phase="backward", course=ledger.end_course()))
     # `current` claims all gradients again, including those that another rank keeps.
-    before, highest = ledger.current(), ledger.highest
+    before = ledger.current()
     if known is None:
         update = measure_update(ledger, optimizer)
     else:
         update = known.beside(before.residual)
         optimizer.zero_grad()
-    is_update = update.census.device > before_step.device
-    return StepPeak(
-        census=update.census if is_update else before_step,
-        phase="step" if is_update else heights[before_step.device],
-        highest=_highest(highest, update.highest),
+    return MeasuredStep(
+        passes=tuple(passes),
         gradients=before.gradients,
-        activations=highest.residual,
-        before_step=before_step,
-        after=update.after,
         update=update,
+        after=update.after,
         work=StepWork(
             forwards=tuple(counter.work_of(("forward", index)) for index in range(num_backwards)),
             backwards=tuple(counter.by_place(("backward", index)) for index in range(num_backwards)),
@@ -132,18 +203,22 @@ def measure_step(
     )
 
 
-def larger_of_two(first: UpdatePeak, second: StepPeak, phase: Phase = "step") -> StepPeak:
-    """Return a later step with its own peak, or with that of the first update, which makes the state, if larger.
+def with_first(second: MeasuredStep, first: MeasuredUpdate, *other: PhaseCourse) -> MeasuredStep:
+    """Return a later step that also has the first update, which makes the state.
 
     Args:
-        first: Peak of the first update alone. Its forward and backward take no more than those of the second step.
-        second: Peak of a step that has its state from the beginning.
-        phase: Phase in which the first step makes its update.
+        second: Step that has its state from the beginning. Its passes take no less than those of the first step.
+        first: First update alone.
+        other: Other phases of the first step.
     """
-    first = first.beside(second.update.before.residual)
-    if first.census.device > second.census.device:
-        return replace(second, census=first.census, phase=phase)
-    return second
+    more = second.update.before.residual - first.before.residual
+    phases = (PhaseCourse(phase="step", course=first.course), *other)
+    return replace(second, earlier=tuple(each.beside(more) for each in phases))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters."""
+    return sum(each.nbytes for each in model.parameters())
 
 
 def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -152,7 +227,7 @@ def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = torch.empty_like(parameter)
 
 
-def measure_update(ledger: Ledger, optimizer: torch.optim.Optimizer) -> UpdatePeak:
+def measure_update(ledger: CourseLedger, optimizer: torch.optim.Optimizer) -> MeasuredUpdate:
     """Run an update whose gradients exist already.
 
     Args:
@@ -160,19 +235,14 @@ def measure_update(ledger: Ledger, optimizer: torch.optim.Optimizer) -> UpdatePe
         optimizer: Optimizer of the parameters that train.
     """
     before = ledger.current()
-    ledger.reset_peak()
+    ledger.end_course()
     counter = WorkCounter()
     with FakeOverrides(), counter.counting(STEP):
         optimizer.step()
         optimizer.zero_grad()
     claim_state(optimizer)
-    return UpdatePeak(
-        census=ledger.peak,
-        highest=ledger.highest,
-        before=before,
-        after=ledger.current(),
-        work=counter.work_of(STEP),
-    )
+    course = ledger.end_course()
+    return MeasuredUpdate(course=course, before=before, after=ledger.current(), work=counter.work_of(STEP))
 
 
 def claim_state(optimizer: torch.optim.Optimizer) -> None:
@@ -187,10 +257,6 @@ def claim_state(optimizer: torch.optim.Optimizer) -> None:
                 claim(value, "state")
 
 
-def _highest(one: Census, other: Census) -> Census:
-    return Census(**{name: max(size, getattr(other, name)) for name, size in asdict(one).items()})
-
-
 def within_update(optimizer: torch.optim.Optimizer, *, is_last: bool) -> AbstractContextManager[object]:
     """Return the context for a backward of an update. Only HiFT needs to know whether it is the last.
 
@@ -199,52 +265,6 @@ def within_update(optimizer: torch.optim.Optimizer, *, is_last: bool) -> Abstrac
         is_last: Whether the update follows.
     """
     return nullcontext() if is_last else getattr(optimizer, "accumulating", nullcontext)()
-
-
-def group_plan(
-    peak: StepPeak,
-    *,
-    name: str,
-    num_parameters: int,
-    gradient_bytes: int,
-    state_bytes: int,
-    master_bytes: int = 0,
-    largest_gradient_bytes: int = 0,
-    indices: tuple[int, ...] = (0,),
-) -> GroupPlan:
-    """Return the plan of a group from its measured step.
-
-    Args:
-        peak: Peak of the step.
-        name: Name of the part that trains.
-        num_parameters: Number of elements that train.
-        gradient_bytes: Bytes of all gradients together.
-        largest_gradient_bytes: Bytes of the largest gradient.
-        state_bytes: Bytes of optimizer state of all that trains, without masters.
-        master_bytes: Bytes of the masters of all that trains.
-        indices: Indices of this group, first, and of the groups alike.
-    """
-    index = indices[0]
-    phase_before: Phase = "forward" if peak.phase == "forward" else "backward"
-    return GroupPlan(
-        index=index,
-        indices=indices,
-        peak=Moment(group=index, phase=peak.phase, **asdict(peak.census)),
-        activation_bytes=peak.activations,
-        host_activation_bytes=peak.highest.host_activations,
-        before_step=Moment(group=index, phase=phase_before, **asdict(peak.before_step)),
-        name=name,
-        num_parameters=num_parameters,
-        gradient_bytes=gradient_bytes,
-        state_bytes=state_bytes,
-        master_bytes=master_bytes,
-        largest_gradient_bytes=largest_gradient_bytes,
-    )
-
-
-def largest_of(peaks: Iterable[StepPeak]) -> StepPeak:
-    """Return the step with the largest total on the device."""
-    return max(peaks, key=lambda peak: peak.census.device)
 
 
 class GradientMeter:
