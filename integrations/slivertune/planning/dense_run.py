@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from slivertune.core.adapter_casts import skip_needless_casts
 from slivertune.core.missing_library import missing_library
+from slivertune.parked.park import ParkedLayers
 from slivertune.planning.course import CourseLedger
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
@@ -52,6 +53,10 @@ class PlannedDense(PlannedMethod):
 
     bf16_precision: PrecisionName = "mixed"
 
+    def grows_with_blocks(self, request: PlanRequest) -> bool:
+        """Return whether no budget of bytes is set."""
+        return not request.device_bytes and not request.resident_bytes
+
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""
         return _Steps(request, model)
@@ -70,13 +75,18 @@ class _Steps(Measurer):
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._meter = GradientMeter(model)
         self._optimizer = _optimizer_over(self._trained, request)
-        self._parked = park(request, model)
+        self._request = request
         self._first: MeasuredUpdate | None = None
         self._second: MeasuredUpdate | None = None
+
+    @cached_property
+    def _parked(self) -> ParkedLayers | None:
+        return park(self._request, self._model)
 
     @override
     def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
         """Measure the first step, which creates the optimizer state, and a later one."""
+        parked = self._parked
         with planned_streams(request), attached(request, self._model) as notes, CourseLedger(self._model) as ledger:
             steps = self._steps(request, ledger, forward)
         state = [value for values in self._optimizer.state.values() for value in values.values()]
@@ -91,9 +101,9 @@ class _Steps(Measurer):
             groups=(group,),
             num_weights=num_weights(self._model),
             weight_bytes=weight_bytes(self._model),
-            host_bytes=0 if self._parked is None else self._parked.host_bytes,
+            host_bytes=0 if parked is None else parked.host_bytes,
             notes=notes,
-            updates=(steps[-1].work.of_update(share=1.0, num_streamed=num_streamed(self._parked)),),
+            updates=(steps[-1].work.of_update(share=1.0, num_streamed=num_streamed(parked)),),
         )
 
     def _steps(self, request: PlanRequest, ledger: CourseLedger, forward: Forward) -> tuple[MeasuredStep, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.torch_internals import apply_function
 from slivertune.hift import HiFT
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.optimizers import optimizer_of
@@ -57,11 +58,26 @@ def meet_gradients(optimizer: HiFT, model: nn.Module, forward: Forward) -> None:
         pass
     finally:
         handle.remove()
-    parameters = [weight.parameter for weight in optimizer.weights_of(optimizer.active_group)]
-    # The gradients are expanded scalars, so that the accumulated copy is the only one that takes memory.
-    gradients = [parameter.new_empty(()).expand_as(parameter) for parameter in parameters]
+    passed: torch.Tensor = torch.empty(())
+    for weight in optimizer.weights_of(optimizer.active_group):
+        passed = apply_function(_GivesGradient, passed, weight.parameter)
     with FakeOverrides():
-        torch.autograd.backward(parameters, gradients)
+        passed.backward()
+
+
+class _GivesGradient(torch.autograd.Function):
+    """Gives a parameter its gradient, after those that were passed later."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.form = parameter.dtype, parameter.shape
+        return passed.view_as(passed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        dtype, shape = ctx.form
+        # An expanded scalar, so that the accumulated copy is the only one that takes memory.
+        return gradient, gradient.new_empty((), dtype=dtype).expand(shape)
 
 
 class _EnoughSeenError(Exception):

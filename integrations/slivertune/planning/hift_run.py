@@ -255,6 +255,11 @@ class PlannedHiFT(PlannedMethod):
         """Return whether optimizer state is on the GPU only in its own step."""
         return request.state != "device"
 
+    def grows_with_blocks(self, request: PlanRequest) -> bool:
+        """Return whether no budget of bytes is set, the layers are the model's own, and groups of all are not cut."""
+        budgets = (request.device_bytes, request.prefetch_bytes, request.resident_bytes)
+        return not any(budgets) and request.layers is None
+
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""
         return _Turns(request, model, shared.layout)

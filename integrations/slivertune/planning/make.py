@@ -22,10 +22,12 @@ from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.kept_activations import keep_activations
 from slivertune.core.offloaded_activations import offload_activations
 from slivertune.core.token_tiles import tile_tokens
-from slivertune.core.torch_internals import set_buffer
+from slivertune.core.torch_internals import outside_of_modes, set_buffer
 from slivertune.planning.batches import make_batch
 from slivertune.planning.counter import computing_again
+from slivertune.planning.extension import ExtensionError
 from slivertune.planning.fake import without_data
+from slivertune.planning.fewer_blocks import FewerBlocks, fewer_blocks, shorter
 from slivertune.planning.four_bit import hold_in_4bit
 from slivertune.planning.kernels import kernels_of
 from slivertune.planning.known_values import knowing
@@ -59,10 +61,8 @@ def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
     Raises:
         ValueError: If the method does not fit the model, or the model can't run on fake tensors.
     """
-    if request.layout != "single":
-        sizes = sizes_of(build_model(request, config))
-        return spread(_plan_of_one(on_one_gpu(request), config, request, sizes.bucket_elements), request, sizes)
-    return _plan_of_one(request, config, request)
+    with plans_of_batches(request, config) as plan:
+        return plan(request)
 
 
 @contextmanager
@@ -76,13 +76,16 @@ def plans_of_batches(request: PlanRequest, config: PreTrainedConfig) -> Iterator
     Yields:
         A function that plans one of the runs, with the same bytes as `make_plan`.
     """
-    if request.layout == "single":
-        with built(request, config) as model:
-            measurer = planned(request.method).measurer(request, model, request)
-            if measurer.measures_again:
-                yield lambda other: _plan(other, measurer, measurer.measure(other, forward_of(model, other, config)))
-                return
-    yield lambda other: make_plan(other, config)
+    if request.layout != "single":
+        yield lambda other: _plan_of_several(other, config)
+        return
+    with without_data(request.kernels):
+        yield Runs(config).plan
+
+
+def _plan_of_several(request: PlanRequest, config: PreTrainedConfig) -> Plan:
+    sizes = sizes_of(build_model(request, config))
+    return spread(_plan_of_one(on_one_gpu(request), config, request, sizes.bucket_elements), request, sizes)
 
 
 def on_one_gpu(request: PlanRequest) -> PlanRequest:
@@ -98,30 +101,106 @@ def on_one_gpu(request: PlanRequest) -> PlanRequest:
     return alone
 
 
-def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanRequest, bucket_elements: int = 0) -> Plan:
-    with built(request, config) as model, standing_in(shared, model, bucket_elements):
-        measurer = planned(request.method).measurer(request, model, shared)
-        return _plan(request, measurer, measurer.measure(request, forward_of(model, request, config)))
+def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanRequest, bucket_elements: int) -> Plan:
+    with without_data(request.kernels):
+        whole = SizedModel(config)
+        with standing_in(shared, whole.build(request), bucket_elements):
+            return _plan(request, *whole.measure(request, shared))
 
 
-@contextmanager
-def built(request: PlanRequest, config: PreTrainedConfig) -> Iterator[Any]:
-    """Make the model that a run trains, with fake tensors.
+class SizedModel:
+    """A model of fake tensors, and what measures runs on it.
 
     Args:
-        request: The run, on one GPU.
         config: The model's configuration.
-
-    Yields:
-        The model with its sizes.
-
-    Raises:
-        ValueError: If the configuration does not fit, or the code inside needs a value that is not known.
     """
-    model = build_model(request, config)
-    with without_data(request.kernels):
-        give_sizes(model)
-        yield model
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+        self._model: Any = None
+        self._measurer: Measurer | None = None
+
+    def build(self, request: PlanRequest) -> Any:
+        """Return the model, which is made once.
+
+        Args:
+            request: Run on one GPU that trains it.
+
+        Raises:
+            ValueError: If the configuration does not fit.
+        """
+        if self._model is None:
+            with outside_of_modes():
+                model = build_model(request, self._config)
+            give_sizes(model)
+            self._model = model
+        return self._model
+
+    def measurer(self, request: PlanRequest, shared: PlanRequest) -> Measurer:
+        """Return what measures runs, which is made once.
+
+        Args:
+            request: Run on one GPU.
+            shared: The run with its layout over GPUs.
+        """
+        if self._measurer is None:
+            self._measurer = planned(request.method).measurer(request, self.build(request), shared)
+        return self._measurer
+
+    def measure(self, request: PlanRequest, shared: PlanRequest) -> tuple[Measurer, MeasuredSteps]:
+        """Measure a run.
+
+        Args:
+            request: Run on one GPU.
+            shared: The run with its layout over GPUs.
+        """
+        measurer = self.measurer(request, shared)
+        steps = measurer.measure(request, forward_of(self._model, request, self._config))
+        if not measurer.measures_again:
+            self._model = self._measurer = None
+        return measurer, steps
+
+
+class Runs:
+    """Plans of runs of one model on one GPU that differ in `batch_size`, `seq_length` or `token_ratio`.
+
+    Args:
+        config: The model's configuration.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+        self._whole = SizedModel(config)
+        self._smaller: dict[int, SizedModel] = {}
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Plan a run, by smaller models if what they take can be extended.
+
+        Args:
+            request: The run.
+        """
+        fewer = fewer_blocks(request, self._config, self._whole.build(request))
+        measured: dict[int, MeasuredSteps] = {}
+        reason = ""
+        while fewer is not None:
+            try:
+                steps = fewer.extend(partial(self._measured, request, fewer, measured))
+                return _plan(request, self._whole.measurer(request, request), steps)
+            except ExtensionError as error:
+                reason = str(error)
+                fewer = fewer.later()
+        plan = _plan(request, *self._whole.measure(request, request))
+        return replace(plan, notes=(*plan.notes, f"planned block by block: {reason}")) if reason else plan
+
+    def _measured(
+        self, request: PlanRequest, fewer: FewerBlocks, measured: dict[int, MeasuredSteps], num_blocks: int
+    ) -> MeasuredSteps:
+        if num_blocks not in measured:
+            if num_blocks not in self._smaller:
+                self._smaller[num_blocks] = SizedModel(shorter(self._config, num_blocks))
+            run = replace(request, layers_per_group=fewer.layers_per_group)
+            measured[num_blocks] = self._smaller[num_blocks].measure(run, run)[1]
+        return measured[num_blocks]
 
 
 def forward_of(model: Any, request: PlanRequest, config: PreTrainedConfig) -> Forward:

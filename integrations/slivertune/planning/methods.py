@@ -96,6 +96,10 @@ class PlannedMethod:
     averages_in_buckets = False
     """Whether gradients are averaged in buckets of a fixed size as they arrive (`BucketedAllReduce`)."""
 
+    def grows_with_blocks(self, request: PlanRequest) -> bool:
+        """Return whether all that a run takes grows evenly with the number of blocks, however many there are."""
+        return False
+
     def waits_on_host(self, request: PlanRequest) -> bool:
         """Return whether state is on the GPU only during its own step."""
         return False

@@ -126,6 +126,13 @@ class PlannedSFT(PlannedMethod):
     is_optimizer = True
     steps_itself = True
 
+    def grows_with_blocks(self, request: PlanRequest) -> bool:
+        """Return whether no budget of bytes is set, and each tensor has its share of weights, whatever the others have.
+
+        A number of weights in all is shared out with remainders, which go to some tensors of equal ones.
+        """
+        return not request.device_bytes and not request.resident_bytes and request.density is not None
+
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer of one run."""
         return _Updates(model, shared)
