@@ -10,6 +10,7 @@ import torch
 from slivertune.chunked_loss import chunked_cross_entropy, products
 from slivertune.core import repeated_work, token_tiles
 from slivertune.core.repeated_work import different, num_repeats, running_different_parts
+from slivertune.hift.chunk import Chunk
 from slivertune.planning.fake import without_data
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
@@ -94,6 +95,40 @@ def test_few_tiles_run_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     make_plan(paper_request(method="dense", seq_length=2050, batch_size=1, token_tile_size=20), narrow_llama(1))
     modules = 4  # an MLP, two norms of its block, and the last norm
     assert len(lengths) == 2 * 4 * modules and lengths.count(10) == 2 * modules, "forward, and again in the backward"
+
+
+CHUNKED: dict[str, dict[str, Any]] = {
+    "masters": {"precision": "mixed_hi"},
+    "two layers, two micro-batches": {"precision": "fp32", "layers_per_group": 2, "gradient_accumulation_steps": 2},
+    "gradients on the host": {"precision": "mixed_hi", "gradients": "host", "gradient_accumulation_steps": 2},
+    "stepped": {"precision": "bf16", "gradients": "stepped", "master": "stochastic"},
+    "discarded": {"precision": "mixed_hi", "state": "discard"},
+    "on the device": {"precision": "bf16", "state": "device", "master": "stochastic"},
+    "8-bit": {"precision": "mixed_hi", "optimizer": "adamw8bit"},
+    "momentum": {"precision": "mixed_hi", "optimizer": "sgd_momentum", "kernels": "cpu"},
+    "codes": {"precision": "mixed_hi", "waiting": "int8"},
+    "weights on the host": {"precision": "mixed_hi", "weights": "host", "kernels": "gpu"},
+    "prefetched": {"precision": "mixed_hi", "prefetch_bytes": 2**20},
+}
+
+
+@pytest.mark.parametrize("way", CHUNKED)
+def test_a_plan_is_that_of_all_chunks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = paper_request(method="hift", seq_length=16, stream_bytes=2**17, **CHUNKED[way])
+    config = narrow_llama(2)
+    config.vocab_size = 10_000
+    stepped = list[Chunk]()
+    step = Chunk.step
+
+    def watched(self: Chunk, *args: Any) -> None:
+        stepped.append(self)
+        step(self, *args)
+
+    monkeypatch.setattr(Chunk, "step", watched)
+    fast, num_fast = make_plan(request, config), len(stepped)
+    monkeypatch.setattr(repeated_work, "_FEWEST_EQUAL", 10**9)
+    assert make_plan(request, config) == fast
+    assert (num_fast < len(stepped) - num_fast) is (way != "on the device")
 
 
 def test_who_trains_beside_a_plan_runs_all_parts() -> None:

@@ -1,8 +1,9 @@
 """Work that a memory plan runs a few times in place of many: equal parts of a loop, and operators on tiles."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ _planning: list[None] = []
 _in_backward: list[int] = [1]
 """Times that the tile counts whose backward runs."""
 _FEWEST_TILES = 5
+_FEWEST_EQUAL = 5
+T = TypeVar("T")
 
 
 @contextmanager
@@ -61,8 +64,37 @@ def different(parts: Iterable[slice], tensor: torch.Tensor) -> Iterator[slice]:
     for first, *others in of_size.values():
         yield first
         if others:
-            with _repeating(len(others)):
+            with repeating(len(others)):
                 yield others[0]
+
+
+def few_of_equal(
+    items: Sequence[T], form: Callable[[T], Hashable], tensor: torch.Tensor
+) -> list[tuple[T, Sequence[T]]]:
+    """Return the items to work on, one after the other, each with items that it stands for.
+
+    In a plan most of many equal items in a row are left out: the first three and the last one stay, since work on an
+    item may begin during that on the one before, and the second stands for the others. Work on it is done in
+    `repeating`.
+
+    Args:
+        items: Items, in the order of the work.
+        form: Function that returns what an item's memory and work follow from. None if it is like no other.
+        tensor: Tensor that the work reads. Whoever trains beside a plan, in another thread, has tensors with data.
+
+    Returns:
+        Items that stay, in order, each with those left out.
+    """
+    if not _may_leave_out(tensor):
+        return [(each, ()) for each in items]
+    found: list[tuple[T, Sequence[T]]] = []
+    for of_form, run in groupby(items, form):
+        equal = list(run)
+        if of_form is None or len(equal) < _FEWEST_EQUAL:
+            found += [(each, ()) for each in equal]
+        else:
+            found += [(equal[0], ()), (equal[1], equal[3:-1]), (equal[2], ()), (equal[-1], ())]
+    return found
 
 
 def over_tiles(function: Callable[..., Any], tensors: Sequence[torch.Tensor], length: int, dim: int) -> list[Any]:
@@ -90,7 +122,7 @@ def over_tiles(function: Callable[..., Any], tensors: Sequence[torch.Tensor], le
     if not isinstance(output, torch.Tensor):
         return [output]
     outputs = [_counted(output, 1)]
-    with _repeating(num_equal - 2):
+    with repeating(num_equal - 2):
         model = function(*second)
     shape = list(model.shape)
     shape[dim] = sizes[2]
@@ -103,7 +135,12 @@ def _may_leave_out(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _repeating(number: int) -> Iterator[None]:
+def repeating(number: int) -> Iterator[None]:
+    """Tell counters that the part of a loop that runs inside is one of so many.
+
+    Args:
+        number: Number of parts, this one included.
+    """
     _repeats.append(number * num_repeats())
     try:
         yield

@@ -23,6 +23,7 @@ from typing_extensions import override
 from slivertune.core.copy_streams import Event
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.core.repeated_work import few_of_equal, repeating
 from slivertune.hift.chunk import (
     MASTER,
     Chunk,
@@ -125,16 +126,21 @@ class OffloadedState(GroupState):
         self.load_gradients()
         own = chunks_of(self.chunks, weights)
         unstepped = Counter(one.weight.name for chunk in own for one in chunk.slices)
+        few = self._few_of(own)
         try:
-            for position, chunk in enumerate(own):
-                self._expect(own[position:])
-                self._step_chunk(chunk, param_groups, held_lr)
-                self._keep_or_write_back(chunk, unstepped)
-                self._load_ahead(WORKING_CHUNKS)
+            for position, (chunk, left_out) in enumerate(few):
+                self._leave_out(left_out)
+                with repeating(1 + len(left_out)):
+                    self._expect([each for each, _ in few[position:]])
+                    self._step_chunk(chunk, param_groups, held_lr)
+                    self._keep_or_write_back(chunk, unstepped)
+                    self._load_ahead(WORKING_CHUNKS)
+                self._finish(left_out, chunk, unstepped)
         except BaseException:
             self._is_first_turn = False
             self.release()
             raise
+        self._turn += own
         for weight in weights:
             drop_gradient(weight)
 
@@ -340,11 +346,32 @@ class OffloadedState(GroupState):
 
     # Its step, and the way back.
 
+    def _few_of(self, own: Sequence[Chunk]) -> list[tuple[Chunk, Sequence[Chunk]]]:
+        """Return the chunks to step, each with those that it stands for in a plan (`few_of_equal`)."""
+        if not own or self._slots.prefetch_bytes:
+            return [(chunk, ()) for chunk in own]  # chunks that are loaded ahead, or stay, are not alike
+        return few_of_equal(own, Chunk.form, own[0].slices[0].weight.parameter)
+
+    def _leave_out(self, left_out: Sequence[Chunk]) -> None:
+        if self._pending is not None:
+            self._pending = [chunk for chunk in self._pending if chunk not in left_out]
+
+    def _finish(self, left_out: Sequence[Chunk], model: Chunk, unstepped: Counter[str]) -> None:
+        """Give chunks that are left out what the step of the one that stands for them has left."""
+        for chunk in left_out:
+            chunk.keep_tables(model)
+            for one, like in zip(chunk.slices, model.slices, strict=True):
+                unstepped[one.weight.name] -= 1
+                gradient = one.weight.parameter.grad
+                if isinstance(gradient, OffloadedGradient):
+                    gradient.part_norms.append(torch.empty_like(gradient.part_norms[-1]))
+                if self._store is not None and not self._discards:
+                    self._store.take_form(one, like)
+
     def _step_chunk(self, chunk: Chunk, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Step a chunk, after pointing its leaves and state to the loaded tensors, or making its masters."""
         assert self._store is not None
         assert chunk.memory is not None or self._is_first_turn, "a chunk with state is stepped from what was loaded"
-        self._turn.append(chunk)
         self._slots.streams.compute_after(chunk.event)
         states: dict[torch.Tensor, WeightState] = {}
         for one in chunk.slices:

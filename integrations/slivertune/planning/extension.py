@@ -92,13 +92,12 @@ class Extension:
         return found
 
     def _by_place(self, name: str, values: Sequence[Mapping[Any, Work]]) -> dict[Any, Work]:
-        """Repeat the work of the last period of blocks below the highest one, and extend that of no block."""
-        for at, (fewer, more) in enumerate(pairwise(values)):
-            if _with_periods(fewer, self.num_blocks + at * self.period - 1, self.period, 1) != _in_blocks(more):
-                raise ExtensionError(f"{name} differs between blocks")
-        found = _with_periods(values[0], self.num_blocks - 1, self.period, self.num_periods)
-        elsewhere = [each.get(None, Work()) for each in values]
-        return found | {None: self._value(name, elsewhere)}
+        """Repeat the work of a period of blocks, and extend that of no block."""
+        elsewhere = self._value(name, [each.get(None, Work()) for each in values])
+        for above in range(self.num_blocks - self.period + 1):
+            if all(_with_periods(fewer, above, self.period, 1) == _in_blocks(more) for fewer, more in pairwise(values)):
+                return _with_periods(values[0], above, self.period, self.num_periods) | {None: elsewhere}
+        raise ExtensionError(f"{name} differs between blocks")
 
     def _course(self, name: str, moments: Sequence[npt.NDArray[np.int64]]) -> Course:
         """Extend the moments of each part as they are, behind all periods that are inserted below it.
@@ -204,11 +203,13 @@ def _in_blocks(work: Mapping[Any, Work]) -> dict[Any, Work]:
     return {place: each for place, each in work.items() if place is not None}
 
 
-def _with_periods(work: Mapping[Any, Work], below: int, period: int, number: int) -> dict[Any, Work]:
-    """Return the work of blocks, with the `period` blocks in front of `below` repeated `number` times."""
+def _with_periods(work: Mapping[Any, Work], above: int, period: int, number: int) -> dict[Any, Work]:
+    """Return the work of blocks, with the `period` blocks below the `above` highest ones repeated `number` times."""
+    in_blocks = _in_blocks(work)
+    end = max((index + 1 for index, _ in in_blocks), default=0) - above
     found: dict[Any, Work] = {}
-    for (index, is_again), each in _in_blocks(work).items():
-        found[index if index < below else index + number * period, is_again] = each
-        if below - period <= index < below:
+    for (index, is_again), each in in_blocks.items():
+        found[index if index < end else index + number * period, is_again] = each
+        if end - period <= index < end:
             found |= {(index + times * period, is_again): each for times in range(1, number + 1)}
     return found

@@ -17,7 +17,9 @@ from slivertune.planning.request import PlanRequest
 
 _LEAST_BLOCKS = 3
 """Fewest blocks of a model: one below those that repeat, one of them, and one above."""
-_MOST_SHARE = 0.7
+_LEAST_GROUPS = 3
+"""Fewest groups of several blocks: one that trains, one below, and one above."""
+_MOST_SHARE = 0.5
 """Largest share of the model's blocks that three smaller models may have together."""
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -36,11 +38,13 @@ class FewerBlocks:
     """Blocks below, of another part of the model, which all of them have (a vision tower)."""
     layers_per_group: float | Literal["all"]
     """Layers per group of the smaller models."""
+    is_last: bool = False
+    """Whether the whole model is measured if these can't be extended."""
 
-    def later(self) -> "FewerBlocks | None":
-        """Return the same with one period more, None if that is no longer faster than the whole model."""
-        more = replace(self, first=self.first + self.period)
-        return more if more._is_faster else None
+    def one_later(self) -> "FewerBlocks | None":
+        """Return the same with one period more. None if that is slower than the whole model, or was returned before."""
+        more = replace(self, first=self.first + self.period, is_last=True)
+        return more if more._is_faster and not self.is_last else None
 
     def extend(self, measure: Callable[[int], MeasuredSteps]) -> MeasuredSteps:
         """Measure three smaller models, and return what would be measured of the whole.
@@ -60,7 +64,8 @@ class FewerBlocks:
 
     @property
     def _is_faster(self) -> bool:
-        return 3 * (self.first + self.period) <= _MOST_SHARE * self.whole
+        largest = self.first + 2 * self.period
+        return largest < self.whole and 3 * (self.first + self.period) <= _MOST_SHARE * self.whole
 
 
 def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Module) -> FewerBlocks | None:
@@ -77,29 +82,44 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
     Returns:
         Numbers of blocks. None if the whole model is as fast, or nothing can be extended.
     """
-    whole = getattr(config.get_text_config(), "num_hidden_layers", None)
-    blocks = [block for _, block in find_blocks(model, are_needed=False)]
-    if not isinstance(whole, int) or len(blocks) < whole or not planned(request.method).grows_with_blocks(request):
+    blocks = text_blocks(model, config)
+    if not blocks or not planned(request.method).grows_with_blocks(request):
         return None
-    signatures = _signatures(blocks[len(blocks) - whole :], config)
-    period, num_irregular = _period(signatures)
+    whole = len(blocks)
+    period, num_irregular = _period(_signatures(blocks, config))
+    least = max(_LEAST_BLOCKS, num_irregular + period + 2, request.keep_activations + 2)
+    least += request.weights == "host"  # a block on its way beside each
     layers_per_group = request.layers_per_group
     if planned(request.method).trains_in_groups:
         num_layers = len(find_layers(model))
         per_group = count_per_group(layers_per_group, num_layers)
-        layers_per_group = "all" if per_group >= num_layers else per_group
         if per_group < num_layers:
-            period = lcm(period, per_group)
-    least = max(_LEAST_BLOCKS, num_irregular + 2, request.keep_activations + 2)
-    least = max(least, 2 * period + 1 if period > 1 else 0)
+            layers_per_group, period = per_group, lcm(period, per_group)
+            least = max(least, _LEAST_GROUPS * per_group + 1 if per_group > 1 else 0)
+        elif request.gradients == "stepped":
+            layers_per_group = "all"
+        else:
+            return None  # chunks of several blocks together, which don't begin where the blocks do
     found = FewerBlocks(
         first=least + (whole - least) % period,
         period=period,
         whole=whole,
-        num_others=len(blocks) - whole,
+        num_others=len(find_blocks(model)) - whole,
         layers_per_group=layers_per_group,
     )
     return found if found._is_faster else None
+
+
+def text_blocks(model: nn.Module, config: PreTrainedConfig) -> list[nn.Module]:
+    """Return the blocks that a model's configuration counts, the highest of all: below them may be those of a tower.
+
+    Args:
+        model: The model, on any device.
+        config: Its configuration.
+    """
+    blocks = [block for _, block in find_blocks(model, are_needed=False)]
+    number = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    return blocks[len(blocks) - number :] if 0 < number <= len(blocks) else []
 
 
 def shorter(config: PreTrainedConfig, num_blocks: int) -> PreTrainedConfig:

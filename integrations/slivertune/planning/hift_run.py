@@ -256,7 +256,7 @@ class PlannedHiFT(PlannedMethod):
         return request.state != "device"
 
     def grows_with_blocks(self, request: PlanRequest) -> bool:
-        """Return whether no budget of bytes is set, the layers are the model's own, and groups of all are not cut."""
+        """Return whether no budget of bytes is set, and the layers are the model's own."""
         budgets = (request.device_bytes, request.prefetch_bytes, request.resident_bytes)
         return not any(budgets) and request.layers is None
 

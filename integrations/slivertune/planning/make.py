@@ -174,32 +174,38 @@ class Runs:
         self._smaller: dict[int, SizedModel] = {}
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Plan a run, by smaller models if what they take can be extended.
+        """Plan a run, by models with fewer blocks if what they take can be extended.
 
         Args:
             request: The run.
         """
-        fewer = fewer_blocks(request, self._config, self._whole.build(request))
+        fewer = first = fewer_blocks(request, self._config, self._whole.build(request))
         measured: dict[int, MeasuredSteps] = {}
-        reason = ""
         while fewer is not None:
             try:
                 steps = fewer.extend(partial(self._measured, request, fewer, measured))
                 return _plan(request, self._whole.measurer(request, request), steps)
-            except ExtensionError as error:
-                reason = str(error)
-                fewer = fewer.later()
+            except ExtensionError:
+                fewer = fewer.one_later()
         plan = _plan(request, *self._whole.measure(request, request))
-        return replace(plan, notes=(*plan.notes, f"planned block by block: {reason}")) if reason else plan
+        if first is None:
+            return plan
+        return replace(
+            plan, notes=(*plan.notes, f"all {first.whole} blocks were run: memory does not grow evenly with them")
+        )
 
     def _measured(
         self, request: PlanRequest, fewer: FewerBlocks, measured: dict[int, MeasuredSteps], num_blocks: int
     ) -> MeasuredSteps:
         if num_blocks not in measured:
-            if num_blocks not in self._smaller:
-                self._smaller[num_blocks] = SizedModel(shorter(self._config, num_blocks))
             run = replace(request, layers_per_group=fewer.layers_per_group)
-            measured[num_blocks] = self._smaller[num_blocks].measure(run, run)[1]
+            try:
+                if num_blocks not in self._smaller:
+                    self._smaller[num_blocks] = SizedModel(shorter(self._config, num_blocks))
+                measured[num_blocks] = self._smaller[num_blocks].measure(run, run)[1]
+            except Exception as error:
+                # The whole model either can be planned, or its own error names its own sizes.
+                raise ExtensionError(f"{num_blocks} blocks: {error}") from error
         return measured[num_blocks]
 
 
