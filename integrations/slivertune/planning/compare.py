@@ -226,14 +226,16 @@ def rows_of(way: Way, question: Question) -> list[Row]:
     """
     ratio = question.given.get("token_ratio", TOKEN_RATIO)
     try:
-        first = way.request({**question.given, "token_ratio": None})
+        first = way.request({**question.given, "token_ratio": None, "batch_size": 1})
         with plans_of_batches(first, question.model.config) as plan:
 
             @cache  # the smallest batch is planned twice
             def estimate(request: PlanRequest) -> MemoryRequirement:
                 return add_allowance(plan(request))
 
-            needs = [_largest(replace(first, token_ratio=each), question, estimate) for each in (None, ratio)]
+            plain = _largest(first, question, estimate)
+            selecting = replace(first, token_ratio=ratio, batch_size=plain.plan.request.batch_size)
+            needs = [plain, _largest(selecting, question, estimate)]
         return [Row(way=way, requirement=need, time=_time(need, question)) for need in needs]
     except (ValueError, ImportError) as error:
         return [Row(way=way, requirement=None, time=None, reason=" ".join(str(error).split()))]
@@ -242,11 +244,13 @@ def rows_of(way: Way, question: Question) -> list[Row]:
 def _largest(
     request: PlanRequest, question: Question, estimate: Callable[[PlanRequest], MemoryRequirement]
 ) -> MemoryRequirement:
-    """Plan the run with as many sequences as fit, or with one if none fits."""
-    smallest = estimate(replace(request, batch_size=1))
-    if not smallest.fits(question.limits):
-        return smallest
-    return find_largest(request, "batch_size", question.limits, estimate).requirement
+    """Plan the run with as many sequences as fit, or with one if none fits. Those of the request are tried first."""
+    if not estimate(request).fits(question.limits):
+        smallest = estimate(replace(request, batch_size=1))
+        if not smallest.fits(question.limits):
+            return smallest
+    first = request.batch_size
+    return find_largest(request, "batch_size", question.limits, estimate, first=first).requirement
 
 
 def _time(requirement: MemoryRequirement, question: Question) -> PlannedTime | None:

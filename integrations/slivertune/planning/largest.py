@@ -59,12 +59,14 @@ def find_largest(
     estimate: Callable[[PlanRequest], MemoryRequirement],
     *,
     most: int | None = None,
+    first: int = 1,
     tell: Tell = lambda line: None,
 ) -> Largest:
     """Plan values until one fits and the next does not.
 
-    A peak is piecewise linear in the value, so a line through two plans gives the next value to try. If the peak is
-    linear, this takes four plans: of 1, 2, the largest value and the next.
+    A peak is piecewise linear in the value, so a line through two plans gives the next value to try; after one plan,
+    the activations alone do. If the peak is linear, this takes three or four plans: of the smallest value, of one or
+    two near the largest, and of the next.
 
     Args:
         request: Run to plan; its own value of the field is not read.
@@ -72,6 +74,7 @@ def find_largest(
         limits: Memory that the run may fill.
         estimate: Function that plans a request.
         most: Largest value to try; None for no bound.
+        first: Value to try first, in steps (`STEPS`).
         tell: Function that takes a line per plan.
 
     Returns:
@@ -91,13 +94,15 @@ def find_largest(
             tell(f"{field} {index * step:,}: {format_bytes(known[index].device_bytes)} with the allowance")
         return known[index].fits(limits)
 
-    if not fits(1):
+    low, high = min(first, last), last + 1
+    if not fits(low):
+        low, high = 1, low
+    if not fits(low):
         raise ValueError(
             f"{field} {step} needs {format_bytes(known[1].device_bytes)} on the GPU and "
             f"{format_bytes(known[1].host_bytes)} of host memory, and there are {describe_limits(limits)}. Leave out "
             f"--max {field}, and let --fit find other settings"
         )
-    low, high = 1, last + 1
     while high - low > 1:
         index = _next(known, low, high, limits)
         low, high = (index, high) if fits(index) else (low, index)
@@ -123,8 +128,10 @@ def _next(known: Mapping[int, MemoryRequirement], low: int, high: int, limits: L
     # If the line bends in between, it leads there in small steps only. Every other plan then halves the interval.
     if high in known and len(known) > _MOST_BY_LINE and len(known) % 2:
         return (low + high) // 2
-    grown = known[second].device_bytes - known[first].device_bytes
+    grown, distance = known[second].device_bytes - known[first].device_bytes, second - first
+    if first == second:
+        grown, distance = max(group.activation_bytes for group in known[low].plan.groups), low
     if grown <= 0:
         return min(_MOST_GROWTH * low, high - 1)
-    guess = first + (limits.device_bytes - known[first].device_bytes) * (second - first) // grown
+    guess = first + (limits.device_bytes - known[first].device_bytes) * distance // grown
     return min(max(guess, low + 1), _MOST_GROWTH * low, high - 1)

@@ -27,10 +27,11 @@ from slivertune.planning.request import COUNTS, PlanRequest
 from slivertune.planning.slow_streams import planned_streams
 from slivertune.planning.step import Forward, MeasuredGroup, measure_step, weight_bytes
 from slivertune.planning.step_work import StepWork, UpdateWork, Work
-from slivertune.sft import SFT, adam
+from slivertune.sft import SFT, SFTConfig, adam
 from slivertune.sft.communicator import Communicator
 from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.reselection import Proposal, Reselection
+from slivertune.sft.targets import Target, count_weights
 from slivertune.sft.weight import SparseWeight
 
 _PHASE_UPDATES = 2
@@ -96,9 +97,24 @@ class CountedCommunicator(Communicator):
 
 
 class CountedSFT(SFT):
-    """SFT over a model of fake tensors, in either form."""
+    """SFT over a model of fake tensors, in either form.
+
+    A run shares out its number of weights with remainders, so that some of equal tensors have one weight more. Here all
+    of them have it.
+    """
 
     reselection_class = CountedReselection
+    num_counted = 0
+    """Number of weights that the run trains."""
+
+    @override
+    def _counts(self, targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
+        counts = count_weights(targets, config)
+        self.num_counted = sum(counts)
+        if config.density is not None:
+            return counts  # each tensor by itself
+        num_elements = sum(target.num_elements for target in targets)
+        return [-(-target.num_elements * self.num_counted // num_elements) for target in targets]
 
     def exchange_among(self, num_ranks: int) -> None:
         """Hold what so many ranks exchange."""
@@ -127,11 +143,8 @@ class PlannedSFT(PlannedMethod):
     steps_itself = True
 
     def grows_with_blocks(self, request: PlanRequest) -> bool:
-        """Return whether no budget of bytes is set, and each tensor has its share of weights, whatever the others have.
-
-        A number of weights in all is shared out with remainders, which go to some tensors of equal ones.
-        """
-        return not request.device_bytes and not request.resident_bytes and request.density is not None
+        """Return whether no budget of bytes is set, and no number of weights for all blocks together."""
+        return not request.device_bytes and not request.resident_bytes and request.num_weights is None
 
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer of one run."""
@@ -189,7 +202,7 @@ class _Updates(Measurer):
             MeasuredGroup(
                 steps=tuple(alike),
                 name=name,
-                num_parameters=optimizer.num_weights,
+                num_parameters=optimizer.num_counted,
                 gradient_bytes=max(each.gradients for each in alike),
                 state_bytes=state_bytes,
             )

@@ -103,7 +103,7 @@ class SFT(CheckpointedSliver):
             raise ValueError(f"{type(model).__name__} has SFT attached already. Call detach() of that optimizer first")
         check_free(model.named_parameters(), "SFT")
         targets = find_targets(model, config)
-        counts = count_weights(targets, config)
+        counts = self._counts(targets, config)
         self.model = model
         """Model whose weights are trained."""
         self._weights = [
@@ -131,6 +131,9 @@ class SFT(CheckpointedSliver):
         self._hooks.put_on()
         take(model.parameters(), self)
         self._reselection.open_phases(self._updates)
+
+    def _counts(self, targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
+        return count_weights(targets, config)
 
     def _new_weight(self, target: Target, count: int, options: Mapping[str, Any]) -> SparseWeight:
         config = self.config
