@@ -1,9 +1,11 @@
 import itertools
 
 import pytest
+import torch
 
+from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.base import Slicing
-from slivertune.hift.cutting import Cut, WeightSize, cut_chunks
+from slivertune.hift.cutting import Cut, WeightSize, cut_chunks, cut_group
 
 ELEMENTS = Slicing(unit="elements")
 QUANTISED = Slicing(unit="elements", minimum=4096)
@@ -48,6 +50,47 @@ def test_cuts_are_at_multiples_of_256() -> None:
     for slicing in (ELEMENTS, QUANTISED):
         for piece in cut_chunks(sizes(100_003, 9_000), 200_000, slicing):
             assert all(cut.start % 256 == 0 for cut in piece)
+
+
+@pytest.mark.parametrize("slicing", [ELEMENTS, QUANTISED, TENSORS])
+def test_large_layers_begin_a_piece_and_equal_ones_are_cut_alike(slicing: Slicing) -> None:
+    embedding, block, head = (70_001,), (20_000, 9_000, 300), (500,)
+    weights = sizes(*embedding, *block, *block, *block, *head)
+    begins = {0, 1, 4, 7}  # not the head, which shares the last block's piece
+    pieces = cut_chunks(weights, 65536, slicing, begins=begins)
+    assert covered(pieces, weights)
+    assert {piece[0].weight for piece in pieces if piece[0].start == 0} >= begins
+    assert pieces[-1][-1].weight == 10 and pieces[-1][0].weight < 10
+    of_blocks = [
+        [
+            [(cut.weight - first, cut.start, cut.stop) for cut in piece]
+            for piece in pieces
+            if first <= piece[0].weight < last
+        ]
+        for first, last in ((1, 4), (4, 7))
+    ]
+    assert of_blocks[0] == of_blocks[1]
+
+
+def test_a_small_layer_shares_a_chunk_and_a_large_one_does_not() -> None:
+    model = torch.nn.Module()
+    model.add_module("layers", torch.nn.ModuleList(AttentionBlock(size) for size in (128, 128, 4, 4)))
+    config = HiFTConfig(layers_per_group="all", stream_bytes=2**14)
+    hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
+    chunks = cut_group(hift.turns.states[0].weights, hift._meter, {})
+    shared = [{one.weight.name.split(".")[1] for one in chunk.slices} for chunk in chunks]
+    assert {"1", "2"} in shared and {"0", "1"} not in shared, shared
+
+
+class Attention(torch.nn.Module):
+    """Marks a block."""
+
+
+class AttentionBlock(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size, 64))
+        self.attention = Attention()
 
 
 @pytest.mark.parametrize("num_elements", range(8_000, 13_500, 97))

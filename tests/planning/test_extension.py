@@ -40,6 +40,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "full": {"method": "hift", **FULL},
     "HiFT, 1 layer": {"method": "hift", "layers_per_group": 1, "precision": "mixed_hi"},
     "HiFT, 3 layers": {"method": "hift", "layers_per_group": 3, "precision": "mixed_hi"},
+    "HiFT, all layers": {
+        "method": "hift",
+        "layers_per_group": "all",
+        "gradients": "host",
+        "stream_bytes": 2**16,
+        "precision": "mixed_hi",
+    },
     "HiFT, gradients on the host": {"method": "hift", "layers_per_group": 1, "gradients": "host", "precision": "fp32"},
     "HiFT, weights on the host": {"method": "hift", "layers_per_group": 1, "weights": "host", "precision": "mixed_hi"},
     "HiFT, int8": {"method": "hift", "layers_per_group": 1, "waiting": "int8", "precision": "mixed_hi"},
@@ -104,7 +111,7 @@ def test_a_plan_of_few_blocks_is_that_of_all(way: str, measured: list[int]) -> N
         {"way": "LoRA", "weights": "host", "device_bytes": 2**26},
         {"way": "HiFT, 1 layer", "prefetch_bytes": 2**20},
         {"way": "HiFT, 1 layer", "layers": ("model.embed_tokens", "model.layers.*", "model.norm+lm_head")},
-        {"way": "HiFT, 1 layer", "layers_per_group": "all"},
+        {"way": "HiFT, all layers", "stream_bytes": 2**27},
         {"way": "SFT (AG)", "density": None, "num_weights": 10_000},
     ],
     ids=str,
@@ -289,6 +296,6 @@ def outcome(plan: Callable[..., Plan], *args: Any) -> Plan | str:
 DRAWN_WAYS = {
     **WAYS,
     "HiFT, a quarter": {"method": "hift", "layers_per_group": 0.25, "precision": "mixed_hi"},
-    "HiFT, all": {"method": "hift", "layers_per_group": "all", "gradients": "host", "precision": "mixed_hi"},
+    "HiFT, all layers": {"method": "hift", "layers_per_group": "all", "gradients": "host", "precision": "mixed_hi"},
     "SFT (AG), default number": {"method": "sft", **BF16},
 }

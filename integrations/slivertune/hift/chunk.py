@@ -69,6 +69,8 @@ class Weight:
     """Index of the param group that holds its hyperparameters."""
     home: torch.device | None = None
     """Device on which it is stepped, if it is offloaded between its turns."""
+    layer: int = 0
+    """Index of its layer in the model."""
 
     @property
     def device(self) -> torch.device:

@@ -1,6 +1,8 @@
 """Cut a group's weights into chunks of a number of bytes, by the memory that their steps need."""
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from slivertune.hift.base import CUT_MULTIPLE, Slicing
@@ -35,7 +37,12 @@ _SLICE_OVERHEAD_BYTES = 256
 
 
 def cut_chunks(
-    weights: Sequence[WeightSize], stream_bytes: int, slicing: Slicing, *, by_weight: bool = False
+    weights: Sequence[WeightSize],
+    stream_bytes: int,
+    slicing: Slicing,
+    *,
+    by_weight: bool = False,
+    begins: Container[int] = (),
 ) -> list[list[Cut]]:
     """Fill chunks of at most `stream_bytes` with slices of the weights, in order.
 
@@ -46,6 +53,7 @@ def cut_chunks(
         stream_bytes: Bytes per chunk; 0 makes one chunk of the whole group.
         slicing: Cuts that the base optimizer allows.
         by_weight: Whether each chunk holds slices of one weight only. 0 bytes then make one chunk per weight.
+        begins: Indices of weights that begin a chunk.
 
     Returns:
         Chunks that together hold every element once.
@@ -62,6 +70,9 @@ def cut_chunks(
     chunks: list[list[Cut]] = [[]]
     room = float(stream_bytes)
     for index, weight in enumerate(weights):
+        if index in begins and chunks[-1]:
+            chunks.append([])
+            room = float(stream_bytes)
         start = 0
         while start < weight.num_elements:
             cuttable = slicing.unit == "elements" and weight.cuttable
@@ -108,13 +119,25 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter, own: OwnHyperparamete
     # Copies in fp32 of a whole group would take more than its gradients and state.
     has_copies = config.state == "device" and config.master == "stochastic" and meter.base.slicing.unit != "group"
     by_weight = config.steps_in_backward or has_copies
-    cuts_of = cut_chunks(sizes, config.chunk_bytes, meter.base.slicing, by_weight=by_weight)
+    begins = _large_layers(weights, sizes, config.chunk_bytes)
+    cuts_of = cut_chunks(sizes, config.chunk_bytes, meter.base.slicing, by_weight=by_weight, begins=begins)
     cuts_of = [cuts for cuts in cuts_of if cuts]  # a rank may hold no part of a group
     if config.state != "device" and config.gradients == "host":
         # A backward makes the gradients of the last weights first, so these are stepped first.
         cuts_of.sort(key=lambda cuts: -cuts[0].weight)
     slices_of = [[Slice(weights[cut.weight], cut.start, cut.stop, meter) for cut in cuts] for cuts in cuts_of]
     return [Chunk(slices, meter.base, own) for slices in slices_of]
+
+
+def _large_layers(weights: Sequence[Weight], sizes: Sequence[WeightSize], chunk_bytes: int) -> set[int]:
+    """Return the indices of weights that begin a layer of more than one chunk. Equal layers are then cut alike."""
+    num_bytes: Counter[int] = Counter()
+    for weight, size in zip(weights, sizes, strict=True):
+        num_bytes[weight.layer] += math.ceil(size.num_elements * size.bytes_per_element)
+    begins: dict[int, int] = {}
+    for index, weight in enumerate(weights):
+        begins.setdefault(weight.layer, index)
+    return {index for layer, index in begins.items() if num_bytes[layer] > chunk_bytes}
 
 
 def _size(weight: Weight, meter: StepMeter) -> WeightSize:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -138,8 +139,11 @@ class HiFT(CheckpointedSliver):
         self.base = base
         """Base optimizer, which builds further instances."""
         weights = trainable_weights(model, param_groups)
-        self.groups = cut_groups(find_layers(model, config.layers), config.layers_per_group, frozenset(weights))
+        layers = find_layers(model, config.layers)
+        self.groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
         """Groups, bottom of the model first."""
+        layer_of = {name: index for index, layer in enumerate(layers) for name in layer.parameter_names}
+        weights = {name: replace(weight, layer=layer_of[name]) for name, weight in weights.items()}
         try_step(base, param_groups, list(weights.values()))
         super().__init__(param_groups, dict(base.defaults))
         say_what_is_not_trained(model, weights)

@@ -88,7 +88,8 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
     whole = len(blocks)
     period, num_irregular = _period(_signatures(blocks, config))
     least = max(_LEAST_BLOCKS, num_irregular + period + 2, request.keep_activations + 2)
-    least += request.weights == "host"  # a block on its way beside each
+    # Beside each block there may be one on its way, or one below all trained blocks, which runs all tokens.
+    least += request.weights == "host" or request.token_ratio is not None
     layers_per_group = request.layers_per_group
     if planned(request.method).trains_in_groups:
         num_layers = len(find_layers(model))
@@ -96,10 +97,10 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
         if per_group < num_layers:
             layers_per_group, period = per_group, lcm(period, per_group)
             least = max(least, _LEAST_GROUPS * per_group + 1 if per_group > 1 else 0)
-        elif request.gradients == "stepped":
+        elif request.gradients == "stepped" or _is_cut_alone(blocks[-1], request):
             layers_per_group = "all"
         else:
-            return None  # chunks of several blocks together, which don't begin where the blocks do
+            return None
     found = FewerBlocks(
         first=least + (whole - least) % period,
         period=period,
@@ -108,6 +109,12 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
         layers_per_group=layers_per_group,
     )
     return found if found._is_faster else None
+
+
+def _is_cut_alone(block: nn.Module, request: PlanRequest) -> bool:
+    """Return whether no chunk of state holds weights of two blocks, since each has more state than a chunk."""
+    state_bytes = 4 * sum(parameter.numel() for parameter in block.parameters())  # at least one tensor in fp32
+    return bool(request.stream_bytes) and state_bytes > request.stream_bytes
 
 
 def text_blocks(model: nn.Module, config: PreTrainedConfig) -> list[nn.Module]:
