@@ -69,7 +69,17 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
     model.config.use_cache = model.config.get_text_config().use_cache = False
     if request.load_in_4bit:
         quantise(model)
-    if request.gradient_checkpointing:
+    if request.recipe == "peft-kbit":
+        from peft import prepare_model_for_kbit_training
+
+        model.is_loaded_in_4bit = True
+        with warnings.catch_warnings():
+            # PEFT 0.21 calls it by the name that transformers 5.23 retires.
+            warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated", FutureWarning)
+            model = prepare_model_for_kbit_training(
+                model, request.gradient_checkpointing, gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+    elif request.gradient_checkpointing:
         enable_checkpointing(model, {"use_reentrant": False})
     if request.method == "lora":
         from peft import LoraConfig, get_peft_model
@@ -84,7 +94,8 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             # PEFT 0.21 asks by the name that transformers 5.23 retires.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             model = get_peft_model(model, adapters)
-        skip_needless_casts(model)
+        if request.recipe is None:
+            skip_needless_casts(model)
     return model.train()
 
 
@@ -98,7 +109,7 @@ def attach_hooks(request: PlanRequest, model: Any) -> None:
         tile_tokens(model, request.token_tile_size)
     if request.token_ratio is not None:
         TokenTune(ratio=request.token_ratio).attach(model)
-    if request.task in ("causal_lm", "image_text") and request.chunked_cross_entropy:
+    if request.task in ("causal_lm", "image_text") and request.chunked_cross_entropy and request.recipe is None:
         attach_chunked_cross_entropy(model)
 
 

@@ -370,6 +370,7 @@ def _raise_interrupt() -> Iterator[list[Row]]:
         (["--batch_size", "4"], "--batch_size 4 is set by each row of --compare"),
         (["--sweep", "seq_length=1,2"], "--compare is one question, and --sweep another"),
         (["--max", "seq_length"], "--compare is one question, and --max another"),
+        (["--recipe", "peft-kbit"], "--recipe peft-kbit plans a script of another library"),
         (["--layers_per_group", "auto"], "--compare is one question, and --layers_per_group auto another"),
         (["--bf16"], "--bf16 true means another precision for each method"),
     ],

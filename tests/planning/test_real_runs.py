@@ -295,6 +295,20 @@ def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: boo
     )
 
 
+@pytest.mark.parametrize("vocabulary", [512, 8192])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_script_that_peft_prepares_is_as_planned(checkpointing: bool, vocabulary: int) -> None:
+    config = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": vocabulary})
+    settings = {"method": "lora", "precision": "bf16", "load_in_4bit": True, "gradient_checkpointing": checkpointing}
+    request = paper_request(**settings, recipe="peft-kbit", **SIZES)
+    check(request, config)
+    ours = make_plan(paper_request(**settings, **SIZES), config)
+    outside = 2 * config.hidden_size * (vocabulary + config.num_hidden_layers) + config.hidden_size
+    found = make_plan(request, config)
+    assert found.parameter_bytes == ours.parameter_bytes + 2 * outside
+    assert found.peak_bytes > ours.peak_bytes + 2 * outside
+
+
 PARKED: dict[str, Any] = {
     "method": ["lora", "sft"],
     "waiting": [None, "int8", "nf4"],

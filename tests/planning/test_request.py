@@ -7,6 +7,9 @@ from tests.helpers.plan_requests import paper_request
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
 
+KBIT = {"method": "lora", "load_in_4bit": True, "precision": "bf16", "recipe": "peft-kbit"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -44,6 +47,13 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
             "--load_in_4bit does not go with ZeRO-3",
         ),
         ({"method": "lora", "load_in_4bit": True, "precision": "mixed"}, "computes in precision 'bf16' or 'fp32'"),
+        ({"recipe": "peft"}, "recipe='peft' must be one of 'peft-kbit'"),
+        (
+            {"method": "lora", "precision": "bf16", "recipe": "peft-kbit"},
+            "recipe='peft-kbit' is LoRA over 4-bit weights",
+        ),
+        ({**KBIT, "token_ratio": 0.5}, "is a script without slivertune, which has no token_ratio=0.5"),
+        ({**KBIT, "weights": "host"}, "is a script without slivertune, which has no weights='host'"),
         ({"precision": "mixed_hi", "master": "split"}, "'split' was removed: fp32 trains with the same bits"),
         (
             {"method": "dense", "gradients": "host"},

@@ -70,6 +70,9 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
     if request.task in ("image_text", "speech"):
         note = f"slivertune train has no task={request.task!r}: run it in a script of your own (docs/plan.md)"
         return TrainCommand(arguments=None, notes=(note,))
+    if request.recipe is not None:
+        note = f"--recipe {request.recipe} is a script of your own. slivertune train takes less: leave --recipe out"
+        return TrainCommand(arguments=None, notes=(note,))
     is_classifier, method = request.task == "classification", planned(request.method)
     has_all_logits = not request.chunked_cross_entropy and not is_classifier
     # For dense fine-tuning `--bf16` means autocast, so that bf16 weights need `--weights_dtype bf16`.

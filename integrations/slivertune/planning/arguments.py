@@ -186,6 +186,11 @@ class PlanArguments:
                 f"--num_train_epochs {self.num_train_epochs} takes effect only with --tokens, the tokens per epoch. "
                 "Give these, or leave it out"
             )
+        if "recipe" in self.given and (self.compare or self.searches):
+            raise ValueError(
+                f"--recipe {self.given['recipe']} plans a script of another library, and --fit and --compare search "
+                "among settings of slivertune train. Ask one at a time"
+            )
         if self.chooses_layers and self.sweep is not None:
             raise ValueError("--layers_per_group auto chooses for one run, without --sweep. Give a number")
         if self.sweep is not None and self.sweep.field in self.given:

@@ -244,7 +244,7 @@ def rows_of(way: Way, question: Question) -> list[Row]:
 def _largest(
     request: PlanRequest, question: Question, estimate: Callable[[PlanRequest], MemoryRequirement]
 ) -> MemoryRequirement:
-    """Plan the run with as many sequences as fit, or with one if none fits. Those of the request are tried first."""
+    """Plan the run with as many sequences as fit, or with one if none fits. The request's own number is tried first."""
     if not estimate(request).fits(question.limits):
         smallest = estimate(replace(request, batch_size=1))
         if not smallest.fits(question.limits):

@@ -165,7 +165,8 @@ class PlannedLora(PlannedDense):
         for parameter in adapted.parameters():
             if parameter.requires_grad and parameter.dtype == torch.bfloat16:
                 parameter.data = parameter.data.float()
-        skip_needless_casts(adapted)
+        if request.recipe is None:
+            skip_needless_casts(adapted)
         return adapted
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:

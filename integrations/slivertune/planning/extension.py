@@ -2,7 +2,7 @@
 
 The blocks of a model are alike, so each number of a step grows by the same amount per period of blocks: the bytes alive
 at one place of a step, the operators of a pass, the bytes of all state. Three models, one, two and three periods apart,
-show every amount twice. Where the two differ, there is no extension (`ExtensionError`).
+show every amount twice. If the two differ, there is no extension (`ExtensionError`).
 
 A maximum over places does not grow evenly, since another place may become the largest. Therefore a `Course` is
 extended place by place, and its maximum is taken afterwards.

@@ -110,6 +110,17 @@ def hold_in_4bit(model: nn.Module, compute_dtype: torch.dtype) -> None:
             setattr(modules[owner], name, CodedLinear(module, compute_dtype))
 
 
+def hold_others_in_fp32(model: nn.Module) -> None:
+    """Cast all weights beside 4-bit ones to fp32, as PEFT's `prepare_model_for_kbit_training` does.
+
+    Args:
+        model: Model, changed in place.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
+
+
 def num_weights(module: nn.Module) -> int:
     """Count the elements of a module's weights: a 4-bit weight by its dense elements, a tied weight once."""
     return sum(math.prod(getattr(each, "quant_state", each).shape) for each in module.parameters())

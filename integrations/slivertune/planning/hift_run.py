@@ -193,7 +193,7 @@ class HiFTRun:
     def measured(
         self, steps: Sequence[MeasuredStep], group: Group, passes: Sequence[MeasuredStep] = ()
     ) -> MeasuredGroup:
-        """Return what was measured of a group.
+        """Return the measurements of a group.
 
         Args:
             steps: Steps of this group and of groups alike, of which the last is of this group, measured last.
@@ -355,7 +355,7 @@ class _Turns(Measurer):
         blocks below it.
 
         Args:
-            group: What was measured of the lowest group.
+            group: Measurements of the lowest group.
             members: All equal groups.
             place: Index of their plan among the plan's groups.
         """

@@ -28,7 +28,7 @@ from slivertune.planning.counter import computing_again
 from slivertune.planning.extension import ExtensionError
 from slivertune.planning.fake import without_data
 from slivertune.planning.fewer_blocks import FewerBlocks, fewer_blocks, shorter
-from slivertune.planning.four_bit import hold_in_4bit
+from slivertune.planning.four_bit import hold_in_4bit, hold_others_in_fp32
 from slivertune.planning.kernels import kernels_of
 from slivertune.planning.known_values import knowing
 from slivertune.planning.layouts import sizes_of, spread, standing_in
@@ -298,6 +298,8 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             raise
         if request.load_in_4bit:
             hold_in_4bit(model, dtype)
+        if request.recipe == "peft-kbit":
+            hold_others_in_fp32(model)
         if request.gradient_checkpointing:
             enable_checkpointing(
                 model,
@@ -373,7 +375,7 @@ def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]
             stack.enter_context(tile_tokens(model, request.token_tile_size, recompute_context=context))
         if request.token_ratio is not None:
             stack.enter_context(TokenTune(ratio=request.token_ratio).attach(model))
-        if request.task in ("causal_lm", "image_text") and request.chunked_cross_entropy:
+        if request.task in ("causal_lm", "image_text") and request.chunked_cross_entropy and request.recipe is None:
             with autocast_of(request.has_autocast):
                 reason = why_not_chunked(model)
             if reason is None:

@@ -36,6 +36,7 @@ from slivertune.sft.unsupported import clash_of_4bit, clash_of_parking
 AttentionName = Literal["sdpa", "eager"]
 PrecisionName = Literal["fp32", "mixed", "mixed_hi", "bf16"]
 TaskName = Literal["causal_lm", "classification", "image_text", "speech"]
+RecipeName = Literal["peft-kbit"]
 
 PARKED_BY = "HiFT, LoRA and SFT"
 """Methods that leave weights of blocks frozen, which can be parked."""
@@ -116,6 +117,10 @@ class PlanRequest:
     lora_dropout: float = 0.0
     lora_target_modules: tuple[str, ...] | None = None
     load_in_4bit: bool = False
+    recipe: RecipeName | None = None
+    """Script of another library that is planned in place of slivertune train. peft-kbit is LoRA over 4-bit weights
+    after PEFT's prepare_model_for_kbit_training: all other weights are fp32, and so are the logits, of which none are
+    left out."""
     kernels: Kernels = "gpu"
     """Kernels and copies to count: those of a GPU, or of the CPU for a run of slivertune train there."""
     layout: Layout = "single"
@@ -137,6 +142,7 @@ class PlanRequest:
             *self._clashes_with_task(),
             *self._clashes_with_precision(),
             *self._clashes_with_method(),
+            *self._clashes_with_recipe(),
             *self._clashes_with_layout(),
         ):
             if is_refused:
@@ -309,6 +315,31 @@ class PlanRequest:
                 (
                     f"waiting={self.waiting!r} and weights={self.weights!r} with layout={self.layout!r}, whose ranks "
                     "hold shards of weights. Use layout='single' or 'ddp', or leave them out"
+                ),
+            ),
+        )
+
+    def _clashes_with_recipe(self) -> tuple[tuple[object, str], ...]:
+        if self.recipe is None:
+            return ()
+        attached = {
+            name: getattr(self, name)
+            for name in ("token_ratio", "token_tile_size", "keep_activations", "offload_activations", "waiting")
+        }
+        given = ", ".join(f"{name}={value!r}" for name, value in attached.items() if value)
+        return (
+            (
+                self.method != "lora" or not self.load_in_4bit or self.precision != "bf16",
+                (
+                    f"recipe={self.recipe!r} is LoRA over 4-bit weights under autocast to bf16. Set method='lora', "
+                    "load_in_4bit=True and precision='bf16'"
+                ),
+            ),
+            (
+                given or self.weights == "host",
+                (
+                    f"recipe={self.recipe!r} is a script without slivertune, which has no "
+                    f"{given or 'weights=' + repr(self.weights)}. Leave it out, or plan slivertune train without recipe"
                 ),
             ),
         )
