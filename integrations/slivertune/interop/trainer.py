@@ -20,6 +20,7 @@ from slivertune.interop.checkpoints import (
     stop_at_the_end,
 )
 from slivertune.interop.compilation import BlockCompilation
+from slivertune.interop.kbit_note import cost_of_fp32
 from slivertune.interop.loss_weights import KeepLossWeights, load_loss_weights, loss_weights, with_loss
 from slivertune.interop.losses import attach_tokens
 from slivertune.interop.methods import Notes, method_of
@@ -229,6 +230,9 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
     config, tune = _sort(settings)
     attachment = Attachment(trainer, config, tune, momentum)
     model: Any = trainer.model
+    cost = cost_of_fp32(model)
+    if cost is not None and trainer.is_world_process_zero():
+        print(cost)
     method = method_of(config)
     if method is None:
         attachment.build(model)
