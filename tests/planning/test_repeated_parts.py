@@ -9,7 +9,14 @@ import torch
 
 from slivertune.chunked_loss import chunked_cross_entropy, products
 from slivertune.core import repeated_work, token_tiles
-from slivertune.core.repeated_work import different, num_repeats, running_different_parts
+from slivertune.core.repeated_work import (
+    different,
+    num_repeats,
+    num_stood_for,
+    repeating,
+    running_different_parts,
+    standing_for,
+)
 from slivertune.hift.chunk import Chunk
 from slivertune.planning.fake import without_data
 from slivertune.planning.make import make_plan
@@ -129,6 +136,24 @@ def test_a_plan_is_that_of_all_chunks(way: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(repeated_work, "_FEWEST_EQUAL", 10**9)
     assert make_plan(request, config) == fast
     assert (num_fast < len(stepped) - num_fast) is (way != "on the device")
+
+
+def test_who_trains_beside_a_plan_counts_for_itself() -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with repeating(1), standing_for(5):
+            entered.set()
+            left.wait(30)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    entered.wait(30)
+    with repeating(100):
+        left.set()
+        thread.join()
+        assert (num_repeats(), num_stood_for()) == (100, None)
+    assert num_repeats() == 1
 
 
 def test_who_trains_beside_a_plan_runs_all_parts() -> None:

@@ -1,5 +1,6 @@
 """Work that a memory plan runs a few times in place of many: equal parts of a loop, and operators on tiles."""
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -9,11 +10,22 @@ import torch
 
 from slivertune.core.torch_internals import FakeTensor, apply_function
 
-_numbers: list[int] = []
-_repeats: list[int] = []
 _planning: list[None] = []
-_in_backward: list[int] = [1]
-"""Times that the tile counts whose backward runs."""
+
+
+class _Counts(threading.local):
+    """Numbers that counters read, of one thread: another may train, or plan, at the same time."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        """Numbers of operators that one stands for. The last counts."""
+        self.repeats: list[int] = []
+        """Times that the running part of each loop counts."""
+        self.in_backward = 1
+        """Times that the tile counts whose backward runs."""
+
+
+_counts = _Counts()
 _FEWEST_TILES = 5
 _FEWEST_EQUAL = 5
 T = TypeVar("T")
@@ -26,23 +38,23 @@ def standing_for(number: int) -> Iterator[None]:
     Args:
         number: Number of operators.
     """
-    _numbers.append(number)
+    _counts.numbers.append(number)
     try:
         yield
     finally:
-        _numbers.pop()
+        _counts.numbers.pop()
 
 
 @contextmanager
 def running_different_parts() -> Iterator[None]:
     """Let equal parts of loops over tensors without data be left out inside this context."""
     _planning.append(None)
-    _in_backward[0] = 1
+    _counts.in_backward = 1
     try:
         yield
     finally:
         _planning.pop()
-        _in_backward[0] = 1
+        _counts.in_backward = 1
 
 
 def different(parts: Iterable[slice], tensor: torch.Tensor) -> Iterator[slice]:
@@ -141,11 +153,11 @@ def repeating(number: int) -> Iterator[None]:
     Args:
         number: Number of parts, this one included.
     """
-    _repeats.append(number * num_repeats())
+    _counts.repeats.append(number * num_repeats())
     try:
         yield
     finally:
-        _repeats.pop()
+        _counts.repeats.pop()
 
 
 def _counted(output: torch.Tensor, number: int) -> torch.Tensor:
@@ -162,7 +174,7 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _in_backward[0] = ctx.number
+        _counts.in_backward = ctx.number
         return gradient, None
 
 
@@ -183,9 +195,9 @@ class _LeftOut(torch.autograd.Function):
 
 def num_repeats() -> int:
     """Return how many times the running part of a loop counts."""
-    return (_repeats[-1] if _repeats else 1) * _in_backward[0]
+    return (_counts.repeats[-1] if _counts.repeats else 1) * _counts.in_backward
 
 
 def num_stood_for() -> int | None:
     """Return how many operators each operator stands for now, None if each is counted by itself."""
-    return _numbers[-1] if _numbers else None
+    return _counts.numbers[-1] if _counts.numbers else None

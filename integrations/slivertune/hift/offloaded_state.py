@@ -129,7 +129,8 @@ class OffloadedState(GroupState):
         few = self._few_of(own)
         try:
             for position, (chunk, left_out) in enumerate(few):
-                self._leave_out(left_out)
+                if left_out and self._pending is not None:
+                    self._pending = [each for each in self._pending if each not in left_out]
                 with repeating(1 + len(left_out)):
                     self._expect([each for each, _ in few[position:]])
                     self._step_chunk(chunk, param_groups, held_lr)
@@ -351,10 +352,6 @@ class OffloadedState(GroupState):
         if not own or self._slots.prefetch_bytes:
             return [(chunk, ()) for chunk in own]  # chunks that are loaded ahead, or stay, are not alike
         return few_of_equal(own, Chunk.form, own[0].slices[0].weight.parameter)
-
-    def _leave_out(self, left_out: Sequence[Chunk]) -> None:
-        if self._pending is not None:
-            self._pending = [chunk for chunk in self._pending if chunk not in left_out]
 
     def _finish(self, left_out: Sequence[Chunk], model: Chunk, unstepped: Counter[str]) -> None:
         """Give chunks that are left out what the step of the one that stands for them has left."""
