@@ -33,7 +33,9 @@ WITHOUT_WAY_OUT = {
     "parallel/zero/rank_file.py": (1, "a part of another message (describe_damage)"),
     "planning/configs.py": (1, "a part of the message on figures that don't hold together"),
     "planning/extension.py": (7, "caught: the whole model is planned instead"),
-    "planning/hift_run.py": (1, "a fault of the plan itself"),
+    "planning/fewer_blocks.py": (1, "caught: the whole model is planned instead"),
+    "planning/hift_run.py": (2, "a fault of the plan itself, and one that is caught"),
+    "planning/make.py": (1, "caught: the whole model is planned instead"),
     "training/options/parser.py": (2, "names the page of help after a semicolon, as all errors of the parser do"),
     "training/output/planned_update.py": (2, "a part of the note that the time is not planned"),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import MixtralConfig, Qwen2Config, WhisperConfig
 
 from slivertune.planning import fewer_blocks, make
 from slivertune.planning.configs import find_model
@@ -23,7 +24,7 @@ from tests.helpers.plan_requests import paper_request
 from tests.planning.made import narrow_llama
 
 NUM_BLOCKS = 9
-ALL_BLOCKS = f"all {NUM_BLOCKS} blocks were run: memory does not grow evenly with them"
+ALL_BLOCKS = f"all {NUM_BLOCKS} blocks were run: fewer did not suffice"
 BF16 = {"precision": "bf16"}
 FULL = {
     "layers_per_group": "all",
@@ -65,6 +66,26 @@ OTHERS: dict[str, dict[str, Any]] = {
     "all keep theirs": {**WAYS["HiFT, 1 layer"], "gradient_checkpointing": False},
     "CPU": {**WAYS["LoRA"], "kernels": "cpu"},
 }
+SLIDING_FIRST = Qwen2Config(
+    vocab_size=200,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=NUM_BLOCKS + 2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    use_sliding_window=True,
+    sliding_window=16,
+    layer_types=["sliding_attention"] * 2 + ["full_attention"] * NUM_BLOCKS,
+)
+MIXTURE = MixtralConfig(
+    vocab_size=200,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=NUM_BLOCKS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+)
 
 
 @pytest.fixture
@@ -104,6 +125,14 @@ def test_a_plan_of_few_blocks_is_that_of_all(way: str, measured: list[int]) -> N
     assert plan == plan_of_all(request, config)
 
 
+@pytest.mark.parametrize("way", ["LoRA", "HiFT, 1 layer"])
+@pytest.mark.parametrize("config", [SLIDING_FIRST, MIXTURE], ids=["sliding first", "mixture"])
+def test_other_kinds_of_blocks_are_extended(config: Any, way: str, measured: list[int]) -> None:
+    plan = make_plan(request_of(way), config)
+    assert len(measured) >= 3 and max(measured) < config.num_hidden_layers
+    assert plan == plan_of_all(request_of(way), config)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -113,6 +142,8 @@ def test_a_plan_of_few_blocks_is_that_of_all(way: str, measured: list[int]) -> N
         {"way": "HiFT, 1 layer", "layers": ("model.embed_tokens", "model.layers.*", "model.norm+lm_head")},
         {"way": "HiFT, all layers", "stream_bytes": 2**27},
         {"way": "SFT (AG)", "density": None, "num_weights": 10_000},
+        {"way": "SFT (AG)", "density": None, "equivalent_lora_rank": 2, "train_embeddings": True},
+        {"way": "HiFT, all layers", "precision": "bf16", "optimizer": "sgd"},
     ],
     ids=str,
 )
@@ -161,6 +192,38 @@ def test_where_a_further_block_is_not_as_predicted_all_are_run_and_a_line_says_s
     plan = make_plan(request, config)
     assert measured == [3, 4, 5, 6, NUM_BLOCKS] and plan.notes[-1] == ALL_BLOCKS
     assert replace(plan, notes=plan.notes[:-1]) == plan_of_all(request, config)
+
+
+def test_a_model_with_an_encoder_and_a_decoder_runs_all_blocks(measured: list[int]) -> None:
+    config = WhisperConfig(
+        vocab_size=200, d_model=32, encoder_layers=NUM_BLOCKS, decoder_layers=NUM_BLOCKS, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=20,
+        max_target_positions=80, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    make_plan(request_of("LoRA", task="speech"), config)
+    assert measured == [NUM_BLOCKS]
+
+
+def test_a_small_model_with_other_blocks_is_not_measured(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = fewer_blocks.shorter
+
+    def wider(config: Any, num_blocks: int) -> Any:
+        made = shorter(config, num_blocks)
+        made.intermediate_size *= 2
+        return made
+
+    monkeypatch.setattr(make, "shorter", wider)
+    plan = make_plan(request_of("LoRA"), narrow_llama(NUM_BLOCKS))
+    assert measured == [NUM_BLOCKS] and plan.notes[-1] == ALL_BLOCKS
+
+
+def test_a_warning_has_the_numbers_of_the_whole_model(measured: list[int]) -> None:
+    request = request_of("SFT (AG)", density=None, equivalent_lora_rank=None, sft_target_modules=("k_proj",))
+    config = narrow_llama(NUM_BLOCKS)
+    num_elements = NUM_BLOCKS * config.hidden_size**2 // 2
+    with pytest.warns(UserWarning, match="the default number of weights") as warned:
+        make_plan(request, config)
+    assert [f"than the {num_elements} of the targets" in str(each.message) for each in warned] == [True]
 
 
 def test_an_error_of_a_small_model_is_not_shown(monkeypatch: pytest.MonkeyPatch, measured: list[int]) -> None:
@@ -268,8 +331,17 @@ def test_the_work_of_blocks_is_repeated_where_they_are_alike() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_drawn_plans_of_shipped_models_are_those_of_all_blocks(seed: int) -> None:
+def test_drawn_plans_of_shipped_models_are_those_of_all_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """25 of all models, ways, lengths, with checkpointing and without; those that can't be planned have one error."""
+    extended = list[int]()
+    extend = fewer_blocks.FewerBlocks.extend
+
+    def watched(self: Any, *args: Any) -> Any:
+        steps = extend(self, *args)
+        extended.append(self.first)
+        return steps
+
+    monkeypatch.setattr(fewer_blocks.FewerBlocks, "extend", watched)
     lengths = (512, 2048)
     drawn = random.Random(1).sample(list(product(SHIPPED_MODELS, DRAWN_WAYS, (True, False), lengths)), 300)
     for model, way, checkpoints, length in drawn[25 * seed : 25 * seed + 25]:
@@ -280,9 +352,10 @@ def test_drawn_plans_of_shipped_models_are_those_of_all_blocks(seed: int) -> Non
             settings["seq_length"] = length // 4
         request = paper_request(batch_size=2, kernels="gpu", **settings)
         plan, expected = outcome(make_plan, request, found.config), outcome(plan_of_all, request, found.config)
-        if isinstance(plan, Plan) and plan.notes and plan.notes[-1].endswith("does not grow evenly with them"):
+        if isinstance(plan, Plan) and plan.notes and plan.notes[-1].endswith("fewer did not suffice"):
             plan = replace(plan, notes=plan.notes[:-1])
         assert plan == expected, (model, way, checkpoints, length)
+    assert len(extended) >= 8, "of 25"
 
 
 def outcome(plan: Callable[..., Plan], *args: Any) -> Plan | str:

@@ -53,7 +53,7 @@ class PlannedDense(PlannedMethod):
 
     bf16_precision: PrecisionName = "mixed"
 
-    def grows_with_blocks(self, request: PlanRequest) -> bool:
+    def grows_with_blocks(self, request: PlanRequest, *, are_all_alike: bool) -> bool:
         """Return whether no budget of bytes is set."""
         return not request.device_bytes and not request.resident_bytes
 

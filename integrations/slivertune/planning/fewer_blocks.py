@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from slivertune.core.layers import find_blocks, find_layers
 from slivertune.hift.rotation import count_per_group
-from slivertune.planning.extension import Extension
+from slivertune.planning.extension import Extension, ExtensionError
 from slivertune.planning.methods import MeasuredSteps, planned
 from slivertune.planning.request import PlanRequest
 
@@ -38,6 +38,8 @@ class FewerBlocks:
     """Blocks below, of another part of the model, which all of them have (a vision tower)."""
     layers_per_group: float | Literal["all"]
     """Layers per group of the smaller models."""
+    signatures: tuple[str, ...]
+    """Signatures of the whole model's blocks."""
     is_last: bool = False
     """Whether the whole model is measured if these can't be extended."""
 
@@ -45,6 +47,20 @@ class FewerBlocks:
         """Return the same with one period more. None if that is slower than the whole model, or was returned before."""
         more = replace(self, first=self.first + self.period, is_last=True)
         return more if more._is_faster and not self.is_last else None
+
+    def check(self, model: nn.Module, config: PreTrainedConfig) -> None:
+        """Check that a smaller model has the lowest blocks of the whole model.
+
+        Args:
+            model: The smaller model.
+            config: Its configuration.
+
+        Raises:
+            ExtensionError: If it has others.
+        """
+        own = _signatures(text_blocks(model, config), config)
+        if len(own) >= self.whole or tuple(own) != self.signatures[: len(own)]:
+            raise ExtensionError(f"{len(own)} blocks are not the lowest of the whole model")
 
     def extend(self, measure: Callable[[int], MeasuredSteps]) -> MeasuredSteps:
         """Measure three smaller models, and return what would be measured of the whole.
@@ -83,10 +99,12 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
         Numbers of blocks. None if the whole model is as fast, or nothing can be extended.
     """
     blocks = text_blocks(model, config)
-    if not blocks or not planned(request.method).grows_with_blocks(request):
+    if not blocks:
         return None
-    whole = len(blocks)
-    period, num_irregular = _period(_signatures(blocks, config))
+    whole, signatures = len(blocks), _signatures(blocks, config)
+    period, num_irregular = _period(signatures)
+    if not planned(request.method).grows_with_blocks(request, are_all_alike=not num_irregular):
+        return None
     least = max(_LEAST_BLOCKS, num_irregular + period + 2, request.keep_activations + 2)
     # Beside each block there may be one on its way, or one below all trained blocks, which runs all tokens.
     least += request.weights == "host" or request.token_ratio is not None
@@ -96,7 +114,9 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
         per_group = count_per_group(layers_per_group, num_layers)
         if per_group < num_layers:
             layers_per_group, period = per_group, lcm(period, per_group)
-            least = max(least, _LEAST_GROUPS * per_group + 1 if per_group > 1 else 0)
+            if per_group > 1:
+                others = request.keep_activations + per_group * (request.token_ratio is not None)
+                least = max(least, _LEAST_GROUPS * per_group + 1 + others)
         elif request.gradients == "stepped" or _is_cut_alone(blocks[-1], request):
             layers_per_group = "all"
         else:
@@ -107,14 +127,17 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
         whole=whole,
         num_others=len(find_blocks(model)) - whole,
         layers_per_group=layers_per_group,
+        signatures=tuple(signatures),
     )
     return found if found._is_faster else None
 
 
 def _is_cut_alone(block: nn.Module, request: PlanRequest) -> bool:
     """Return whether no chunk of state holds weights of two blocks, since each has more state than a chunk."""
-    state_bytes = 4 * sum(parameter.numel() for parameter in block.parameters())  # at least one tensor in fp32
-    return bool(request.stream_bytes) and state_bytes > request.stream_bytes
+    in_fp32 = request.precision in ("fp32", "mixed") and request.optimizer in ("adamw", "sgd_momentum", "adagrad")
+    if request.precision != "mixed_hi" and not in_fp32:
+        return False  # there may be less than one tensor in fp32
+    return 0 < request.stream_bytes < 4 * sum(parameter.numel() for parameter in block.parameters())
 
 
 def text_blocks(model: nn.Module, config: PreTrainedConfig) -> list[nn.Module]:
@@ -123,10 +146,14 @@ def text_blocks(model: nn.Module, config: PreTrainedConfig) -> list[nn.Module]:
     Args:
         model: The model, on any device.
         config: Its configuration.
+
+    Returns:
+        The blocks; none of a model with an encoder and a decoder, whose numbers of blocks are two.
     """
     blocks = [block for _, block in find_blocks(model, are_needed=False)]
     number = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    return blocks[len(blocks) - number :] if 0 < number <= len(blocks) else []
+    is_one_stack = not getattr(config, "is_encoder_decoder", False)
+    return blocks[len(blocks) - number :] if is_one_stack and 0 < number <= len(blocks) else []
 
 
 def shorter(config: PreTrainedConfig, num_blocks: int) -> PreTrainedConfig:

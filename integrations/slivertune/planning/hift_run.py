@@ -17,6 +17,7 @@ from slivertune.hift.disk import split_bytes
 from slivertune.hift.rotation import Group, cut_groups
 from slivertune.planning.alike_groups import alike, places_to_measure
 from slivertune.planning.course import CourseLedger
+from slivertune.planning.extension import ExtensionError
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
@@ -255,7 +256,7 @@ class PlannedHiFT(PlannedMethod):
         """Return whether optimizer state is on the GPU only in its own step."""
         return request.state != "device"
 
-    def grows_with_blocks(self, request: PlanRequest) -> bool:
+    def grows_with_blocks(self, request: PlanRequest, *, are_all_alike: bool) -> bool:
         """Return whether no budget of bytes is set, and the layers are the model's own."""
         budgets = (request.device_bytes, request.prefetch_bytes, request.resident_bytes)
         return not any(budgets) and request.layers is None
@@ -327,6 +328,8 @@ class _Turns(Measurer):
     @override
     def planned(self, request: PlanRequest, steps: MeasuredSteps) -> PlannedSteps:
         groups, waiting, updates, notes = list[GroupPlan](), list[int](), list[UpdateWork](), steps.notes
+        if len(self._alike) != len(steps.groups):
+            raise ExtensionError(f"{len(steps.groups)} kinds of groups, of {len(self._alike)}")
         for members, group in zip(self._alike, steps.groups, strict=True):
             updates += self._updates_of(group, members, len(groups))
             named = replace(group, name=_name_of(members[0]))

@@ -1,6 +1,7 @@
 """Plans made by running the real step of each distinct group, on the model's own classes with fake tensors."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -190,9 +191,7 @@ class Runs:
         plan = _plan(request, *self._whole.measure(request, request))
         if first is None:
             return plan
-        return replace(
-            plan, notes=(*plan.notes, f"all {first.whole} blocks were run: memory does not grow evenly with them")
-        )
+        return replace(plan, notes=(*plan.notes, f"all {first.whole} blocks were run: fewer did not suffice"))
 
     def _measured(
         self, request: PlanRequest, fewer: FewerBlocks, measured: dict[int, MeasuredSteps], num_blocks: int
@@ -200,13 +199,24 @@ class Runs:
         if num_blocks not in measured:
             run = replace(request, layers_per_group=fewer.layers_per_group)
             try:
-                if num_blocks not in self._smaller:
-                    self._smaller[num_blocks] = SizedModel(shorter(self._config, num_blocks))
-                measured[num_blocks] = self._smaller[num_blocks].measure(run, run)[1]
+                measured[num_blocks] = self._measure_smaller(num_blocks, run, fewer)
+            except MemoryError:
+                raise
             except Exception as error:
                 # The whole model either can be planned, or its own error names its own sizes.
                 raise ExtensionError(f"{num_blocks} blocks: {error}") from error
         return measured[num_blocks]
+
+    def _measure_smaller(self, num_blocks: int, run: PlanRequest, fewer: FewerBlocks) -> MeasuredSteps:
+        if num_blocks not in self._smaller:
+            self._smaller[num_blocks] = SizedModel(shorter(self._config, num_blocks))
+        smaller = self._smaller[num_blocks]
+        with warnings.catch_warnings(record=True) as caught:
+            fewer.check(smaller.build(run), shorter(self._config, num_blocks))
+            _, steps = smaller.measure(run, run)
+        if any(each.category is UserWarning for each in caught):
+            raise ExtensionError(f"a warning would name the sizes of {num_blocks} blocks")
+        return steps
 
 
 def forward_of(model: Any, request: PlanRequest, config: PreTrainedConfig) -> Forward:

@@ -96,8 +96,13 @@ class PlannedMethod:
     averages_in_buckets = False
     """Whether gradients are averaged in buckets of a fixed size as they arrive (`BucketedAllReduce`)."""
 
-    def grows_with_blocks(self, request: PlanRequest) -> bool:
-        """Return whether all that a run takes grows evenly with the number of blocks, however many there are."""
+    def grows_with_blocks(self, request: PlanRequest, *, are_all_alike: bool) -> bool:
+        """Return whether all that a run takes grows evenly with the number of blocks, however many there are.
+
+        Args:
+            request: The run.
+            are_all_alike: Whether the lowest blocks repeat like all others.
+        """
         return False
 
     def waits_on_host(self, request: PlanRequest) -> bool:
