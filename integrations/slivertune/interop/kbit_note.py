@@ -24,5 +24,5 @@ def cost_of_fp32(model: nn.Module) -> str | None:
     return (
         f"frozen weights beside the 4-bit ones are in fp32 and take {format_bytes(num_bytes)}, twice as much as in 16 "
         "bits; the blocks' inputs and the logits are then fp32, too. To avoid this, leave out PEFT's "
-        "prepare_model_for_kbit_training. slivertune plan --recipe peft-kbit plans such a run"
+        "prepare_model_for_kbit_training. slivertune plan shows the difference by its option --recipe peft-kbit"
     )
