@@ -163,8 +163,11 @@ def test_models_with_few_blocks_run_all(num_blocks: int, keep: int, expected: bo
 def test_batches_share_the_small_models(measured: list[int]) -> None:
     request, config = request_of("HiFT, 1 layer"), narrow_llama(NUM_BLOCKS)
     with plans_of_batches(request, config) as planned:
-        plans = [planned(replace(request, batch_size=size)) for size in (1, 3, 2)]
-    assert measured == 3 * [3, 4, 5]
+        plans = [
+            planned(replace(request, batch_size=size, token_ratio=ratio))
+            for size, ratio in ((1, None), (3, None), (2, 0.5), (3, 0.5))
+        ]
+    assert measured == [3, 4, 5, 3, 4, 5, 4, 5, 6, 4, 5, 6]
     for plan in plans:
         assert plan.to_json() == plan_of_all(plan.request, config).to_json()
 

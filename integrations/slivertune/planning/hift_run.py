@@ -67,6 +67,8 @@ _FP32 = 4
 class _KnownTurn:
     """Measurements of a group's turn that hold for other batches."""
 
+    backward: PhaseCourse
+    """Arrival of the gradients of the first update."""
     first: MeasuredUpdate
     second: MeasuredUpdate
     state: dict[str, Any]
@@ -161,14 +163,14 @@ class HiFTRun:
         if not self._meter.has_seen(parameters):
             return ()
         if self._can_be_taken_up:
-            self._known[group.index] = _KnownTurn(first, second.update, self.optimizer.state_dict())
+            self._known[group.index] = _KnownTurn(backward, first, second.update, self.optimizer.state_dict())
         return (self._with_first(second, first, backward),)
 
     def _measure_again(self, group: Group, forward: Forward, known: "_KnownTurn") -> tuple[MeasuredStep, ...]:
         with CourseLedger(self._model) as ledger:
             self._begin_turn(group, known.state, num_updates=1)
             second = self._measure_step(ledger, forward, known.second)
-        return (self._with_first(second, known.first),)
+        return (self._with_first(second, known.first, known.backward),)
 
     @property
     def _can_be_taken_up(self) -> bool:
@@ -176,9 +178,9 @@ class HiFTRun:
         request = self._request
         return request.state in ("host", "disk") and request.gradients != "stepped"
 
-    def _with_first(self, second: MeasuredStep, first: MeasuredUpdate, *other: PhaseCourse) -> MeasuredStep:
+    def _with_first(self, second: MeasuredStep, first: MeasuredUpdate, backward: PhaseCourse) -> MeasuredStep:
         after = first.after if self._request.state == "discard" else second.after
-        return replace(with_first(second, first, *other), after=after)
+        return replace(with_first(second, first, backward), after=after)
 
     def _begin_turn(self, group: Group, state: dict[str, Any], num_updates: int = 0) -> None:
         """Start a group's turn, after `num_updates` of its updates."""

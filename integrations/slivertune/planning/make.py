@@ -172,7 +172,10 @@ class Runs:
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
         self._whole = SizedModel(config)
-        self._smaller: dict[int, SizedModel] = {}
+        self._smaller: dict[tuple[bool, int], SizedModel] = {}
+        """Smaller models by TokenTune and number of blocks: three that are compared have measured the same runs."""
+        self._fewer: dict[bool, FewerBlocks | None] = {}
+        """Smaller models for runs with TokenTune and without. Models that were measured may have other attributes."""
 
     def plan(self, request: PlanRequest) -> Plan:
         """Plan a run, by models with fewer blocks if what they take can be extended.
@@ -180,7 +183,10 @@ class Runs:
         Args:
             request: The run.
         """
-        fewer = first = fewer_blocks(request, self._config, self._whole.build(request))
+        selects = request.token_ratio is not None
+        if selects not in self._fewer:
+            self._fewer[selects] = fewer_blocks(request, self._config, self._whole.build(request))
+        fewer = first = self._fewer[selects]
         measured: dict[int, MeasuredSteps] = {}
         while fewer is not None:
             try:
@@ -208,12 +214,14 @@ class Runs:
         return measured[num_blocks]
 
     def _measure_smaller(self, num_blocks: int, run: PlanRequest, fewer: FewerBlocks) -> MeasuredSteps:
-        if num_blocks not in self._smaller:
-            self._smaller[num_blocks] = SizedModel(shorter(self._config, num_blocks))
-        smaller = self._smaller[num_blocks]
         with warnings.catch_warnings(record=True) as caught:
-            fewer.check(smaller.build(run), shorter(self._config, num_blocks))
-            _, steps = smaller.measure(run, run)
+            key = run.token_ratio is not None, num_blocks
+            if key not in self._smaller:
+                config = shorter(self._config, num_blocks)
+                smaller = SizedModel(config)
+                fewer.check(smaller.build(run), config)
+                self._smaller[key] = smaller
+            _, steps = self._smaller[key].measure(run, run)
         if any(each.category is UserWarning for each in caught):
             raise ExtensionError(f"a warning would name the sizes of {num_blocks} blocks")
         return steps
