@@ -66,6 +66,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "lora_dropout": 0.25,
         "lora_target_modules": ("v_proj",),
         "load_in_4bit": True,
+        "recipe": "peft-kbit",
         "kernels": "cpu",
         "layout": "zero3",
         "num_gpus": 4,
