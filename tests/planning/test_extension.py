@@ -266,7 +266,7 @@ def test_a_shorter_model_has_the_lowest_blocks(model: str) -> None:
     assert len(whole) == text.num_hidden_layers and short == whole[:8]
 
 
-EXTENSION = Extension(num_blocks=3, period=1, num_periods=7)
+EXTENSION = Extension(period=1, num_periods=7)
 
 
 def naive_moments(num_blocks: int, *, loops: int = 1, bend: int = 0) -> np.ndarray:

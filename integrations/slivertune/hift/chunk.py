@@ -20,7 +20,6 @@ from slivertune.core.hyperparameters import (
     push_hyperparameters,
     restore_adapted,
 )
-from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import storage_key, with_recompile_limit
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.device_slots import DeviceSlots
@@ -269,18 +268,6 @@ class Chunk:
         """Tensors that a plan keeps in place of an instance's own, if it does not step the chunk."""
         self.owed: Copies = ()
         """Write back to make once the chunk, which was stepped and stays, has to leave."""
-
-    def form(self) -> tuple[str, int] | None:
-        """Return its weight and number of elements, which chunks alike have in common, or None for several slices."""
-        if len(self.slices) > 1 or self.slices[0].is_whole:
-            return None
-        one = self.slices[0]
-        return one.weight.name, one.stop - one.start
-
-    def keep_tables(self, of: "Chunk") -> None:
-        """Keep tensors like those that the instance of another chunk keeps beside its state."""
-        own = {name: value for name, value in vars(of.optimizer).items() if name not in ("state", "param_groups")}
-        self.tables = self.tables or [torch.empty_like(each) for each in tensors_of(own)]
 
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
         """Build the instance, with the hyperparameters of these param groups of the user."""

@@ -23,7 +23,7 @@ from typing_extensions import override
 from slivertune.core.copy_streams import Event
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.core.repeated_work import few_of_equal, repeating
+from slivertune.core.repeated_work import repeating
 from slivertune.hift.chunk import (
     MASTER,
     Chunk,
@@ -37,6 +37,7 @@ from slivertune.hift.chunk import (
 from slivertune.hift.cutting import cut_group
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.group_state import GroupState, WeightState, adapted_by_instances, check_rules, chunks_of
+from slivertune.hift.left_out import few_of, finish_left_out
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.offload_buffer import NewStore, StateStore, offloaded_bytes
 from slivertune.hift.offloaded_gradient import OffloadedGradient
@@ -126,17 +127,21 @@ class OffloadedState(GroupState):
         self.load_gradients()
         own = chunks_of(self.chunks, weights)
         unstepped = Counter(one.weight.name for chunk in own for one in chunk.slices)
-        few = self._few_of(own)
+        # Chunks that are loaded ahead, or stay, are not alike.
+        few = [(chunk, ()) for chunk in own] if self._slots.prefetch_bytes else few_of(own)
+        stepped = [chunk for chunk, _ in few]
         try:
             for position, (chunk, left_out) in enumerate(few):
                 if left_out and self._pending is not None:
                     self._pending = [each for each in self._pending if each not in left_out]
                 with repeating(1 + len(left_out)):
-                    self._expect([each for each, _ in few[position:]])
+                    self._expect(stepped[position:])
                     self._step_chunk(chunk, param_groups, held_lr)
                     self._keep_or_write_back(chunk, unstepped)
                     self._load_ahead(WORKING_CHUNKS)
-                self._finish(left_out, chunk, unstepped)
+                if left_out:
+                    unstepped.subtract(one.weight.name for each in left_out for one in each.slices)
+                    finish_left_out(left_out, chunk, None if self._discards else self._store)
         except BaseException:
             self._is_first_turn = False
             self.release()
@@ -346,24 +351,6 @@ class OffloadedState(GroupState):
                     chunk.load_gradients(slots.streams)
 
     # Its step, and the way back.
-
-    def _few_of(self, own: Sequence[Chunk]) -> list[tuple[Chunk, Sequence[Chunk]]]:
-        """Return the chunks to step, each with those that it stands for in a plan (`few_of_equal`)."""
-        if not own or self._slots.prefetch_bytes:
-            return [(chunk, ()) for chunk in own]  # chunks that are loaded ahead, or stay, are not alike
-        return few_of_equal(own, Chunk.form, own[0].slices[0].weight.parameter)
-
-    def _finish(self, left_out: Sequence[Chunk], model: Chunk, unstepped: Counter[str]) -> None:
-        """Give chunks that are left out what the step of the one that stands for them has left."""
-        for chunk in left_out:
-            chunk.keep_tables(model)
-            for one, like in zip(chunk.slices, model.slices, strict=True):
-                unstepped[one.weight.name] -= 1
-                gradient = one.weight.parameter.grad
-                if isinstance(gradient, OffloadedGradient):
-                    gradient.part_norms.append(torch.empty_like(gradient.part_norms[-1]))
-                if self._store is not None and not self._discards:
-                    self._store.take_form(one, like)
 
     def _step_chunk(self, chunk: Chunk, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Step a chunk, after pointing its leaves and state to the loaded tensors, or making its masters."""

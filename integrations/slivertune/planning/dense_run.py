@@ -54,8 +54,8 @@ class PlannedDense(PlannedMethod):
     bf16_precision: PrecisionName = "mixed"
 
     def grows_with_blocks(self, request: PlanRequest, *, are_all_alike: bool) -> bool:
-        """Return whether no budget of bytes is set."""
-        return not request.device_bytes and not request.resident_bytes
+        """Return True: each block has its own weights and state."""
+        return True
 
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""

@@ -30,8 +30,6 @@ class ExtensionError(Exception):
 class Extension:
     """Distance from the smallest of three models to the one that is planned."""
 
-    num_blocks: int
-    """Blocks of the smallest model."""
     period: int
     """Blocks from one model to the next."""
     num_periods: int
@@ -60,8 +58,12 @@ class Extension:
         if isinstance(first, int) and not isinstance(first, bool):
             return self._number(name, values)
         if is_dataclass(first) and not isinstance(first, type):
-            names = [each.name for each in fields(first)]
-            return type(first)(**{each: self._value(f"{name}.{each}", _field(each, values)) for each in names})
+            return type(first)(
+                **{
+                    each.name: self._value(f"{name}.{each.name}", [getattr(value, each.name) for value in values])
+                    for each in fields(first)
+                }
+            )
         if isinstance(first, Mapping):
             return self._by_place(name, values)
         if isinstance(first, Sequence) and not isinstance(first, str):
@@ -94,7 +96,7 @@ class Extension:
     def _by_place(self, name: str, values: Sequence[Mapping[Any, Work]]) -> dict[Any, Work]:
         """Repeat the work of a period of blocks, and extend that of no block."""
         elsewhere = self._value(name, [each.get(None, Work()) for each in values])
-        for above in range(self.num_blocks - self.period + 1):
+        for above in range(max(0, _num_blocks(values[0]) - self.period) + 1):
             if all(_with_periods(fewer, above, self.period, 1) == _in_blocks(more) for fewer, more in pairwise(values)):
                 return _with_periods(values[0], above, self.period, self.num_periods) | {None: elsewhere}
         raise ExtensionError(f"{name} differs between blocks")
@@ -195,20 +197,20 @@ class _Aligned:
         return bool((2 * between == below + above).all())
 
 
-def _field(name: str, values: Sequence[Any]) -> list[Any]:
-    return [getattr(each, name) for each in values]
-
-
 def _in_blocks(work: Mapping[Any, Work]) -> dict[Any, Work]:
     return {place: each for place, each in work.items() if place is not None}
 
 
+def _num_blocks(work: Mapping[Any, Work]) -> int:
+    """Count the blocks up to the highest one, through which every backward passes."""
+    return max((index + 1 for index, _ in _in_blocks(work)), default=0)
+
+
 def _with_periods(work: Mapping[Any, Work], above: int, period: int, number: int) -> dict[Any, Work]:
     """Return the work of blocks, with the `period` blocks below the `above` highest ones repeated `number` times."""
-    in_blocks = _in_blocks(work)
-    end = max((index + 1 for index, _ in in_blocks), default=0) - above
+    end = _num_blocks(work) - above
     found: dict[Any, Work] = {}
-    for (index, is_again), each in in_blocks.items():
+    for (index, is_again), each in _in_blocks(work).items():
         found[index if index < end else index + number * period, is_again] = each
         if end - period <= index < end:
             found |= {(index + times * period, is_again): each for times in range(1, number + 1)}

@@ -34,8 +34,6 @@ class FewerBlocks:
     """Blocks from one model to the next."""
     whole: int
     """Blocks of the model that is planned."""
-    num_others: int
-    """Blocks below, of another part of the model, which all of them have (a vision tower)."""
     layers_per_group: float | Literal["all"]
     """Layers per group of the smaller models."""
     signatures: tuple[str, ...]
@@ -71,11 +69,7 @@ class FewerBlocks:
         Raises:
             ExtensionError: If what they take does not grow evenly.
         """
-        extension = Extension(
-            num_blocks=self.num_others + self.first,
-            period=self.period,
-            num_periods=(self.whole - self.first) // self.period,
-        )
+        extension = Extension(period=self.period, num_periods=(self.whole - self.first) // self.period)
         return extension.of(*(measure(self.first + at * self.period) for at in range(3)))
 
     @property
@@ -99,7 +93,8 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
         Numbers of blocks. None if the whole model is as fast, or nothing can be extended.
     """
     blocks = text_blocks(model, config)
-    if not blocks:
+    budgets = (request.device_bytes, request.prefetch_bytes, request.resident_bytes)
+    if not blocks or any(budgets):
         return None
     whole, signatures = len(blocks), _signatures(blocks, config)
     period, num_irregular = _period(signatures)
@@ -125,7 +120,6 @@ def fewer_blocks(request: PlanRequest, config: PreTrainedConfig, model: nn.Modul
         first=least + (whole - least) % period,
         period=period,
         whole=whole,
-        num_others=len(find_blocks(model)) - whole,
         layers_per_group=layers_per_group,
         signatures=tuple(signatures),
     )

@@ -259,9 +259,8 @@ class PlannedHiFT(PlannedMethod):
         return request.state != "device"
 
     def grows_with_blocks(self, request: PlanRequest, *, are_all_alike: bool) -> bool:
-        """Return whether no budget of bytes is set, and the layers are the model's own."""
-        budgets = (request.device_bytes, request.prefetch_bytes, request.resident_bytes)
-        return not any(budgets) and request.layers is None
+        """Return whether the layers are the model's own."""
+        return request.layers is None
 
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""

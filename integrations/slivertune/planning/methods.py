@@ -100,7 +100,7 @@ class PlannedMethod:
         """Return whether all that a run takes grows evenly with the number of blocks, however many there are.
 
         Args:
-            request: The run.
+            request: The run, without budgets of bytes.
             are_all_alike: Whether the lowest blocks repeat like all others.
         """
         return False

@@ -143,9 +143,10 @@ class PlannedSFT(PlannedMethod):
     steps_itself = True
 
     def grows_with_blocks(self, request: PlanRequest, *, are_all_alike: bool) -> bool:
-        """Return whether no budget of bytes is set, and the share of weights that train follows from any block."""
-        of_all = request.density is not None or (are_all_alike and not request.train_embeddings)
-        return not request.device_bytes and not request.resident_bytes and request.num_weights is None and of_all
+        """Return whether the share of weights that train follows from any block."""
+        if request.density is not None:
+            return True
+        return request.num_weights is None and are_all_alike and not request.train_embeddings
 
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer of one run."""

@@ -1,0 +1,45 @@
+"""Chunks that a plan does not step, since a chunk like them stands for them. A run steps every chunk."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from slivertune.core.outputs import tensors_of
+from slivertune.core.repeated_work import few_of_equal
+from slivertune.hift.chunk import Chunk
+from slivertune.hift.offload_buffer import StateStore
+from slivertune.hift.offloaded_gradient import OffloadedGradient
+
+
+def few_of(chunks: Sequence[Chunk]) -> list[tuple[Chunk, Sequence[Chunk]]]:
+    """Return the chunks to step, in order, each with those that it stands for (`few_of_equal`).
+
+    Args:
+        chunks: Chunks, in the order of their steps.
+    """
+    return few_of_equal(chunks, _form, chunks[0].slices[0].weight.parameter) if chunks else []
+
+
+def finish_left_out(left_out: Iterable[Chunk], model: Chunk, store: StateStore | None) -> None:
+    """Give chunks that are left out what the step of the one that stands for them has left.
+
+    Args:
+        left_out: The chunks.
+        model: Chunk that was stepped in their place.
+        store: Store of their state; None if the state is discarded.
+    """
+    own = {name: value for name, value in vars(model.optimizer).items() if name not in ("state", "param_groups")}
+    for chunk in left_out:
+        chunk.tables = chunk.tables or [torch.empty_like(each) for each in tensors_of(own)]
+        for one, like in zip(chunk.slices, model.slices, strict=True):
+            gradient = one.weight.parameter.grad
+            if isinstance(gradient, OffloadedGradient):
+                gradient.part_norms.append(torch.empty_like(gradient.part_norms[-1]))
+            if store is not None:
+                store.take_form(one, like)
+
+
+def _form(chunk: Chunk) -> tuple[str, int] | None:
+    """Return a chunk's weight and number of elements, which chunks alike have in common, or None for several slices."""
+    one = chunk.slices[0]
+    return None if len(chunk.slices) > 1 or one.is_whole else (one.weight.name, one.stop - one.start)
