@@ -22,7 +22,6 @@ from tests.helpers.architectures import (
     CASES,
     HIDDEN,
     OPT,
-    SIZES,
     VOCAB,
     Batch,
     Case,
@@ -30,6 +29,9 @@ from tests.helpers.architectures import (
     ids,
     ids_and_decoder_ids,
     llama,
+    paths,
+    smolvlm,
+    with_norm,
 )
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -385,6 +387,20 @@ def test_a_tower_that_names_the_input_of_its_whole_model_gets_its_own(kind: str)
     assert [block.name for block in blocks] == ["model.vision_model.encoder.layers.0", "model.text_model.layers.0"]
 
 
+def test_a_vision_language_model_has_one_embedding_for_both_and_its_connector_in_the_head() -> None:
+    found = by_name(find_layers(smolvlm()))
+    assert list(found) == [
+        "embedding",
+        *paths("model.vision_model.encoder.layers"),
+        *paths("model.text_model.layers"),
+        "head",
+    ]
+    assert {name.split(".")[1] for name in found["embedding"]} == {"vision_model", "text_model"}
+    norms = with_norm("model.vision_model.post_layernorm").split()
+    connector = "model.connector.modality_projection.proj.weight"
+    assert found["head"] == {*norms, connector, "model.text_model.norm.weight", "lm_head.weight"}
+
+
 def test_frozen_parameters_are_sorted_too() -> None:
     model = llama().requires_grad_(False)
     assert sum(len(layer.parameter_names) for layer in find_layers(model)) == len(list(model.parameters()))
@@ -604,11 +620,24 @@ def test_a_tied_parameter_listed_in_two_layers_is_refused(model: Any) -> None:
         find_layers(model, layers=[["tokens", "first_norm"], ["blocks"], ["final_norm", "output"]])
 
 
+def test_without_attention_the_lists_that_repeat_one_class_and_hold_most_weights_are_blocks() -> None:
+    plain = PlainModel()
+    plain.blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(9))
+    plain.tail = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)])
+    plain.alone = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN)])
+    assert [layer.name for layer in find_layers(plain)] == ["embedding", *paths("blocks", 9), "head"]
+    plain.output = nn.Linear(HIDDEN, 9 * HIDDEN)
+    with pytest.raises(
+        ValueError, match=r"^PlainModel has no nn\.ModuleList .* none repeats one class and holds most of"
+    ):
+        find_layers(plain)
+
+
 def test_a_model_without_blocks_is_refused_by_name_in_the_words_of_a_script_or_of_a_command() -> None:
-    mamba = hf.MambaForCausalLM(hf.MambaConfig(**{**SIZES, "state_size": 4}))
-    with pytest.raises(ValueError, match=r"^MambaForCausalLM has no nn\.ModuleList .* with layers="):
-        find_layers(mamba)
-    with naming_options(), pytest.raises(ValueError, match=r"^MambaForCausalLM has no .* with --layers MODULE_PATH"):
-        find_layers(mamba)
-    with naming_options(), pytest.raises(ValueError, match=r"^--layers leaves out 'backbone\.embeddings\.weight'"):
-        find_layers(mamba, [["backbone.layers.*"]])
+    model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB))
+    with pytest.raises(ValueError, match=r"^Sequential has no nn\.ModuleList .* with layers="):
+        find_layers(model)
+    with naming_options(), pytest.raises(ValueError, match=r"^Sequential has no .* with --layers MODULE_PATH"):
+        find_layers(model)
+    with naming_options(), pytest.raises(ValueError, match=r"^--layers leaves out '0\.weight'"):
+        find_layers(model, [["1"]])

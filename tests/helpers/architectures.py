@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,95 @@ def ids_and_pixels() -> Batch:
 
 def llama(**options: Any) -> nn.Module:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**{**DECODER, "tie_word_embeddings": False, **options}))
+
+
+MOE: dict[str, Any] = {"num_experts_per_tok": 1, "moe_intermediate_size": 8, "tie_word_embeddings": False}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **DECODER,
+            **MOE,
+            "num_experts": 2,
+            "shared_expert_intermediate_size": 8,
+            **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+            **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            **{name: value for name, value in DECODER.items() if name != "head_dim"},
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 4,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **{name: value for name, value in DECODER.items() if name != "num_hidden_layers"},
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 2,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 4,
+            "n_groups": 1,
+            "chunk_size": 4,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **DECODER,
+            "mamba_d_ssm": 16,
+            "mamba_n_heads": 2,
+            "mamba_d_head": 8,
+            "mamba_d_state": 4,
+            "mamba_chunk_size": 4,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**DECODER, **MOE, "n_routed_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+    "mamba": ("Mamba", {**SIZES, "state_size": 4, "tie_word_embeddings": False}),
+    "mamba2": (
+        "Mamba2",
+        {**SIZES, "num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 4},
+    ),
+    "bamba, without attention": (
+        "Bamba",
+        {
+            **{name: value for name, value in DECODER.items() if name != "head_dim"},
+            "attn_layer_indices": [],
+            "use_cache": False,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 4,
+            "mamba_chunk_size": 4,
+        },
+    ),
+    "xlstm": (
+        "xLSTM",
+        {**SIZES, "num_heads": 2, "use_cache": False},
+    ),
+}
+"""Decoders with several kinds of blocks, or without attention: start of the class's name, and its configuration."""
+
+
+def hybrid(name: str) -> nn.Module:
+    stem, sizes = HYBRIDS[name]
+    return getattr(hf, f"{stem}ForCausalLM")(getattr(hf, f"{stem}Config")(**sizes))  # type: ignore[no-any-return]
+
+
+def smolvlm() -> nn.Module:
+    text = {**DECODER, "model_type": "llama", "tie_word_embeddings": False}
+    sizes = {"image_token_id": 3, "pad_token_id": 0, "scale_factor": 2, "tie_word_embeddings": False}
+    config = hf.SmolVLMConfig(**sizes, text_config=text, vision_config=VIT)
+    return hf.SmolVLMForConditionalGeneration(config)  # type: ignore[no-any-return]
 
 
 def t5gemma() -> nn.Module:
@@ -295,6 +385,35 @@ CASES = {
         head="",
         stacks=(("model.decoder.layers", BLOCKS),),
     ),
+    **{
+        name: Case(
+            build=partial(hybrid, name),
+            embedding=f"model.{'embeddings' if name == 'nemotron_h' else 'embed_tokens'}.weight",
+            head=f"model.{norm}.weight lm_head.weight",
+            stacks=(("model.layers", BLOCKS),),
+        )
+        for name, norm in {
+            "qwen3_next": "norm",
+            "jamba": "final_layernorm",
+            "nemotron_h": "norm_f",
+            "falcon_h1": "final_layernorm",
+            "glm4_moe": "norm",
+            "bamba, without attention": "final_layernorm",
+        }.items()
+    },
+    **{
+        name: Case(
+            build=partial(hybrid, name),
+            embedding="backbone.embeddings.weight",
+            head=f"backbone.{norm}.weight lm_head.weight",
+            stacks=((f"backbone.{stem}", BLOCKS),),
+        )
+        for name, norm, stem in [
+            ("mamba", "norm_f", "layers"),
+            ("mamba2", "norm_f", "layers"),
+            ("xlstm", "out_norm", "blocks"),
+        ]
+    },
     "vit": Case(
         build=lambda: hf.ViTForImageClassification(hf.ViTConfig(**VIT)),
         embedding=(

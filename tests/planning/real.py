@@ -60,6 +60,9 @@ MODELS: dict[str, Any] = {
     "speech": AutoModelForSpeechSeq2Seq,
 }
 
+MAMBA_TYPES = frozenset({"falcon_h1", "mamba", "mamba2", "nemotron_h"})
+"""Models in which PEFT refuses two kinds of linear layers."""
+
 
 def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
     """A model with weights, as a script of the library would set it up."""
@@ -89,6 +92,7 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             r=request.lora_rank,
             lora_alpha=32,
             target_modules="all-linear",
+            exclude_modules=["conv1d", "out_proj"] if model.config.model_type in MAMBA_TYPES else None,
         )
         with warnings.catch_warnings():
             # PEFT 0.21 asks by the name that transformers 5.23 retires.

@@ -121,7 +121,7 @@ def _meta_twin(model: nn.Module) -> nn.Module:
     return twin.eval()
 
 
-def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
+def dummy_batch(module: nn.Module) -> dict[str, Any]:
     """Make a batch of zeros that most models run on: one sequence of eight ids, or one image.
 
     Args:
@@ -132,7 +132,7 @@ def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
     if name not in arguments:  # a tower may name its whole model's input, which it does not take
         name = next(iter(arguments))
     ids = torch.zeros(1, 8, dtype=torch.long)
-    batch = {name: ids}
+    batch: dict[str, Any] = {name: ids}
     if name == "pixel_values":
         config: Any = module.config
         size = config.image_size
@@ -140,4 +140,6 @@ def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
         batch[name] = torch.zeros(1, config.num_channels, height, width, dtype=torch.float32)
     if "decoder_input_ids" in arguments:
         batch["decoder_input_ids"] = ids
+    if "use_cache" in arguments:
+        batch["use_cache"] = False
     return batch

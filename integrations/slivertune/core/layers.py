@@ -3,7 +3,8 @@
 Layers are found from the modules and the forward of a model, never from a part of its module paths:
 
 * The *blocks* are the items of every outermost `nn.ModuleList` with an item that holds attention (a module with
-  "attention" in its class name). They are in order of registration: an encoder's come before its decoder's.
+  "attention" in its class name). They are in order of registration: an encoder's come before its decoder's. In a model
+  without attention, such as Mamba, they are the items of the lists that repeat one class and hold most weights.
 * The *embedding* is every parameter that a forward reads before it enters the blocks: tokens, positions and types,
   class tokens and patches, projections into the blocks, and their norms.
 * The *head* is every other parameter: final norms (an encoder's, too), poolers, projections, heads.
@@ -16,7 +17,7 @@ dummy batch until it enters its blocks. The copy is on the meta device, so it ta
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -127,7 +128,7 @@ def no_blocks(model: nn.Module) -> str:
     """
     return (
         f"{type(model).__name__} has no nn.ModuleList of blocks: no item of one holds a module with 'attention' in its "
-        "class name"
+        "class name, and none repeats one class and holds most of the weights"
     )
 
 
@@ -205,11 +206,26 @@ def _quoted(names: Sequence[str], limit: int = 10) -> str:
 
 
 def _find_block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    found = _outermost_lists(model, _holds_attention)
+    if found:
+        return found
+    found = _outermost_lists(model, _repeats_one_class)
+    # An embedding or a head of tokens may be larger than all blocks together.
+    ends = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:
+        ends.append(head)
+    uncounted = {id(each) for module in ends for each in module.parameters()}
+    sizes = {id(each): each.numel() for each in model.parameters() if id(each) not in uncounted}
+    in_lists = {id(each) for blocks in found.values() for each in blocks.parameters()}
+    return found if 2 * sum(sizes.get(each, 0) for each in in_lists) > sum(sizes.values()) else {}
+
+
+def _outermost_lists(model: nn.Module, is_wanted: Callable[[nn.ModuleList], bool]) -> dict[str, nn.ModuleList]:
     found: dict[int, tuple[str, nn.ModuleList]] = {}
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and _holds_attention(child):
+            if isinstance(child, nn.ModuleList) and is_wanted(child):
                 found.setdefault(id(child), (path + name, child))
             else:
                 visit(child, f"{path}{name}.")
@@ -220,6 +236,12 @@ def _find_block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 def _holds_attention(modules: nn.ModuleList) -> bool:
     return any("attention" in type(module).__name__.lower() for module in modules.modules())
+
+
+def _repeats_one_class(modules: nn.ModuleList) -> bool:
+    return (
+        len(modules) > 1 and len({type(module) for module in modules}) == 1 and any(True for _ in modules.parameters())
+    )
 
 
 def _owners(model: nn.Module, path: str) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from slivertune.core.adapter_casts import skip_needless_casts
+from slivertune.core.adapter_targets import adapter_targets
 from slivertune.core.missing_library import missing_library
 from slivertune.parked.park import ParkedLayers
 from slivertune.planning.course import CourseLedger
@@ -35,7 +36,6 @@ from slivertune.planning.step import (
     with_first,
 )
 
-_ALL_LINEAR = "all-linear"
 _PEFT_TASKS: dict[TaskName, str | None] = {
     "causal_lm": "CAUSAL_LM",
     "classification": "SEQ_CLS",
@@ -146,12 +146,13 @@ class PlannedLora(PlannedDense):
             from peft import LoraConfig, get_peft_model
         except ImportError as error:
             raise ImportError(missing_library("method='lora'", "peft", "take another method")) from error
+        targets = adapter_targets(request.lora_target_modules, model)
         config = LoraConfig(
             task_type=_PEFT_TASKS[request.task],
             r=request.lora_rank,
             lora_alpha=2 * request.lora_rank,
             lora_dropout=request.lora_dropout,
-            target_modules=_target_modules(request),
+            **targets,
         )
         with warnings.catch_warnings():
             # PEFT 0.21 reads an attribute that transformers 5.23 deprecates.
@@ -160,7 +161,7 @@ class PlannedLora(PlannedDense):
                 adapted: Any = get_peft_model(model, config)
             except ValueError as error:
                 raise ValueError(
-                    f"lora_target_modules={_target_modules(request)!r} does not fit {type(model).__name__}: {error}"
+                    f"lora_target_modules={targets['target_modules']!r} does not fit {type(model).__name__}: {error}"
                 ) from error
         for parameter in adapted.parameters():
             if parameter.requires_grad and parameter.dtype == torch.bfloat16:
@@ -179,9 +180,3 @@ def _optimizer_over(parameters: Iterable[nn.Parameter], request: PlanRequest) ->
     optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
     with FakeOverrides():
         return optimizer_class(parameters, **arguments)
-
-
-def _target_modules(request: PlanRequest) -> list[str] | str:
-    """Return the target modules as PEFT takes them: a list of names, or the shorthand `all-linear` as a string."""
-    names = request.lora_target_modules
-    return _ALL_LINEAR if names in (None, (_ALL_LINEAR,)) else list(names or ())

@@ -118,11 +118,14 @@ def test_what_is_no_list_of_options_is_an_error_that_names_file_and_line(
 def test_what_is_no_readable_file_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder.yaml").mkdir()
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}", encoding="utf-8")
     Path("latin.yaml").write_bytes("run_name: café\n".encode("latin-1"))
     Path("qlora.yaml").write_text("seed: 1\n", encoding="utf-8")
     for name, message in (
         ("folder.yaml", "config file folder.yaml is a folder. Name a file in it"),
         (".", "config file . is a folder. Name a file in it"),
+        ("model", "config file model is a folder. To name the model in it, write --model_name_or_path model"),
         ("latin.yaml", "config file latin.yaml is not UTF-8 text: line 1 has the byte 0xe9. Convert it"),
         ("qlroa.yaml", "config file qlroa.yaml is not there; did you mean qlora.yaml?"),
         ("none/at/all.yaml", "config file none/at/all.yaml is not there. Check its path"),

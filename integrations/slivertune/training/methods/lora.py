@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer
 
 from slivertune.core.adapter_casts import AdapterCastsHandle, skip_needless_casts
+from slivertune.core.adapter_targets import adapter_targets
 from slivertune.core.atomic import atomic_file
 from slivertune.deltas.adapter_folder import TRAINED_CONFIG
 from slivertune.training.methods.method import Saved, TrainingMethod
@@ -71,7 +72,7 @@ class LoraMethod(TrainingMethod):
             r=options.lora_rank,
             lora_alpha=options.alpha,
             lora_dropout=options.lora_dropout,
-            target_modules=options.target_modules,
+            **adapter_targets(options.lora_target_modules, loaded.model),
             # New modules have random weights, so they are trained whole. PEFT finds some of them by itself.
             modules_to_save=[path for path in sorted(loaded.new_modules) if not found.intersection(path.split("."))]
             or None,
@@ -107,12 +108,18 @@ class LoraMethod(TrainingMethod):
         return [f"  lora    rank {options.lora_rank}, alpha {options.alpha}, on {self._num_adapted} modules"]
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
-        """Warn of adapters on a tied weight, such as a head's, which do not change the other modules that share it."""
-        return [
+        """Name linear layers that have no adapter by default, and adapters on a tied weight, such as a head's.
+
+        These do not change the other modules that share the weight.
+        """
+        notes = [
             f"the adapter of {adapted} does not change {', '.join(others)}, which has the same weight (tied). "
             "`slivertune merge` will write them apart. Leave it out of --lora_target_modules to keep them tied"
             for adapted, others in _adapted_alone(model).items()
         ]
+        if left_out := adapter_targets(self.options.lora_target_modules, model)["exclude_modules"]:
+            notes.append(f"{' and '.join(left_out)} have no adapter, since Mamba's kernels read past it")
+        return notes
 
     def settings(self) -> dict[str, Any]:
         """Return LoRA's settings and the number of modules with an adapter."""

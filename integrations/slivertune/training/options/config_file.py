@@ -98,7 +98,9 @@ def _read_text(path: Path) -> str:
         way_out = did_you_mean(path.name, there) or ". Check its path"
         raise ValueError(f"config file {path} is not there{way_out}") from None
     except IsADirectoryError:
-        raise ValueError(f"config file {path} is a folder. Name a file in it") from None
+        holds_model = (user_path(path) / "config.json").is_file()
+        way_out = f"To name the model in it, write --model_name_or_path {path}" if holds_model else "Name a file in it"
+        raise ValueError(f"config file {path} is a folder. {way_out}") from None
     except OSError as error:
         raise ValueError(f"config file {path} can't be read: {error.strerror}. Name one that can be read") from error
 

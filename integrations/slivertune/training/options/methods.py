@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
+from slivertune.core.adapter_targets import ALL_LINEAR
 from slivertune.core.options import Option, Spelling, options_of
 from slivertune.hift.config import HiFTConfig
 from slivertune.sft.config import NAMES_OF_OPTIONS, SFTConfig
-
-_ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +132,7 @@ class LoraOptions:
     """Dropout on an adapter's input, in [0, 1)."""
     lora_target_modules: list[str] | None = None
     """Names of the modules that get an adapter, e.g. q_proj v_proj. By default PEFT's all-linear, every linear layer
-    but the head."""
+    but the head, and but Mamba's out_proj."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 1:
@@ -152,7 +151,7 @@ class LoraOptions:
     def target_modules(self) -> list[str] | str:
         """Module names as PEFT takes them: a list, or its shorthand `all-linear`, which must be a string."""
         names = self.lora_target_modules
-        return _ALL_LINEAR if names is None or names == [_ALL_LINEAR] else names
+        return ALL_LINEAR if names is None or names == [ALL_LINEAR] else names
 
 
 DENSE = MethodOptions(name="dense", help="all weights in every update")
