@@ -298,7 +298,6 @@ def test_a_configuration_that_is_no_transformer_is_code_2(tmp_path: Path, capfd:
     for name, figures, part in (
         ("resnet", {"model_type": "resnet"}, "which has no head for any of causal_lm"),
         ("unet", {"_class_name": "UNet2DConditionModel"}, "is not a configuration of a transformer"),
-        ("mamba", {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}, ""),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(figures), encoding="utf-8")

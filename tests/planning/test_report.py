@@ -31,9 +31,9 @@ BLOCKS = group(
 REQUIREMENT = add_allowance(plan(REQUEST, EMBEDDING, BLOCKS, host_bytes=75 * GIB, notes=("a [odd] note",)))
 
 
-def text_of(answer: Answer | SweepAnswer) -> str:
+def text_of(answer: Answer | SweepAnswer, width: int = 160) -> str:
     out = io.StringIO()
-    console = Console(file=out, width=120)
+    console = Console(file=out, width=width)
     if isinstance(answer, SweepAnswer):
         print_sweep(answer, console)
     else:
@@ -121,6 +121,15 @@ def test_much_memory_that_stays_free_has_the_options_that_fill_it(
     text = text_of(Answer(model=tiny_model(), requirement=requirement, limits=limits, **more))
     assert ["--max batch_size"] * ("4.00 GiB stay free. " in text) == options[:1]
     assert [each for each in ("--max batch_size", "--layers_per_group auto") if each in text] == options
+
+
+def test_tables_keep_to_a_hundred_columns_and_cut_no_name_and_no_number_off() -> None:
+    text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT), width=100)
+    wide = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT))
+    tables = [line for line in text.splitlines() if line[:1] in "┌├└│┏┡┃"]
+    assert tables and max(map(len, tables)) == 100 and "…" not in text
+    cells = [cell.strip() for line in wide.splitlines() if "│" in line for cell in line.strip("│").split("│")]
+    assert all(cell in text for cell in cells if cell.endswith(("iB", "B")) or cell.replace(",", "").isdigit())
 
 
 def test_what_waits_has_a_verdict_where_there_is_a_limit() -> None:

@@ -102,7 +102,7 @@ def test_what_does_not_fit_the_limit_has_no_seconds(tmp_path: Path, capsys: pyte
         ["--model", str(write_config(tmp_path / "model", num_hidden_layers=1)), "--precision", "mixed_hi", *words[:-2]]
     )
     text = capsys.readouterr().out
-    assert "seconds" in text and "tokens/s" in text and "…" not in text
+    assert "tokens/s" in text and "…" not in text
 
 
 @pytest.mark.parametrize(

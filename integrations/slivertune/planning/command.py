@@ -33,7 +33,7 @@ from slivertune.planning.report import line_printer, print_answer, print_sweep
 from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, precision_in_16_bits
 from slivertune.planning.search import Found, Tell, search, start_of_search
 
-_WIDTH_WITHOUT_TERMINAL = 120
+_WIDTH_WITHOUT_TERMINAL = 100
 _DEFAULT = {name: option.default for name, option in REQUEST_OPTIONS.items()}
 
 

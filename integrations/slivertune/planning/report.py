@@ -107,18 +107,25 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
     all_needs = [requirement for _, requirement in answer.requirements]
     _print_head(answer.model, all_needs[0].plan, say, without=answer.field)
     unit, size = common_unit(max(each.device_bytes for each in all_needs))
-    titles = ["weights", "gradients", "state", "activations", "peak", "allowance", "needed", "host"]
-    if answer.card is not None:
-        titles.remove("allowance")  # leaves room for seconds; the allowance is "needed" minus "peak"
-    timed = ("seconds", "tokens/s") if answer.card is not None else ()
-    table = _table(f"on one GPU, in {unit}", [], [answer.field, *titles, *timed], ["fits"] if limits else [])
+    # "needed" is the peak with the allowance.
+    columns = [
+        "weights",
+        "gradients",
+        "state",
+        "activations",
+        *(["peak"] if answer.card is None else []),
+        "needed",
+        "host",
+    ]
+    timed = ("tokens/s",) if answer.card is not None else ()
+    table = _table(f"on one GPU, in {unit}", [], [answer.field, *columns, *timed], ["fits"] if limits else [])
     for (value, requirement), time in zip(answer.requirements, answer.times, strict=True):
         peak = requirement.plan.peak
         sizes = [getattr(peak, kind) for kind in PART_TITLES]
-        sizes += [peak.total, *([] if timed else [requirement.allowance.total])]
+        sizes += [peak.total] if answer.card is None else []
         sizes += [requirement.device_bytes, requirement.host_bytes]
         fits = [] if limits is None else ["yes" if requirement.fits(limits) else "no"]
-        speeds = ["" for _ in timed] if time is None else [f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}"]
+        speeds = ["" if time is None else f"{time.tokens_per_second:,.0f}" for _ in timed]
         table.add_row(str(value), *(f"{num_bytes / size:,.2f}" for num_bytes in sizes), *speeds, *fits)
     console.print(table)
     if answer.num_missing:
@@ -161,10 +168,10 @@ def _print_head(model: ModelFigures, plan: Plan, say: Tell, *, without: str | No
 
 
 def _table(title: str, left: list[str], right: list[str], last: list[str], *, show_header: bool = True) -> Table:
-    """Make a table without rows. Columns of numbers are in the middle, right-aligned."""
+    """Make a table without rows. Columns of numbers are in the middle, right-aligned, and keep to one line."""
     table = Table(title=title, title_justify="left", show_header=show_header)
     for name in (*left, *right, *last):
-        table.add_column(name, justify="right" if name in right else "left")
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
     return table
 
 
@@ -243,7 +250,7 @@ def _groups_table(plan: Plan) -> Table:
         per_turn = plan.request.steps_per_group
         first = "group"
         heading = f"{num_groups} groups, {'one per update' if per_turn == 1 else f'{per_turn} updates per turn'}"
-    table = _table(heading, [first], ["trains", "gradients", "masters", "optimizer state", "peak"], ["phase"])
+    table = _table(heading, [first], ["trains", "gradients", "masters", "state", "peak"], ["phase"])
     for group in plan.groups:
         sizes = (group.gradient_bytes, group.master_bytes, group.state_bytes, group.peak.total)
         table.add_row(_name_of(group), f"{group.num_parameters:,}", *map(format_bytes, sizes), _phase_of(group))
