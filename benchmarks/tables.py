@@ -18,6 +18,7 @@ import evidence_tables
 import measured
 import method_tables
 import pictures
+import plan_memory
 import plan_speeds
 import planned_map
 from result_files import kept, write_picture
@@ -51,6 +52,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "ranks": (("docs/ranks.md",), _of("ranks", method_tables.sent_by_ranks)),
     "plan-time": (("docs/plan.md",), _of("plan_time", method_tables.plan_time)),
     "plan-speeds": (("docs/plan.md",), _of("plan_speeds", lambda content: plan_speeds.table(content["groups"]))),
+    "plan-memory": (("docs/plan.md",), _of("plan_memory", lambda content: plan_memory.table(content["groups"]))),
     "ways": (("docs/which-method.md",), _of("ways_8b_4090", method_tables.ways)),
     "evidence-rows": (("docs/evidence.md",), evidence_tables.rows_table),
     "evidence": (("docs/evidence.md",), evidence_tables.quality_table),

@@ -41,6 +41,7 @@ from tests.helpers.kept_results import (
     loss_before,
     lost_by_fsdp2,
     measured_8b,
+    memory_errors,
     pinned_per_second,
     plan_time_settings,
     planned_point,
@@ -93,7 +94,7 @@ def test_every_table_between_markers_is_made_of_the_committed_results(tmp_path: 
     run_python(copy / "benchmarks" / "tables.py", "--write", cwd=tmp_path)
     for page in PAGES:
         assert (copy / page.relative_to(CHECKOUT)).read_text("utf-8") == page.read_text("utf-8"), page
-    assert emptied == 24
+    assert emptied == 25
 
 
 @pytest.mark.slow
@@ -261,7 +262,7 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
     ),
     (
         "README.md",
-        ("in bytes per parameter: - {:.0f} by default ({:.0f} GiB for 8B) - 6 with 8-bit state - none with [`full`]"),
+        ("in bytes per parameter: - {:.0f} by default ({:.0f} GiB for 8B), 6 with 8-bit state - none with [`full`]"),
         lambda: (
             host_bytes_per_parameter("HiFT, 1 of 34 layers"),
             way_8b("HiFT, 1 of 34 layers")["host_bytes"] / GIB,
@@ -421,6 +422,24 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
             len(result("time_gate")["auto"]),
             sum(each["formula"]["layers_per_group"] == 1 for each in result("time_gate")["auto"]),
         ),
+    ),
+    (
+        "docs/plan.md",
+        (
+            "these {} peaks on GPUs, and say how. {} are planned within 10 %, the {} of PEFT scripts (fitcheck, "
+            "canifinetune) within {:.1f} %"
+        ),
+        lambda: (
+            len(memory_errors()),
+            sum(error <= 0.1 for error in memory_errors()),
+            len(memory_errors("fitcheck", "canifinetune")),
+            100 * max(memory_errors("fitcheck", "canifinetune")),
+        ),
+    ),
+    (
+        "README.md",
+        "{} of {} peaks that others measured are planned [within 10 %](docs/plan.md#error-against-measured-memory)",
+        lambda: (sum(error <= 0.1 for error in memory_errors()), len(memory_errors())),
     ),
     (
         "docs/plan.md",

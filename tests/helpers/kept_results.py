@@ -176,6 +176,12 @@ def published(group: str, place: int) -> dict[str, Any]:
     return dict(rows[place])
 
 
+def memory_errors(*groups: str) -> list[float]:
+    """Absolute errors of planned peaks against measured ones, of these groups or all."""
+    found = [each for each in result("plan_memory")["groups"] if not groups or each["name"] in groups]
+    return [abs(row["error"]) for each in found for row in each["rows"]]
+
+
 def sst2_at_rate(m: str, rate: float) -> float:
     runs = result("dial")["sst2"]["runs"]
     return statistics.fmean(

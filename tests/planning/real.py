@@ -72,7 +72,7 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
     model.config.use_cache = model.config.get_text_config().use_cache = False
     if request.load_in_4bit:
         quantise(model)
-    if request.recipe == "peft-kbit":
+    if request.recipe is not None and request.load_in_4bit:
         from peft import prepare_model_for_kbit_training
 
         model.is_loaded_in_4bit = True
@@ -301,7 +301,10 @@ def _counted(
                 if request.has_autocast:
                     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
                 with autocast:
-                    loss = model(**batch).loss
+                    outputs = model(**batch)
+                    loss = outputs.loss
+                if request.recipe != "peft-loop":
+                    del outputs
                 is_last = index == request.gradient_accumulation_steps - 1
                 with nullcontext() if is_last or not isinstance(optimizer, HiFT) else optimizer.accumulating():
                     loss.backward()

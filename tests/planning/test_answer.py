@@ -14,7 +14,7 @@ from slivertune.hift.config import ALL_LAYERS
 from slivertune.planning.answer import DATASET, train_command
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import planned, planned_methods
-from slivertune.planning.optimizers import OptimizerName, optimizer_of
+from slivertune.planning.optimizers import PAGED, OptimizerName, optimizer_of
 from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.training.command_line.parse import TrainArguments, parse_train_arguments
@@ -257,7 +257,10 @@ def test_the_command_has_the_optimizer_of_the_plan(optimizer: Any, tmp_path: Pat
     training = parsed(PlanRequest(method="dense", optimizer=optimizer), tmp_path).training
     found, options = Trainer.get_optimizer_cls_and_kwargs(training)
     planned, planned_options = optimizer_of(optimizer)
-    assert found is planned or (optimizer == "adamw8bit" and options["optim_bits"] == 8)
+    bits = 8 if "8bit" in optimizer else 32
+    kind = planned.__mro__[1] if optimizer in PAGED else planned
+    assert found is kind or (options["optim_bits"] == bits == 8 and kind.__name__ == "AdamW8bit")
+    assert options.get("is_paged", False) == (optimizer in PAGED)
     assert options.get("momentum", 0.0) == planned_options.get("momentum", 0.0)
     assert ("fused" in enum_value(training.optim)) == bool(planned_options.get("fused", False))
 

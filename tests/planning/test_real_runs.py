@@ -297,16 +297,44 @@ def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: boo
 
 @pytest.mark.parametrize("vocabulary", [512, 8192])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_script_that_peft_prepares_is_as_planned(checkpointing: bool, vocabulary: int) -> None:
+@pytest.mark.parametrize(("recipe", "four_bit"), [("peft-kbit", True), ("peft-loop", True), ("peft-loop", False)])
+def test_a_script_of_peft_is_as_planned(recipe: Any, four_bit: bool, checkpointing: bool, vocabulary: int) -> None:
     config = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": vocabulary})
-    settings = {"method": "lora", "precision": "bf16", "load_in_4bit": True, "gradient_checkpointing": checkpointing}
-    request = paper_request(**settings, recipe="peft-kbit", **SIZES)
+    settings = {
+        "method": "lora",
+        "precision": "bf16",
+        "load_in_4bit": four_bit,
+        "gradient_checkpointing": checkpointing,
+    }
+    request = paper_request(**settings, recipe=recipe, **SIZES)
     check(request, config)
     ours = make_plan(paper_request(**settings, **SIZES), config)
-    outside = 2 * config.hidden_size * (vocabulary + config.num_hidden_layers) + config.hidden_size
+    in_fp32 = 2 * config.hidden_size * (vocabulary + config.num_hidden_layers) + config.hidden_size if four_bit else 0
     found = make_plan(request, config)
-    assert found.parameter_bytes == ours.parameter_bytes + 2 * outside
-    assert found.peak_bytes > ours.peak_bytes + 2 * outside
+    assert found.parameter_bytes == ours.parameter_bytes + 2 * in_fp32
+    assert found.peak_bytes > ours.peak_bytes + 2 * in_fp32
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "resident", "bytes_per_weight"),
+    [
+        ("paged_adamw", "adamw", 8),
+        ("paged_adamw8bit", "adamw8bit", 2),
+    ],
+)
+def test_state_that_the_driver_pages_counts_in_host_memory(
+    optimizer: Any, resident: Any, bytes_per_weight: int
+) -> None:
+    paged = make_plan(paper_request(method="dense", optimizer=optimizer, **SIZES), LLAMA)
+    other = make_plan(paper_request(method="dense", optimizer=resident, **SIZES), LLAMA)
+    assert paged.peak.state == other.host_bytes == 0
+    assert (
+        paged.host_bytes
+        == paged.groups[0].state_bytes
+        == pytest.approx(bytes_per_weight * paged.num_parameters, rel=0.05)
+    )
+    assert paged.peak_bytes == pytest.approx(other.peak_bytes - other.peak.state, rel=0.01)
+    assert "unified memory" in paged.notes[-1]
 
 
 PARKED: dict[str, Any] = {

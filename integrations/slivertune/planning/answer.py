@@ -28,6 +28,8 @@ _OPTIM: dict[OptimizerName, tuple[str, ...]] = {
     "adafactor": ("--optim", "adafactor"),
     "adagrad": ("--optim", "adagrad"),
     "adamw8bit": ("--optim", "adamw_bnb_8bit"),
+    "paged_adamw": ("--optim", "paged_adamw_32bit"),
+    "paged_adamw8bit": ("--optim", "paged_adamw_8bit"),
 }
 """Options of `transformers.TrainingArguments` for each optimizer. AdamW is its default."""
 

@@ -236,16 +236,20 @@ def forward_of(model: Any, request: PlanRequest, config: PreTrainedConfig) -> Fo
         config: The model's configuration.
     """
     batch = make_batch(request, config)
+    kept: list[Any] = []
 
     def forward() -> torch.Tensor:
         with autocast_of(request.has_autocast):
             try:
-                loss: torch.Tensor = model(**batch).loss
+                outputs = model(**batch)
             except (AttributeError, ValueError) as error:
                 # MBart and T5Gemma begin without it.
                 if "decoder_start_token_id" in str(error):
                     raise ValueError(_without_start(request, config)) from error
                 raise
+        if request.recipe == "peft-loop":
+            kept[:] = [outputs]
+        loss: torch.Tensor = outputs.loss
         return loss
 
     return forward
@@ -316,7 +320,7 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             raise
         if request.load_in_4bit:
             hold_in_4bit(model, dtype)
-        if request.recipe == "peft-kbit":
+        if request.recipe is not None and request.load_in_4bit:
             hold_others_in_fp32(model)
         if request.gradient_checkpointing:
             enable_checkpointing(

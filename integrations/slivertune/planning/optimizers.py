@@ -4,11 +4,14 @@ from typing import Any, Literal
 
 import torch
 
+from slivertune.core.ledger import claimed_at_birth
 from slivertune.core.missing_library import missing_library
 from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.kernels import Kernels
 
-OptimizerName = Literal["adamw", "sgd_momentum", "sgd", "adafactor", "adagrad", "adamw8bit"]
+OptimizerName = Literal[
+    "adamw", "sgd_momentum", "sgd", "adafactor", "adagrad", "adamw8bit", "paged_adamw", "paged_adamw8bit"
+]
 
 OPTIM_NAMES: dict[str, OptimizerName] = {
     "adamw_torch": "adamw",
@@ -18,8 +21,14 @@ OPTIM_NAMES: dict[str, OptimizerName] = {
     "adagrad": "adagrad",
     "adamw_bnb_8bit": "adamw8bit",
     "adamw_8bit": "adamw8bit",
+    "paged_adamw_32bit": "paged_adamw",
+    "paged_adamw": "paged_adamw",
+    "paged_adamw_8bit": "paged_adamw8bit",
 }
 """Names of `transformers.TrainingArguments.optim` that a plan knows."""
+
+PAGED: frozenset[OptimizerName] = frozenset({"paged_adamw", "paged_adamw8bit"})
+"""Optimizers whose state lies in unified memory: the driver moves pages of it to the GPU when an update needs them."""
 
 _LEARNING_RATE = 1e-4
 
@@ -58,7 +67,9 @@ def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[to
 
         return Adafactor, {"lr": _LEARNING_RATE, "scale_parameter": False, "relative_step": False}
     if name == "adamw8bit":
-        return _adamw8bit(), {"lr": _LEARNING_RATE}
+        return _bitsandbytes(name, "AdamW8bit"), {"lr": _LEARNING_RATE}
+    if name in PAGED:
+        return _paged(_bitsandbytes(name, "AdamW8bit" if "8bit" in name else "AdamW")), {"lr": _LEARNING_RATE}
     if name == "adamw":
         return torch.optim.AdamW, {"lr": _LEARNING_RATE, "fused": True}
     if name == "adagrad":
@@ -67,9 +78,22 @@ def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[to
     return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": momentum, "foreach": kernels == "gpu"}
 
 
-def _adamw8bit() -> type[torch.optim.Optimizer]:
+def _bitsandbytes(name: OptimizerName, kind: str) -> type[torch.optim.Optimizer]:
     try:
-        from bitsandbytes.optim.adamw import AdamW8bit
+        import bitsandbytes
     except ImportError as error:
-        raise ImportError(missing_library("optimizer='adamw8bit'", "bitsandbytes", "take another optimizer")) from error
-    return AdamW8bit
+        raise ImportError(missing_library(f"optimizer={name!r}", "bitsandbytes", "take another optimizer")) from error
+    found: type[torch.optim.Optimizer] = getattr(bitsandbytes.optim, kind)
+    return found
+
+
+def _paged(kind: Any) -> type[torch.optim.Optimizer]:
+    """Return the class with state that is claimed before anyone sees it. bitsandbytes' own pages need a GPU."""
+
+    class Paged(kind):  # type: ignore[misc]
+        def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            with claimed_at_birth("state"):
+                buffer: torch.Tensor = super().get_state_buffer(p, dtype=dtype)
+            return buffer
+
+    return Paged

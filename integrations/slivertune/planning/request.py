@@ -29,14 +29,14 @@ from slivertune.hift.unsupported import STEPPED_ONCE, clash_of_rounding, clash_w
 from slivertune.parked.forms import CodesForm, WeightPlace
 from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, planned, planned_methods
-from slivertune.planning.optimizers import OptimizerName, optimizer_of
+from slivertune.planning.optimizers import PAGED, OptimizerName, optimizer_of
 from slivertune.sft.config import NAMES_OF_OPTIONS, SelectionCriterion, SFTConfig
 from slivertune.sft.unsupported import clash_of_4bit, clash_of_parking
 
 AttentionName = Literal["sdpa", "eager"]
 PrecisionName = Literal["fp32", "mixed", "mixed_hi", "bf16"]
 TaskName = Literal["causal_lm", "classification", "image_text", "speech"]
-RecipeName = Literal["peft-kbit"]
+RecipeName = Literal["peft-kbit", "peft-loop"]
 
 PARKED_BY = "HiFT, LoRA and SFT"
 """Methods that leave weights of blocks frozen, which can be parked."""
@@ -119,8 +119,9 @@ class PlanRequest:
     load_in_4bit: bool = False
     recipe: RecipeName | None = None
     """Script of another library that is planned in place of slivertune train. peft-kbit is LoRA over 4-bit weights
-    after PEFT's prepare_model_for_kbit_training: all other weights are fp32, and so are the logits, of which none are
-    left out."""
+    after PEFT's prepare_model_for_kbit_training, under the Trainer: all other weights are fp32, and so are the logits,
+    of which none are left out. peft-loop is LoRA by PEFT, prepared so over 4-bit weights, in a loop without autocast
+    that keeps the model's outputs until the next step."""
     kernels: Kernels = "gpu"
     """Kernels and copies to count: those of a GPU, or of the CPU for a run of slivertune train there."""
     layout: Layout = "single"
@@ -212,7 +213,8 @@ class PlanRequest:
     @property
     def has_autocast(self) -> bool:
         """Whether operators compute in bf16 by autocast, as with `slivertune train --bf16` for the method."""
-        return self.precision == "mixed" or (self.precision == "bf16" and (self.method == "lora" or self.load_in_4bit))
+        adapts = self.method == "lora" or self.load_in_4bit
+        return self.precision == "mixed" or (self.precision == "bf16" and adapts and self.recipe != "peft-loop")
 
     def _clashes_with_task(self) -> tuple[tuple[object, str], ...]:
         return (
@@ -289,6 +291,14 @@ class PlanRequest:
                 ),
             ),
             (
+                self.optimizer in PAGED and (method.trains_in_groups or self.layout not in ("single", "ddp")),
+                (
+                    f"optimizer={self.optimizer!r} pages its state by itself, which method={self.method!r} under "
+                    f"layout={self.layout!r} can't place. Use 'adamw' or 'adamw8bit', or dense or lora on one GPU or "
+                    "under ddp"
+                ),
+            ),
+            (
                 self.sft_momentum and self.selection != "momentum",
                 (
                     f"sft_momentum={self.sft_momentum} is for SM3, and selection={self.selection!r} trains by AdamW. "
@@ -329,11 +339,12 @@ class PlanRequest:
         given = ", ".join(f"{name}={value!r}" for name, value in attached.items() if value)
         return (
             (
-                self.method != "lora" or not self.load_in_4bit or self.precision != "bf16",
-                (
-                    f"recipe={self.recipe!r} is LoRA over 4-bit weights under autocast to bf16. Set method='lora', "
-                    "load_in_4bit=True and precision='bf16'"
-                ),
+                self.method != "lora" or self.precision != "bf16",
+                f"recipe={self.recipe!r} is LoRA over 16-bit weights. Set method='lora' and precision='bf16'",
+            ),
+            (
+                self.recipe == "peft-kbit" and not self.load_in_4bit,
+                f"recipe={self.recipe!r} is LoRA over 4-bit weights. Set load_in_4bit=True",
             ),
             (
                 given or self.weights == "host",

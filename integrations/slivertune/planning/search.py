@@ -333,16 +333,17 @@ class _Search:
 
     def _take(self, candidate: Candidate, requirement: MemoryRequirement, *, moves_to_host: bool) -> PlanRequest | None:
         """Return the request with the candidate's value that needs least, or None if it gains nothing."""
-        least = candidate.options(requirement.plan.request)[-1]
-        try:
-            after = self._plan(least)
-        except (ValueError, ImportError) as error:
-            self._reasons[id(candidate)] = f"can't be planned: {' '.join(str(error).split())}"
-            return None
-        if not self._gains(after, requirement, moves_to_host=moves_to_host):
-            self._reasons[id(candidate)] = "it was planned, and gained nothing"
-            return None
-        return least
+        # Usually the last option needs least. Chunks of another size can turn the last two round.
+        for least in reversed(candidate.options(requirement.plan.request)[-2:]):
+            try:
+                after = self._plan(least)
+            except (ValueError, ImportError) as error:
+                self._reasons[id(candidate)] = f"can't be planned: {' '.join(str(error).split())}"
+                return None
+            if self._gains(after, requirement, moves_to_host=moves_to_host):
+                return least
+        self._reasons[id(candidate)] = "it was planned, and gained nothing"
+        return None
 
     def _gains(self, after: MemoryRequirement, before: MemoryRequirement, *, moves_to_host: bool) -> bool:
         """Return whether fewer bytes are missing on the GPU, or as many there and fewer elsewhere."""
