@@ -72,7 +72,9 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
     model.config.use_cache = model.config.get_text_config().use_cache = False
     if request.load_in_4bit:
         quantise(model)
-    if request.recipe is not None and request.load_in_4bit:
+    if request.recipe == "peft-8bit":
+        quantise_to_int8(model)
+    if request.recipe == "peft-8bit" or (request.recipe is not None and request.load_in_4bit):
         from peft import prepare_model_for_kbit_training
 
         model.is_loaded_in_4bit = True
@@ -133,6 +135,20 @@ def quantise(model: Any) -> None:
                 )
                 layer.weight.data.copy_(child.weight.data)
                 layer.support_avx512bf16_for_cpu = False
+                setattr(parent, name, layer.to("cpu"))
+
+
+def quantise_to_int8(model: Any) -> None:
+    """Put the linear layers of the blocks into bitsandbytes' LLM.int8."""
+    from bitsandbytes.nn import Linear8bitLt
+
+    for parent in list(model.model.layers.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                layer = Linear8bitLt(
+                    child.in_features, child.out_features, bias=False, has_fp16_weights=False, threshold=6.0
+                )
+                layer.load_state_dict(child.state_dict())
                 setattr(parent, name, layer.to("cpu"))
 
 
@@ -264,12 +280,19 @@ def run_for_real(
     """
     model, batch = real_model(request, config), real_batch(request, config)
     streams = streams_made_by(StreamsWithEvents) if request.kernels == "gpu" else nullcontext()
-    with streams, searched_as_on_a_gpu():
+    with streams, searched_as_on_a_gpu(), int8_products_of_a_gpu() if request.recipe == "peft-8bit" else nullcontext():
         return _counted(request, model, batch, num_steps, first)
 
 
 def _is_nowhere(mask: torch.Tensor) -> bool:
     return False
+
+
+def int8_products_of_a_gpu() -> AbstractContextManager[Any]:
+    """bitsandbytes' products in int8, in place of those by a dense copy of the weight that it makes on a CPU."""
+    from bitsandbytes.autograd import _functions
+
+    return mock.patch.object(_functions, "MatMul8bitFp", _functions.MatMul8bitLt)
 
 
 def searched_as_on_a_gpu() -> AbstractContextManager[Any]:

@@ -52,7 +52,7 @@ KBIT = {"method": "lora", "load_in_4bit": True, "precision": "bf16", "recipe": "
             {"method": "dense", "optimizer": "paged_adamw8bit", "layout": "zero2", "num_gpus": 2},
             "method='dense' under layout='zero2' can't place. Use 'adamw' or 'adamw8bit'",
         ),
-        ({"recipe": "peft"}, "recipe='peft' must be one of 'peft-kbit', 'peft-loop'"),
+        ({"recipe": "peft"}, "recipe='peft' must be one of 'peft-kbit', 'peft-8bit', 'peft-loop'"),
         (
             {"method": "lora", "precision": "bf16", "recipe": "peft-kbit"},
             "recipe='peft-kbit' is LoRA over 4-bit weights",

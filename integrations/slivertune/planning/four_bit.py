@@ -6,7 +6,9 @@ nothing of the copy is saved for the backward.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,16 +104,26 @@ def hold_in_4bit(model: nn.Module, compute_dtype: torch.dtype) -> None:
         model: Model, changed in place.
         compute_dtype: Dtype in which products are computed.
     """
+    replace_linear(model, partial(CodedLinear, compute_dtype=compute_dtype))
+
+
+def replace_linear(model: nn.Module, replacement: Callable[[nn.Linear], nn.Linear]) -> None:
+    """Replace the linear layers of a model's blocks.
+
+    Args:
+        model: Model, changed in place.
+        replacement: Function that makes a layer from the one that it replaces.
+    """
     in_blocks = {name for layer in find_layers(model) if layer.kind == "block" for name in layer.parameter_names}
     modules = dict(model.named_modules())
     for path, module in modules.items():
         if type(module) is nn.Linear and f"{path}.weight" in in_blocks:
             owner, _, name = path.rpartition(".")
-            setattr(modules[owner], name, CodedLinear(module, compute_dtype))
+            setattr(modules[owner], name, replacement(module))
 
 
 def hold_others_in_fp32(model: nn.Module) -> None:
-    """Cast all weights beside 4-bit ones to fp32, as PEFT's `prepare_model_for_kbit_training` does.
+    """Cast all weights beside quantised ones to fp32, as PEFT's `prepare_model_for_kbit_training` does.
 
     Args:
         model: Model, changed in place.

@@ -26,10 +26,11 @@ from slivertune.core.token_tiles import tile_tokens
 from slivertune.core.torch_internals import outside_of_modes, set_buffer
 from slivertune.planning.batches import make_batch
 from slivertune.planning.counter import computing_again
+from slivertune.planning.eight_bit import EightBitLinear
 from slivertune.planning.extension import ExtensionError
 from slivertune.planning.fake import without_data
 from slivertune.planning.fewer_blocks import FewerBlocks, fewer_blocks, shorter
-from slivertune.planning.four_bit import hold_in_4bit, hold_others_in_fp32
+from slivertune.planning.four_bit import hold_in_4bit, hold_others_in_fp32, replace_linear
 from slivertune.planning.kernels import kernels_of
 from slivertune.planning.known_values import knowing
 from slivertune.planning.layouts import sizes_of, spread, standing_in
@@ -320,7 +321,9 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             raise
         if request.load_in_4bit:
             hold_in_4bit(model, dtype)
-        if request.recipe is not None and request.load_in_4bit:
+        if request.recipe == "peft-8bit":
+            replace_linear(model, EightBitLinear)
+        if request.recipe == "peft-8bit" or (request.recipe is not None and request.load_in_4bit):
             hold_others_in_fp32(model)
         if request.gradient_checkpointing:
             enable_checkpointing(

@@ -36,7 +36,7 @@ from slivertune.sft.unsupported import clash_of_4bit, clash_of_parking
 AttentionName = Literal["sdpa", "eager"]
 PrecisionName = Literal["fp32", "mixed", "mixed_hi", "bf16"]
 TaskName = Literal["causal_lm", "classification", "image_text", "speech"]
-RecipeName = Literal["peft-kbit", "peft-loop"]
+RecipeName = Literal["peft-kbit", "peft-8bit", "peft-loop"]
 
 PARKED_BY = "HiFT, LoRA and SFT"
 """Methods that leave weights of blocks frozen, which can be parked."""
@@ -120,8 +120,8 @@ class PlanRequest:
     recipe: RecipeName | None = None
     """Script of another library that is planned in place of slivertune train. peft-kbit is LoRA over 4-bit weights
     after PEFT's prepare_model_for_kbit_training, under the Trainer: all other weights are fp32, and so are the logits,
-    of which none are left out. peft-loop is LoRA by PEFT, prepared so over 4-bit weights, in a loop without autocast
-    that keeps the model's outputs until the next step."""
+    of which none are left out. peft-8bit is the same over LLM.int8 weights of bitsandbytes. peft-loop is LoRA by PEFT,
+    prepared so over 4-bit weights, in a loop without autocast that keeps the model's outputs until the next step."""
     kernels: Kernels = "gpu"
     """Kernels and copies to count: those of a GPU, or of the CPU for a run of slivertune train there."""
     layout: Layout = "single"
@@ -345,6 +345,10 @@ class PlanRequest:
             (
                 self.recipe == "peft-kbit" and not self.load_in_4bit,
                 f"recipe={self.recipe!r} is LoRA over 4-bit weights. Set load_in_4bit=True",
+            ),
+            (
+                self.recipe == "peft-8bit" and self.load_in_4bit,
+                f"recipe={self.recipe!r} is LoRA over 8-bit weights. Leave load_in_4bit out",
             ),
             (
                 given or self.weights == "host",
