@@ -65,14 +65,14 @@ def table(groups: list[dict[str, Any]]) -> str:
         for row in group["rows"]
     ]
     sources = [f"- {group['name']}: [{group['source']}]({group['url']})" for group in groups]
-    reasons = {
-        row["explained_by"]: f"- {group['name']}, {row['name']}: {row['explained_by']}."
-        for group in groups
-        for row in group["rows"]
-        if abs(row["error"]) > EXPLAINED_FROM
-    }
+    reasons: dict[str, list[str]] = {}
+    for group in groups:
+        for row in group["rows"]:
+            if abs(row["error"]) > EXPLAINED_FROM:
+                reasons.setdefault(f"{group['name']}: {row['explained_by']}", []).append(row["name"])
+    beyond = [f"- {reason} ({'; '.join(names)})" for reason, names in reasons.items()]
     rows = markdown_table(["Source", "Run", "measured", "planned", "error"], lines)
-    return "\n".join([rows, "", *sources, "", f"Beyond {100 * EXPLAINED_FROM:.0f} %:", "", *reasons.values()])
+    return "\n".join([rows, "", *sources, "", f"Beyond {100 * EXPLAINED_FROM:.0f} %:", "", *beyond])
 
 
 def main() -> None:

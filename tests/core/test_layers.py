@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slivertune import Layer, find_layers
+from slivertune import Layer, find_layers, park_layers, tile_tokens
+from slivertune.core.layers import find_blocks
 from slivertune.core.typed_command import naming_options
 from tests.helpers.architectures import (
     BART,
@@ -26,6 +27,7 @@ from tests.helpers.architectures import (
     Batch,
     Case,
     hf,
+    hybrid,
     ids,
     ids_and_decoder_ids,
     llama,
@@ -627,10 +629,29 @@ def test_without_attention_the_lists_that_repeat_one_class_and_hold_most_weights
     plain.alone = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN)])
     assert [layer.name for layer in find_layers(plain)] == ["embedding", *paths("blocks", 9), "head"]
     plain.output = nn.Linear(HIDDEN, 9 * HIDDEN)
-    with pytest.raises(
-        ValueError, match=r"^PlainModel has no nn\.ModuleList .* none repeats one class and holds most of"
-    ):
+    with pytest.raises(ValueError, match=r"^PlainModel has no nn\.ModuleList .* none repeats one class and holds most"):
         find_layers(plain)
+
+
+def test_lists_inside_of_a_list_of_several_classes_are_no_blocks() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    plain = PlainModel()
+    plain.blocks = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), Mixture(), nn.Linear(HIDDEN, HIDDEN), Mixture()])
+    with pytest.raises(ValueError, match=r"^PlainModel has no nn\.ModuleList"):
+        find_layers(plain)
+
+
+def test_what_runs_block_by_block_asks_for_attention() -> None:
+    model = hybrid("mamba2")
+    assert find_blocks(model, are_needed=False) == []
+    assert [path for path, _ in find_blocks(model, with_attention=False)] == paths("backbone.layers")
+    for runs in (lambda: find_blocks(model), lambda: tile_tokens(model, 4), lambda: park_layers(model, form="nf4")):
+        with pytest.raises(ValueError, match=r"^Mamba2ForCausalLM has no nn\.ModuleList .* can run block by block"):
+            runs()
 
 
 def test_a_model_without_blocks_is_refused_by_name_in_the_words_of_a_script_or_of_a_command() -> None:

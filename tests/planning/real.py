@@ -60,8 +60,11 @@ MODELS: dict[str, Any] = {
     "speech": AutoModelForSpeechSeq2Seq,
 }
 
-MAMBA_TYPES = frozenset({"falcon_h1", "mamba", "mamba2", "nemotron_h"})
-"""Models in which PEFT refuses two kinds of linear layers."""
+LEFT_OUT = {
+    "mamba": ["conv1d", "out_proj", "x_proj", "dt_proj"],
+    **{kind: ["conv1d", "out_proj"] for kind in ("falcon_h1", "mamba2", "nemotron_h")},
+}
+"""Linear layers that can't have an adapter, by type of model."""
 
 
 def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
@@ -94,7 +97,7 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             r=request.lora_rank,
             lora_alpha=32,
             target_modules="all-linear",
-            exclude_modules=["conv1d", "out_proj"] if model.config.model_type in MAMBA_TYPES else None,
+            exclude_modules=LEFT_OUT.get(model.config.model_type),
         )
         with warnings.catch_warnings():
             # PEFT 0.21 asks by the name that transformers 5.23 retires.

@@ -21,6 +21,7 @@ from slivertune.planning.request import PlanRequest
 from slivertune.planning.shipped import SHIPPED_MODELS
 from slivertune.planning.step_work import Work
 from tests.helpers.plan_requests import paper_request
+from tests.helpers.ranks import quick
 from tests.planning.made import narrow_llama
 
 NUM_BLOCKS = 9
@@ -116,7 +117,13 @@ def request_of(way: str, **others: Any) -> PlanRequest:
     )
 
 
-@pytest.mark.parametrize("way", [*WAYS, *OTHERS])
+QUICK_WAYS = (
+    *("dense", "full", "HiFT, 1 layer", "HiFT, weights on the host", "SFT (AG)", "QLoRA", "TokenTune"),
+    *("all keep theirs", "CPU"),
+)
+
+
+@pytest.mark.parametrize("way", quick([*WAYS, *OTHERS], QUICK_WAYS))
 def test_a_plan_of_few_blocks_is_that_of_all(way: str, measured: list[int]) -> None:
     num_blocks = NUM_BLOCKS if "3 layers" not in way else 19
     request, config = request_of(way), narrow_llama(num_blocks)
@@ -125,9 +132,15 @@ def test_a_plan_of_few_blocks_is_that_of_all(way: str, measured: list[int]) -> N
     assert plan == plan_of_all(request, config)
 
 
-@pytest.mark.parametrize("way", ["LoRA", "HiFT, 1 layer"])
-@pytest.mark.parametrize("config", [SLIDING_FIRST, MIXTURE], ids=["sliding first", "mixture"])
-def test_other_kinds_of_blocks_are_extended(config: Any, way: str, measured: list[int]) -> None:
+KINDS = {"sliding first": SLIDING_FIRST, "mixture": MIXTURE}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    quick(product(KINDS, ["LoRA", "HiFT, 1 layer"]), [("sliding first", "LoRA"), ("mixture", "HiFT, 1 layer")]),
+)
+def test_other_kinds_of_blocks_are_extended(kind: str, way: str, measured: list[int]) -> None:
+    config: Any = KINDS[kind]
     plan = make_plan(request_of(way), config)
     assert len(measured) >= 3 and max(measured) < config.num_hidden_layers
     assert plan == plan_of_all(request_of(way), config)

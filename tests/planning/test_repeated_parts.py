@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from slivertune.planning.fake import without_data
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
 from tests.helpers.plan_requests import paper_request
+from tests.helpers.ranks import quick
 from tests.planning.made import narrow_llama
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:the default number of weights \(as many as LoRA of rank 64")
@@ -37,8 +39,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [160, 167, 334, 500, 1001])
-@pytest.mark.parametrize("way", WAYS)
+ROWS = (160, 167, 334, 500, 1001)
+
+
+@pytest.mark.parametrize(("way", "rows"), quick(product(WAYS, ROWS), [*zip(WAYS, ROWS, strict=True)]))
 def test_a_plan_is_that_of_all_parts(way: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     request = paper_request(**{"precision": "fp32", **WAYS[way], "seq_length": rows, "batch_size": 1})
     config = narrow_llama(2)
@@ -79,9 +83,12 @@ TILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("rows", "batch_size"), [(80, 1), (100, 1), (200, 1), (210, 1), (190, 2)])
-@pytest.mark.parametrize("way", TILED)
-def test_a_plan_is_that_of_all_tiles(way: str, rows: int, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+BATCHES = ((80, 1), (100, 1), (200, 1), (210, 1), (190, 2))
+
+
+@pytest.mark.parametrize(("way", "batch"), quick(product(TILED, BATCHES), [*zip(TILED, cycle(BATCHES), strict=False)]))
+def test_a_plan_is_that_of_all_tiles(way: str, batch: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, batch_size = batch
     settings = {"precision": "fp32", **TILED[way], "seq_length": rows, "batch_size": batch_size}
     request = paper_request(**settings, token_tile_size=20 * batch_size)
     config = narrow_llama(2)
@@ -119,7 +126,7 @@ CHUNKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", CHUNKED)
+@pytest.mark.parametrize("way", quick(CHUNKED, ["codes", "masters", "gradients on the host", "8-bit"]))
 def test_a_plan_is_that_of_all_chunks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     request = paper_request(method="hift", seq_length=16, stream_bytes=2**17, **CHUNKED[way])
     config = narrow_llama(2)

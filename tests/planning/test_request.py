@@ -47,19 +47,19 @@ KBIT = {"method": "lora", "load_in_4bit": True, "precision": "bf16", "recipe": "
             "--load_in_4bit does not go with ZeRO-3",
         ),
         ({"method": "lora", "load_in_4bit": True, "precision": "mixed"}, "computes in precision 'bf16' or 'fp32'"),
-        ({"optimizer": "paged_adamw"}, "'paged_adamw' pages its state by itself, which method='hift' under"),
+        ({"optimizer": "paged_adamw"}, "'paged_adamw' is planned for method='dense' and 'lora', on one"),
         (
             {"method": "dense", "optimizer": "paged_adamw8bit", "layout": "zero2", "num_gpus": 2},
-            "method='dense' under layout='zero2' can't place. Use 'adamw' or 'adamw8bit'",
+            "on one GPU or under ddp. Use 'adamw' or 'adamw8bit'",
         ),
         ({"recipe": "peft"}, "recipe='peft' must be one of 'peft-kbit', 'peft-8bit', 'peft-loop'"),
         (
             {"method": "lora", "precision": "bf16", "recipe": "peft-kbit"},
-            "recipe='peft-kbit' is LoRA over 4-bit weights",
+            "recipe='peft-kbit' is LoRA by PEFT. Set method='lora' and precision='bf16', with load_in_4bit=True",
         ),
         (
             {"method": "lora", "recipe": "peft-loop"},
-            "recipe='peft-loop' is LoRA over 16-bit weights. Set method='lora'",
+            "recipe='peft-loop' is LoRA by PEFT. Set",
         ),
         ({**KBIT, "token_ratio": 0.5}, "is a script without slivertune, which has no token_ratio=0.5"),
         ({**KBIT, "weights": "host"}, "is a script without slivertune, which has no weights='host'"),

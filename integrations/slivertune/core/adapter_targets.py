@@ -10,10 +10,14 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 """PEFT's shorthand for every linear layer but the head."""
-_MAMBA_TYPES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-_READ_BY_KERNELS = ("conv1d", "out_proj")
-"""Modules of Mamba whose weights its kernels read directly, past an adapter. PEFT refuses them in models of these types
-(`_check_lora_target_modules_mamba`)."""
+_OF_MAMBA_2 = ("conv1d", "out_proj")
+_OF_MAMBA_1 = (*_OF_MAMBA_2, "dt_proj", "x_proj")
+_READ_DIRECTLY = {
+    **dict.fromkeys(("falcon_mamba", "mamba"), _OF_MAMBA_1),
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), _OF_MAMBA_2),
+}
+"""By type of model: modules whose weights the mixer or its kernels read past an adapter, which would not train. PEFT
+refuses conv1d and out_proj in these (`_check_lora_target_modules_mamba`)."""
 
 
 def adapter_targets(names: Sequence[str] | None, model: nn.Module) -> dict[str, Any]:
@@ -28,5 +32,6 @@ def adapter_targets(names: Sequence[str] | None, model: nn.Module) -> dict[str, 
     """
     if names is not None and list(names) != [ALL_LINEAR]:
         return {"target_modules": list(names), "exclude_modules": None}
-    is_mamba = getattr(getattr(model, "config", None), "model_type", None) in _MAMBA_TYPES
-    return {"target_modules": ALL_LINEAR, "exclude_modules": list(_READ_BY_KERNELS) if is_mamba else None}
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    left_out = _READ_DIRECTLY.get(kind) if isinstance(kind, str) else None
+    return {"target_modules": ALL_LINEAR, "exclude_modules": None if left_out is None else list(left_out)}

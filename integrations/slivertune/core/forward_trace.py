@@ -79,7 +79,9 @@ def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[st
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
                 warnings.simplefilter("ignore")
                 with recorder:
-                    module(**dummy_batch(module))
+                    # transformers' cache of a model without attention fails in training's forward.
+                    takes_cache = "use_cache" in inspect.signature(module.forward).parameters
+                    module(**dummy_batch(module), **({"use_cache": False} if takes_cache else {}))
         except _BlocksEntered:
             continue
         except Exception as error:  # a dummy batch may not suit the model; the record until then counts
@@ -121,7 +123,7 @@ def _meta_twin(model: nn.Module) -> nn.Module:
     return twin.eval()
 
 
-def dummy_batch(module: nn.Module) -> dict[str, Any]:
+def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
     """Make a batch of zeros that most models run on: one sequence of eight ids, or one image.
 
     Args:
@@ -132,7 +134,7 @@ def dummy_batch(module: nn.Module) -> dict[str, Any]:
     if name not in arguments:  # a tower may name its whole model's input, which it does not take
         name = next(iter(arguments))
     ids = torch.zeros(1, 8, dtype=torch.long)
-    batch: dict[str, Any] = {name: ids}
+    batch = {name: ids}
     if name == "pixel_values":
         config: Any = module.config
         size = config.image_size
@@ -140,6 +142,4 @@ def dummy_batch(module: nn.Module) -> dict[str, Any]:
         batch[name] = torch.zeros(1, config.num_channels, height, width, dtype=torch.float32)
     if "decoder_input_ids" in arguments:
         batch["decoder_input_ids"] = ids
-    if "use_cache" in arguments:
-        batch["use_cache"] = False
     return batch

@@ -4,7 +4,8 @@ Layers are found from the modules and the forward of a model, never from a part 
 
 * The *blocks* are the items of every outermost `nn.ModuleList` with an item that holds attention (a module with
   "attention" in its class name). They are in order of registration: an encoder's come before its decoder's. In a model
-  without attention, such as Mamba, they are the items of the lists that repeat one class and hold most weights.
+  without attention, such as Mamba, they are the items of the lists that repeat one class and hold most weights. HiFT
+  trains these; what runs block by block (`find_blocks`) asks for attention.
 * The *embedding* is every parameter that a forward reads before it enters the blocks: tokens, positions and types,
   class tokens and patches, projections into the blocks, and their norms.
 * The *head* is every other parameter: final norms (an encoder's, too), poolers, projections, heads.
@@ -24,6 +25,7 @@ from typing import Literal
 from torch import nn
 
 from slivertune.core.forward_trace import trace_forward
+from slivertune.core.parameters import num_elements
 from slivertune.core.typed_command import setting_name
 
 
@@ -71,10 +73,12 @@ def find_layers(model: nn.Module, layers: Sequence[str | Sequence[str]] | None =
             raise ValueError(f"layers is the string {layers!r}. Write a list, [{layers!r}]")
         parts = [each.split("+") if isinstance(each, str) else each for each in layers]
         return _listed_layers(model, _written_out(model, parts))
-    block_lists = _find_block_lists(model)
+    block_lists = _outermost_lists(model, _holds_attention) or _repeated_lists(model)
     if not block_lists:
         way_out = setting_name("--layers MODULE_PATH ...", "layers=[module path, ...]")
-        raise ValueError(f"{no_blocks(model)}. Name its layers with {way_out}")
+        raise ValueError(
+            f"{no_blocks(model)}, and none repeats one class and holds most weights. Name its layers with {way_out}"
+        )
     blocks = _blocks_in(block_lists)
     place_of_block = {id(block): place for place, (_, block) in enumerate(blocks, start=1)}
     head = len(blocks) + 1
@@ -97,12 +101,17 @@ def find_layers(model: nn.Module, layers: Sequence[str | Sequence[str]] | None =
     return tuple(layer for layer in found if layer.parameter_names)
 
 
-def find_blocks(model: nn.Module, *, are_needed: bool = True) -> list[tuple[str, nn.Module]]:
+def find_blocks(
+    model: nn.Module, *, are_needed: bool = True, with_attention: bool = True
+) -> list[tuple[str, nn.Module]]:
     """Find the blocks of a model, including those without parameters.
+
+    Mixers of other kinds may read the weights of their layers past the layers' forwards, or join tokens unseen.
 
     Args:
         model: A transformers model, a PEFT model, or any module with a list of blocks.
         are_needed: Whether a model without blocks is refused.
+        with_attention: Whether a model without attention counts as one without blocks.
 
     Returns:
         Path and module of each block, from the bottom to the top.
@@ -110,7 +119,9 @@ def find_blocks(model: nn.Module, *, are_needed: bool = True) -> list[tuple[str,
     Raises:
         ValueError: If the model has no list of blocks, and `are_needed`.
     """
-    block_lists = _find_block_lists(model)
+    block_lists = _outermost_lists(model, _holds_attention)
+    if not block_lists and not with_attention:
+        block_lists = _repeated_lists(model)
     if not block_lists and are_needed:
         raise ValueError(f"{no_blocks(model)}. Only models with blocks can run block by block")
     return _blocks_in(block_lists)
@@ -128,7 +139,7 @@ def no_blocks(model: nn.Module) -> str:
     """
     return (
         f"{type(model).__name__} has no nn.ModuleList of blocks: no item of one holds a module with 'attention' in its "
-        "class name, and none repeats one class and holds most of the weights"
+        "class name"
     )
 
 
@@ -205,17 +216,15 @@ def _quoted(names: Sequence[str], limit: int = 10) -> str:
     return ", ".join(repr(name) for name in names[:limit]) + rest
 
 
-def _find_block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    found = _outermost_lists(model, _holds_attention)
-    if found:
-        return found
+def _repeated_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Find the outermost lists that repeat one class, if they hold most of the weights."""
     found = _outermost_lists(model, _repeats_one_class)
     # An embedding or a head of tokens may be larger than all blocks together.
     ends = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     if (head := getattr(model, "get_output_embeddings", lambda: None)()) is not None:
         ends.append(head)
     uncounted = {id(each) for module in ends for each in module.parameters()}
-    sizes = {id(each): each.numel() for each in model.parameters() if id(each) not in uncounted}
+    sizes = {id(each): num_elements(each) for each in model.parameters() if id(each) not in uncounted}
     in_lists = {id(each) for blocks in found.values() for each in blocks.parameters()}
     return found if 2 * sum(sizes.get(each, 0) for each in in_lists) > sum(sizes.values()) else {}
 
@@ -225,10 +234,11 @@ def _outermost_lists(model: nn.Module, is_wanted: Callable[[nn.ModuleList], bool
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and is_wanted(child):
-                found.setdefault(id(child), (path + name, child))
-            else:
+            if not isinstance(child, nn.ModuleList):
                 visit(child, f"{path}{name}.")
+            elif is_wanted(child):
+                found.setdefault(id(child), (path + name, child))
+            # Lists inside of another, such as experts, are parts of its items.
 
     visit(model, "")
     return dict(found.values())

@@ -225,6 +225,7 @@ def rows_of(way: Way, question: Question) -> list[Row]:
         question: Settings that all rows share.
     """
     ratio = question.given.get("token_ratio", TOKEN_RATIO)
+    rows: list[Row] = []
     try:
         first = way.request({**question.given, "token_ratio": None, "batch_size": 1})
         with plans_of_batches(first, question.model.config) as plan:
@@ -234,11 +235,15 @@ def rows_of(way: Way, question: Question) -> list[Row]:
                 return add_allowance(plan(request))
 
             plain = _largest(first, question, estimate)
-            selecting = replace(first, token_ratio=ratio, batch_size=plain.plan.request.batch_size)
-            needs = [plain, _largest(selecting, question, estimate)]
-        return [Row(way=way, requirement=need, time=_time(need, question)) for need in needs]
-    except (ValueError, ImportError) as error:
-        return [Row(way=way, requirement=None, time=None, reason=" ".join(str(error).split()))]
+            rows.append(Row(way=way, requirement=plain, time=_time(plain, question)))
+            selecting = _largest(
+                replace(first, token_ratio=ratio, batch_size=plain.plan.request.batch_size), question, estimate
+            )
+            rows.append(Row(way=way, requirement=selecting, time=_time(selecting, question)))
+    except (ValueError, ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        rows.append(Row(way=way, requirement=None, time=None, reason=f"with TokenTune: {reason}" if rows else reason))
+    return rows
 
 
 def _largest(

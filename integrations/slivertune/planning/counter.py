@@ -82,7 +82,9 @@ class WorkCounter(UncompiledMode):
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
         self._tells_updates = model is not None
-        self._blocks = [] if model is None else [block for _, block in find_blocks(model, are_needed=False)]
+        self._blocks = (
+            [] if model is None else [block for _, block in find_blocks(model, are_needed=False, with_attention=False)]
+        )
         self._counted: dict[tuple[Hashable, Place], Work] = {}
         self._part: Hashable = None
         self._block: int | None = None

@@ -11,7 +11,7 @@ from slivertune.core.ledger import Census, Ledger
 
 _KINDS = tuple(field.name for field in fields(Census))
 _ON_DEVICE = slice(0, 4)
-_RESIDUAL, _STATE, _HOST = map(_KINDS.index, ("residual", "state", "host"))
+_RESIDUAL = _KINDS.index("residual")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,12 +51,10 @@ class CourseLedger(Ledger):
 
     Args:
         model: As in `Ledger`.
-        pages_state: Whether optimizer state is counted in host memory, since the device can do without its pages.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, pages_state: bool = False) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
-        self._pages_state = pages_state
         self._moments: list[tuple[int, ...]] = []
         self._has_grown = True
 
@@ -66,11 +64,7 @@ class CourseLedger(Ledger):
         self._note()
         moments, self._moments = self._moments, []
         self._has_grown = True
-        course = np.array(moments, dtype=np.int64)
-        if self._pages_state:
-            course[:, _HOST] += course[:, _STATE]
-            course[:, _STATE] = 0
-        return Course(course)
+        return Course(np.array(moments, dtype=np.int64))
 
     @override
     def _add(self, num_bytes: int, label: str) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from slivertune.core.adapter_casts import skip_needless_casts
 from slivertune.core.adapter_targets import adapter_targets
+from slivertune.core.ledger import claimed_as
 from slivertune.core.missing_library import missing_library
 from slivertune.parked.park import ParkedLayers
 from slivertune.planning.course import CourseLedger
@@ -18,7 +19,7 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
-from slivertune.planning.optimizers import PAGED, optimizer_of
+from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.parked_weights import PARKING, num_streamed, park
 from slivertune.planning.request import PlanRequest, PrecisionName, TaskName
 from slivertune.planning.slow_streams import planned_streams
@@ -45,7 +46,7 @@ _PEFT_TASKS: dict[TaskName, str | None] = {
 }
 
 _PAGED_NOTE = (
-    "the state lies in unified memory, in host memory here; the driver moves pages of it to a GPU with room for them"
+    "the state lies in unified memory, in host memory here; moving its pages to the GPU and back is not in the time"
 )
 
 _WITHOUT_ADAPTER = frozenset({"Llama4Router"})
@@ -91,25 +92,24 @@ class _Steps(Measurer):
     def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
         """Measure the first step, which creates the optimizer state, and a later one."""
         parked = self._parked
-        is_paged = request.optimizer in PAGED
-        recorded = CourseLedger(self._model, pages_state=is_paged)
-        with planned_streams(request), attached(request, self._model) as notes, recorded as ledger:
+        with planned_streams(request), attached(request, self._model) as notes, CourseLedger(self._model) as ledger:
             steps = self._steps(request, ledger, forward)
-        state = [value for values in self._optimizer.state.values() for value in values.values()]
-        state_bytes = sum(each.nbytes for each in state if isinstance(each, torch.Tensor))
+        values = [value for values in self._optimizer.state.values() for value in values.values()]
+        state = [value for value in values if isinstance(value, torch.Tensor)]
+        paged_bytes = sum(each.nbytes for each in state if claimed_as(each) == "host")
         group = MeasuredGroup(
             steps=steps,
             name="all",
             num_parameters=sum(parameter.numel() for parameter in self._trained),
             gradient_bytes=self._meter.bytes_of(self._trained),
-            state_bytes=state_bytes,
+            state_bytes=sum(each.nbytes for each in state),
         )
         return MeasuredSteps(
             groups=(group,),
             num_weights=num_weights(self._model),
             weight_bytes=weight_bytes(self._model),
-            host_bytes=(0 if parked is None else parked.host_bytes) + (state_bytes if is_paged else 0),
-            notes=(*notes, _PAGED_NOTE) if is_paged else notes,
+            host_bytes=(0 if parked is None else parked.host_bytes) + paged_bytes,
+            notes=(*notes, _PAGED_NOTE) if paged_bytes else notes,
             updates=(steps[-1].work.of_update(share=1.0, num_streamed=num_streamed(parked)),),
         )
 

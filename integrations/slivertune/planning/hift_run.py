@@ -364,7 +364,10 @@ class _Turns(Measurer):
             place: Index of their plan among the plan's groups.
         """
         assert group.work is not None
-        index_of = {path: index for index, (path, _) in enumerate(find_blocks(self._model, are_needed=False))}
+        index_of = {
+            path: index
+            for index, (path, _) in enumerate(find_blocks(self._model, are_needed=False, with_attention=False))
+        }
         blocks = [{index_of[layer.name] for layer in each.layers if layer.kind == "block"} for each in members]
         return [
             group.work.of_update(

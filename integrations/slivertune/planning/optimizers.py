@@ -22,7 +22,6 @@ OPTIM_NAMES: dict[str, OptimizerName] = {
     "adamw_bnb_8bit": "adamw8bit",
     "adamw_8bit": "adamw8bit",
     "paged_adamw_32bit": "paged_adamw",
-    "paged_adamw": "paged_adamw",
     "paged_adamw_8bit": "paged_adamw8bit",
 }
 """Names of `transformers.TrainingArguments.optim` that a plan knows."""
@@ -31,6 +30,8 @@ PAGED: frozenset[OptimizerName] = frozenset({"paged_adamw", "paged_adamw8bit"})
 """Optimizers whose state lies in unified memory: the driver moves pages of it to the GPU when an update needs them."""
 
 _LEARNING_RATE = 1e-4
+_FEWEST_PAGED = 100_000
+"""Elements from which bitsandbytes pages a buffer."""
 
 
 def optimizer_named(optim: str, optim_args: str) -> OptimizerName:
@@ -69,7 +70,8 @@ def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[to
     if name == "adamw8bit":
         return _bitsandbytes(name, "AdamW8bit"), {"lr": _LEARNING_RATE}
     if name in PAGED:
-        return _paged(_bitsandbytes(name, "AdamW8bit" if "8bit" in name else "AdamW")), {"lr": _LEARNING_RATE}
+        kind = _bitsandbytes(name, "AdamW8bit" if "8bit" in name else "AdamW")
+        return kind if kernels == "cpu" else _paged(kind), {"lr": _LEARNING_RATE}
     if name == "adamw":
         return torch.optim.AdamW, {"lr": _LEARNING_RATE, "fused": True}
     if name == "adagrad":
@@ -88,11 +90,11 @@ def _bitsandbytes(name: OptimizerName, kind: str) -> type[torch.optim.Optimizer]
 
 
 def _paged(kind: Any) -> type[torch.optim.Optimizer]:
-    """Return the class with state that is claimed before anyone sees it. bitsandbytes' own pages need a GPU."""
+    """Return the class with large buffers in host memory. bitsandbytes' own pages need a GPU."""
 
     class Paged(kind):  # type: ignore[misc]
         def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            with claimed_at_birth("state"):
+            with claimed_at_birth("state", "host" if p.numel() >= _FEWEST_PAGED else "device"):
                 buffer: torch.Tensor = super().get_state_buffer(p, dtype=dtype)
             return buffer
 

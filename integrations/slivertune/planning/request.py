@@ -293,9 +293,8 @@ class PlanRequest:
             (
                 self.optimizer in PAGED and (method.trains_in_groups or self.layout not in ("single", "ddp")),
                 (
-                    f"optimizer={self.optimizer!r} pages its state by itself, which method={self.method!r} under "
-                    f"layout={self.layout!r} can't place. Use 'adamw' or 'adamw8bit', or dense or lora on one GPU or "
-                    "under ddp"
+                    f"optimizer={self.optimizer!r} is planned for method='dense' and 'lora', on one GPU or under ddp. "
+                    "Use 'adamw' or 'adamw8bit'"
                 ),
             ),
             (
@@ -337,18 +336,14 @@ class PlanRequest:
             for name in ("token_ratio", "token_tile_size", "keep_activations", "offload_activations", "waiting")
         }
         given = ", ".join(f"{name}={value!r}" for name, value in attached.items() if value)
+        in_4bit = {"peft-kbit": True, "peft-8bit": False}.get(self.recipe, self.load_in_4bit)
         return (
             (
-                self.method != "lora" or self.precision != "bf16",
-                f"recipe={self.recipe!r} is LoRA over 16-bit weights. Set method='lora' and precision='bf16'",
-            ),
-            (
-                self.recipe == "peft-kbit" and not self.load_in_4bit,
-                f"recipe={self.recipe!r} is LoRA over 4-bit weights. Set load_in_4bit=True",
-            ),
-            (
-                self.recipe == "peft-8bit" and self.load_in_4bit,
-                f"recipe={self.recipe!r} is LoRA over 8-bit weights. Leave load_in_4bit out",
+                self.method != "lora" or self.precision != "bf16" or self.load_in_4bit != in_4bit,
+                (
+                    f"recipe={self.recipe!r} is LoRA by PEFT. Set method='lora' and precision='bf16', with "
+                    "load_in_4bit=True for peft-kbit, and without for peft-8bit"
+                ),
             ),
             (
                 given or self.weights == "host",

@@ -339,10 +339,10 @@ class _Search:
                 after = self._plan(least)
             except (ValueError, ImportError) as error:
                 self._reasons[id(candidate)] = f"can't be planned: {' '.join(str(error).split())}"
-                return None
+                continue
+            self._reasons[id(candidate)] = "it was planned, and gained nothing"
             if self._gains(after, requirement, moves_to_host=moves_to_host):
                 return least
-        self._reasons[id(candidate)] = "it was planned, and gained nothing"
         return None
 
     def _gains(self, after: MemoryRequirement, before: MemoryRequirement, *, moves_to_host: bool) -> bool:

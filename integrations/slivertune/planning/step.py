@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import nn
 
-from slivertune.core.ledger import Census, claim
+from slivertune.core.ledger import Census, claim, claimed_as
 from slivertune.planning.counter import WorkCounter
 from slivertune.planning.course import Course, CourseLedger
 from slivertune.planning.fake import FakeOverrides
@@ -253,7 +253,7 @@ def claim_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for values in optimizer.state.values():
         for value in values.values() if isinstance(values, dict) else ():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and claimed_as(value) != "host":
                 claim(value, "state")
 
 

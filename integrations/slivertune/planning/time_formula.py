@@ -32,7 +32,6 @@ from slivertune.hift.offloaded_state import PASSING_CHUNKS, WORKING_CHUNKS
 from slivertune.planning.cards import LAUNCH_SECONDS, Rates
 from slivertune.planning.collectives import mean_state_bytes, owed
 from slivertune.planning.methods import planned
-from slivertune.planning.optimizers import PAGED
 from slivertune.planning.plan import Phase, Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step_work import UpdateWork, Work
@@ -73,9 +72,6 @@ def mean_update(plan: Plan, rates: Rates) -> MeanUpdate:
     waiting = {f"copies of {_copied(plan.request)}": sum(together.values()) - sum(computing.values())}
     for each in owed(plan, rates):
         waiting[each.reason] = waiting.get(each.reason, 0.0) + each.waited_for(together[each.phase])
-    if plan.request.optimizer in PAGED:
-        # Each page comes when the update touches it, and another leaves for it. Nothing else runs beside.
-        waiting["pages of the state"] = 2 * sum(group.state_bytes for group in plan.groups) / rates.bus_bandwidth
     # A group is read into the buffer from which another was written. Both overlap with the updates.
     moved = (2 if rates.disk_duplex == "half" else 1) * disk_bytes_per_update(plan) / rates.disk_bandwidth
     waiting["the disk"] = moved - sum(computing.values()) - sum(waiting.values())

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from slivertune.core.layers import find_layers
+from slivertune.core.layers import find_blocks
 from slivertune.core.parameters import num_elements
 from slivertune.deltas.adapter_folder import check_no_adapter
 from slivertune.training.options.arguments import ModelArguments, WeightsDtype
@@ -300,10 +300,9 @@ def _modules_outside_blocks(model_class: Any, config: PreTrainedConfig) -> list[
     make = model_class if issubclass(model_class, PreTrainedModel) else model_class.from_config
     with torch.device("meta"):
         model: nn.Module = make(copy.deepcopy(config))
-    in_blocks = {name for layer in find_layers(model) if layer.kind == "block" for name in layer.parameter_names}
+    in_blocks = {id(module) for _, block in find_blocks(model) for module in block.modules()}
     return [
         f"^{re.escape(path)}$"
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and in_blocks.isdisjoint(f"{path}.{name}" for name, _ in module.named_parameters())
+        if isinstance(module, nn.Linear) and id(module) not in in_blocks
     ]

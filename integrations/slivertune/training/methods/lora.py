@@ -118,7 +118,7 @@ class LoraMethod(TrainingMethod):
             for adapted, others in _adapted_alone(model).items()
         ]
         if left_out := adapter_targets(self.options.lora_target_modules, model)["exclude_modules"]:
-            notes.append(f"{' and '.join(left_out)} have no adapter, since Mamba's kernels read past it")
+            notes.append(f"{', '.join(left_out)} have no adapter: Mamba reads their weights past it")
         return notes
 
     def settings(self) -> dict[str, Any]:

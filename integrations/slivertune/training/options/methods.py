@@ -132,7 +132,7 @@ class LoraOptions:
     """Dropout on an adapter's input, in [0, 1)."""
     lora_target_modules: list[str] | None = None
     """Names of the modules that get an adapter, e.g. q_proj v_proj. By default PEFT's all-linear, every linear layer
-    but the head, and but Mamba's out_proj."""
+    but the head, and but those whose weights Mamba reads past an adapter."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 1:
