@@ -9,41 +9,24 @@ Nothing is run but plans. The rows lie in plan_speeds.yaml.
     OMP_NUM_THREADS=1 python benchmarks/plan_speeds.py --groups Qwen
 """
 
-import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
-import yaml
-from environment import record_environment
 from markdown_table import markdown_table
-from result_files import RESULTS, read_json, write_json
-from transformers import AutoConfig, PreTrainedConfig
+from published_rows import PublishedRows
 
 from slivertune.planning.cards import card_named
 from slivertune.planning.collectives import mean_state_bytes
-from slivertune.planning.configs import find_model
-from slivertune.planning.make import make_plan
 from slivertune.planning.planned_time import PlannedTime, plan_time
-from slivertune.planning.request import PlanRequest
 
 TARGET = 0.2
 _MOST = 1.15
-PUBLISHED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-GROUPS: dict[str, dict[str, Any]] = {group["name"]: group for group in PUBLISHED["groups"]}
+PUBLISHED = PublishedRows.read("plan_speeds.yaml")
 _OF_GROUP = {"name", "source", "card", "assumed", "is_compiled", "rows"}
 _OF_ROW = {"name", "model", "settings", "tokens_per_second", "seconds", "gib", "has_target", "is_paged", "explained_by"}
-for _group in GROUPS.values():
+for _group in PUBLISHED.groups.values():
     if unknown := _group.keys() - _OF_GROUP | {key for row in _group["rows"] for key in row.keys() - _OF_ROW}:
         raise ValueError(f"plan_speeds.yaml, {_group['name']}: {sorted(unknown)} mean nothing here")
-
-
-def config_of(model: str) -> PreTrainedConfig:
-    """Return the configuration of a row's model."""
-    if model not in PUBLISHED["models"]:
-        return find_model(model).config
-    config: PreTrainedConfig = AutoConfig.for_model(**PUBLISHED["models"][model])
-    return config
 
 
 class PlannedRow:
@@ -57,8 +40,7 @@ class PlannedRow:
     def __init__(self, row: dict[str, Any], group: dict[str, Any]) -> None:
         self._card, self._is_compiled = card_named(group["card"]), group.get("is_compiled", False)
         self._is_paged = row.get("is_paged", False)
-        settings = {name: tuple(each) if isinstance(each, list) else each for name, each in row["settings"].items()}
-        self._plan = make_plan(PlanRequest(**settings), config_of(row["model"]))
+        self._plan = PUBLISHED.plan(row)
 
     def at(self, efficiency: float) -> PlannedTime:
         """Return the seconds per update if this share of the peak rate is reached."""
@@ -139,20 +121,5 @@ def table(groups: list[dict[str, Any]]) -> str:
     return markdown_table(["Source", "Run", "published", "planned", "error"], lines)
 
 
-def main() -> None:
-    """Predict, write the result after every group, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), help="a part; all by default")
-    parser.add_argument("--output", type=Path, default=RESULTS / "plan_speeds.json")
-    arguments = parser.parse_args()
-    by_name = {group["name"]: group for group in read_json(arguments.output).get("groups", [])}
-    for name, group in GROUPS.items():
-        if arguments.groups is None or name in arguments.groups:
-            by_name[name] = predict(group)
-            found = [by_name[each] for each in GROUPS if each in by_name]
-            write_json(arguments.output, {"environment": record_environment(), "target": TARGET, "groups": found})
-    print(table([by_name[each] for each in GROUPS if each in by_name]))
-
-
 if __name__ == "__main__":
-    main()
+    PUBLISHED.run(predict, table, __doc__, "plan_speeds.json", target=TARGET)

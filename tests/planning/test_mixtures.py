@@ -3,6 +3,7 @@
 Every head of queries has keys of its own, since a CPU and a GPU take different kernels in fp32 otherwise.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from transformers import (
 
 from slivertune.planning.make import make_plan
 from tests.helpers.plan_requests import paper_request
+from tests.helpers.ranks import quick
 from tests.planning.real import run_for_real
 
 TOLERANCE = 0.03
@@ -156,38 +158,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft": {"method": "sft", "density": 0.05, "precision": "bf16", "estimation_steps": 2, "reselection_interval": 100},
     "tokens": {"method": "dense", "token_ratio": 0.3},
 }
+NOT_OF_OTHERS = frozenset({"tokens", "lora in 4 bits"})
 QUICK = [("qwen3_moe", "dense"), ("gpt_oss", "lora"), ("mamba2", "lora in bf16"), ("qwen3_next", "hift")]
 
 
 @pytest.mark.parametrize(
     ("model", "run"),
-    [
-        pytest.param(model, run, marks=() if (model, run) in QUICK else pytest.mark.slow)
-        for model in MIXTURES
-        for run in RUNS
-    ],
+    quick([*product(MIXTURES, RUNS), *product(OTHERS, [run for run in RUNS if run not in NOT_OF_OTHERS])], QUICK),
 )
-def test_a_mixture_of_experts_is_as_planned(model: str, run: str) -> None:
-    request = paper_request(batch_size=2, seq_length=64, **RUNS[run])
-    real = run_for_real(request, MIXTURES[model]).peak
-    plan = make_plan(request, MIXTURES[model])
-    assert plan.peak_bytes == pytest.approx(real.device, rel=TOLERANCE), (plan.peak, real)
-
-
-@pytest.mark.parametrize(
-    ("model", "run"),
-    [
-        pytest.param(model, run, marks=() if (model, run) in QUICK else pytest.mark.slow)
-        for model in OTHERS
-        for run in RUNS
-        if run not in ("tokens", "lora in 4 bits")
-    ],
-)
-def test_a_model_of_several_kinds_of_blocks_is_as_planned(model: str, run: str) -> None:
-    chunked = model not in SCALES_LOGITS
+def test_a_model_of_experts_or_of_several_kinds_of_blocks_is_as_planned(model: str, run: str) -> None:
+    chunked, config = model not in SCALES_LOGITS, {**MIXTURES, **OTHERS}[model]
     request = paper_request(batch_size=2, seq_length=64, chunked_cross_entropy=chunked, **RUNS[run])
-    real = run_for_real(request, OTHERS[model]).peak
-    plan = make_plan(request, OTHERS[model])
+    real = run_for_real(request, config).peak
+    plan = make_plan(request, config)
     assert plan.peak_bytes == pytest.approx(real.device, rel=TOLERANCE), (plan.peak, real)
 
 

@@ -154,3 +154,9 @@ def test_lora_leaves_out_what_mambas_kernels_read_and_says_so(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         model = AutoPeftModelForCausalLM.from_pretrained(runs["lora/model"])
     assert model(input_ids=torch.arange(1, 9).reshape(1, 8)).logits.isfinite().all()
+
+
+def test_sft_names_its_own_way_out(runs: Runs, tmp_path: Path) -> None:
+    base = make_base(runs, "mamba", tmp_path / "base")
+    said = runs.complaint("--model_name_or_path", str(base), *TWO_UPDATES, *UNMEASURED, method="sft")
+    assert "Name the targets with --sft_target_modules" in said and "layers" not in said.partition("ModuleList")[2]

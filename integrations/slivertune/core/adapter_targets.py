@@ -20,6 +20,15 @@ _READ_DIRECTLY = {
 refuses conv1d and out_proj in these (`_check_lora_target_modules_mamba`)."""
 
 
+def target_modules(names: Sequence[str] | None) -> list[str] | str:
+    """Return names of modules as PEFT takes them: a list, or its shorthand `all-linear`, which must be a string.
+
+    Args:
+        names: Names of modules. None is the shorthand.
+    """
+    return ALL_LINEAR if names is None or list(names) == [ALL_LINEAR] else list(names)
+
+
 def adapter_targets(names: Sequence[str] | None, model: nn.Module) -> dict[str, Any]:
     """Return the arguments of `LoraConfig` that choose its modules.
 
@@ -30,8 +39,7 @@ def adapter_targets(names: Sequence[str] | None, model: nn.Module) -> dict[str, 
     Returns:
         `target_modules`, and `exclude_modules` (None if no linear layer is left out).
     """
-    if names is not None and list(names) != [ALL_LINEAR]:
-        return {"target_modules": list(names), "exclude_modules": None}
+    targets = target_modules(names)
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    left_out = _READ_DIRECTLY.get(kind) if isinstance(kind, str) else None
-    return {"target_modules": ALL_LINEAR, "exclude_modules": None if left_out is None else list(left_out)}
+    left_out = _READ_DIRECTLY.get(kind, ()) if targets == ALL_LINEAR and isinstance(kind, str) else ()
+    return {"target_modules": targets, "exclude_modules": list(left_out) or None}

@@ -73,7 +73,7 @@ def find_layers(model: nn.Module, layers: Sequence[str | Sequence[str]] | None =
             raise ValueError(f"layers is the string {layers!r}. Write a list, [{layers!r}]")
         parts = [each.split("+") if isinstance(each, str) else each for each in layers]
         return _listed_layers(model, _written_out(model, parts))
-    block_lists = _outermost_lists(model, _holds_attention) or _repeated_lists(model)
+    block_lists = _find_block_lists(model)
     if not block_lists:
         way_out = setting_name("--layers MODULE_PATH ...", "layers=[module path, ...]")
         raise ValueError(
@@ -119,12 +119,22 @@ def find_blocks(
     Raises:
         ValueError: If the model has no list of blocks, and `are_needed`.
     """
-    block_lists = _outermost_lists(model, _holds_attention)
-    if not block_lists and not with_attention:
-        block_lists = _repeated_lists(model)
+    block_lists = _find_block_lists(model, with_attention=with_attention)
     if not block_lists and are_needed:
         raise ValueError(f"{no_blocks(model)}. Only models with blocks can run block by block")
     return _blocks_in(block_lists)
+
+
+def modules_in_blocks(model: nn.Module) -> set[int]:
+    """Return the ids of all modules in the blocks of a model.
+
+    Args:
+        model: As in `find_blocks`.
+
+    Raises:
+        ValueError: If the model has no list of blocks with attention.
+    """
+    return {id(module) for _, block in find_blocks(model) for module in block.modules()}
 
 
 def _blocks_in(block_lists: dict[str, nn.ModuleList]) -> list[tuple[str, nn.Module]]:
@@ -214,6 +224,11 @@ def _named_by(entry: str, model: nn.Module, index: int) -> list[nn.Parameter]:
 def _quoted(names: Sequence[str], limit: int = 10) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(repr(name) for name in names[:limit]) + rest
+
+
+def _find_block_lists(model: nn.Module, *, with_attention: bool = False) -> dict[str, nn.ModuleList]:
+    found = _outermost_lists(model, _holds_attention)
+    return found if found or with_attention else _repeated_lists(model)
 
 
 def _repeated_lists(model: nn.Module) -> dict[str, nn.ModuleList]:

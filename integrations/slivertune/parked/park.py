@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from slivertune.core.layers import find_blocks
+from slivertune.core.layers import find_blocks, modules_in_blocks
 from slivertune.core.module_hook import ModelHandle, ModuleHook
 from slivertune.core.parameters import owner_of
 from slivertune.core.setting_checks import check_choice, read_bytes
@@ -287,7 +287,7 @@ def park_layers(
 def _frozen_in_blocks(model: nn.Module) -> Iterator[_Parked]:
     """Yield the frozen parameters of a model's blocks, without those of adapters and of HiFT's idle groups."""
     in_adapters = adapter_modules(model)
-    in_blocks = {id(module) for _, block in find_blocks(model) for module in block.modules()}
+    in_blocks = modules_in_blocks(model)
     seen: set[int] = set()
     for path, module in model.named_modules():
         if id(module) not in in_blocks or id(module) in in_adapters:

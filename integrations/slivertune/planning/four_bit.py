@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from slivertune.core.layers import find_blocks
+from slivertune.core.layers import modules_in_blocks
 
 _BLOCK = 64
 """Elements of a weight that share a scale."""
@@ -114,7 +114,7 @@ def replace_linear(model: nn.Module, replacement: Callable[[nn.Linear], nn.Linea
         model: Model, changed in place.
         replacement: Function that makes a layer from the one that it replaces.
     """
-    in_blocks = {id(module) for _, block in find_blocks(model) for module in block.modules()}
+    in_blocks = modules_in_blocks(model)
     modules = dict(model.named_modules())
     for path, module in modules.items():
         if type(module) is nn.Linear and id(module) in in_blocks:

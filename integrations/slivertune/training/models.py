@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from slivertune.core.layers import find_blocks
+from slivertune.core.layers import modules_in_blocks
 from slivertune.core.parameters import num_elements
 from slivertune.deltas.adapter_folder import check_no_adapter
 from slivertune.training.options.arguments import ModelArguments, WeightsDtype
@@ -300,7 +300,7 @@ def _modules_outside_blocks(model_class: Any, config: PreTrainedConfig) -> list[
     make = model_class if issubclass(model_class, PreTrainedModel) else model_class.from_config
     with torch.device("meta"):
         model: nn.Module = make(copy.deepcopy(config))
-    in_blocks = {id(module) for _, block in find_blocks(model) for module in block.modules()}
+    in_blocks = modules_in_blocks(model)
     return [
         f"^{re.escape(path)}$"
         for path, module in model.named_modules()

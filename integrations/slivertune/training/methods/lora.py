@@ -108,9 +108,9 @@ class LoraMethod(TrainingMethod):
         return [f"  lora    rank {options.lora_rank}, alpha {options.alpha}, on {self._num_adapted} modules"]
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
-        """Name linear layers that have no adapter by default, and adapters on a tied weight, such as a head's.
+        """Warn of adapters on a tied weight, such as a head's, which do not change the other modules that share it.
 
-        These do not change the other modules that share the weight.
+        Also name the linear layers that have no adapter by default.
         """
         notes = [
             f"the adapter of {adapted} does not change {', '.join(others)}, which has the same weight (tied). "

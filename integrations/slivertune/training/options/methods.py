@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from slivertune.core.adapter_targets import ALL_LINEAR
+from slivertune.core.adapter_targets import target_modules
 from slivertune.core.options import Option, Spelling, options_of
 from slivertune.hift.config import HiFTConfig
 from slivertune.sft.config import NAMES_OF_OPTIONS, SFTConfig
@@ -150,8 +150,7 @@ class LoraOptions:
     @property
     def target_modules(self) -> list[str] | str:
         """Module names as PEFT takes them: a list, or its shorthand `all-linear`, which must be a string."""
-        names = self.lora_target_modules
-        return ALL_LINEAR if names is None or names == [ALL_LINEAR] else names
+        return target_modules(self.lora_target_modules)
 
 
 DENSE = MethodOptions(name="dense", help="all weights in every update")
