@@ -260,3 +260,28 @@ def test_both_pieces_of_steps_in_the_backward_together_take_what_one_takes_other
     within = max(group.peak.state for group in make_plan(replace(request, gradients="stepped"), config).groups)
     assert stream_bytes < after <= 2 * stream_bytes
     assert stream_bytes / 2 < within <= stream_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "resident", "bytes_per_weight"),
+    [
+        ("paged_adamw", "adamw", 8),
+        ("paged_adamw8bit", "adamw8bit", 2),
+    ],
+)
+def test_state_that_the_driver_pages_counts_in_host_memory(
+    optimizer: Any, resident: Any, bytes_per_weight: int
+) -> None:
+    config = LlamaConfig(**{**LLAMA.to_dict(), "intermediate_size": 1024})
+    paged = make_plan(paper_request(method="dense", optimizer=optimizer, batch_size=2, seq_length=64), config)
+    other = make_plan(paper_request(method="dense", optimizer=resident, batch_size=2, seq_length=64), config)
+    # Of the weights with fewer than 1e5 elements, and of scales, the state stays on the device.
+    large = sum(each.numel() for each in build_model(paged.request, config).parameters() if each.numel() >= 100_000)
+    assert paged.host_bytes == bytes_per_weight * large > 0 == other.host_bytes
+    assert paged.peak.state + paged.host_bytes == pytest.approx(other.peak.state, rel=0.001)
+    assert paged.peak_bytes == pytest.approx(other.peak_bytes - paged.host_bytes, rel=0.01)
+    assert "unified memory" in paged.notes[-1]
+    on_cpu = make_plan(
+        paper_request(method="dense", optimizer=optimizer, kernels="cpu", batch_size=2, seq_length=64), config
+    )
+    assert on_cpu.host_bytes == 0

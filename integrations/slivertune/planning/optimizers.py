@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import torch
 
-from slivertune.core.ledger import claimed_at_birth
+from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.core.missing_library import missing_library
 from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.kernels import Kernels
@@ -94,8 +94,10 @@ def _paged(kind: Any) -> type[torch.optim.Optimizer]:
 
     class Paged(kind):  # type: ignore[misc]
         def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            with claimed_at_birth("state", "host" if p.numel() >= _FEWEST_PAGED else "device"):
+            tier: MemoryTier = "host" if p.numel() >= _FEWEST_PAGED else "device"
+            with claimed_at_birth("state", tier):
                 buffer: torch.Tensor = super().get_state_buffer(p, dtype=dtype)
+            claim(buffer, "state", tier)
             return buffer
 
     return Paged
