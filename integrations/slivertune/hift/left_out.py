@@ -1,6 +1,6 @@
 """Chunks that a plan does not step, since a chunk like them stands for them. A run steps every chunk."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,23 +20,31 @@ def few_of(chunks: Sequence[Chunk]) -> list[tuple[Chunk, Sequence[Chunk]]]:
     return few_of_equal(chunks, _form, chunks[0].slices[0].weight.parameter) if chunks else []
 
 
-def finish_left_out(left_out: Iterable[Chunk], model: Chunk, store: StateStore | None) -> None:
+def finish_left_out(left_out: Sequence[Chunk], model: Chunk, store: StateStore | None) -> None:
     """Give chunks that are left out what the step of the one that stands for them has left.
 
     Args:
-        left_out: The chunks.
+        left_out: The chunks, each of one slice.
         model: Chunk that was stepped in their place.
         store: Store of their state; None if the state is discarded.
     """
     own = {name: value for name, value in vars(model.optimizer).items() if name not in ("state", "param_groups")}
-    for chunk in left_out:
-        chunk.tables = chunk.tables or [torch.empty_like(each) for each in tensors_of(own)]
-        for one, like in zip(chunk.slices, model.slices, strict=True):
-            gradient = one.weight.parameter.grad
-            if isinstance(gradient, OffloadedGradient):
-                gradient.part_norms.append(torch.empty_like(gradient.part_norms[-1]))
-            if store is not None:
-                store.take_form(one, like)
+    without = [chunk for chunk in left_out if not chunk.tables]
+    for table in tensors_of(own):
+        for chunk, another in zip(without, _many_like(table, len(without)), strict=True):
+            chunk.tables.append(another)
+    (like,) = model.slices
+    gradient = like.weight.parameter.grad
+    if isinstance(gradient, OffloadedGradient):
+        gradient.part_norms += _many_like(gradient.part_norms[-1], len(left_out))
+    if store is not None:
+        for chunk in left_out:
+            store.take_form(chunk.slices[0], like)
+
+
+def _many_like(tensor: torch.Tensor, number: int) -> Sequence[torch.Tensor]:
+    """Return tensors of a tensor's form, in one memory: to make them one by one takes longer."""
+    return tensor.new_empty((number, *tensor.shape)).unbind()
 
 
 def _form(chunk: Chunk) -> tuple[str, int] | None:

@@ -216,18 +216,17 @@ class StateStore:
         """Make a place for the state of a slice that a plan does not step, unless there is one.
 
         Args:
-            one: The slice.
-            like: Stepped slice of the same weight and size.
+            one: The slice, a part of its weight.
+            like: Stepped slice of the same weight and size, whose parts of the offloaded tensors do for both.
         """
-        wholes, slices = self._wholes[one.weight.name], self._slices[one.weight.name]
-        if one.start in slices:
-            return
-        own = slices[one.start] = dict(slices[like.start])
-        for key, value in own.items():
-            if _has_extent(key, value):
-                own[key] = _part(wholes[key], one, key)
-            elif isinstance(value, torch.Tensor):
-                own[key] = _small_place(value, is_pinned=False)
+        slices = self._slices[one.weight.name]
+        if one.start not in slices:
+            slices[one.start] = {
+                key: _small_place(value, is_pinned=False)
+                if isinstance(value, torch.Tensor) and not _has_extent(key, value)
+                else value
+                for key, value in slices[like.start].items()
+            }
 
     def export(self, weights: Sequence[Weight], *, lasts: bool = True) -> dict[str, WeightState]:
         """Return the state of a group's weights, after masters have followed writes of others.
