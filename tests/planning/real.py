@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
+import bitsandbytes
 import torch
 from torch import nn
 from transformers import (
@@ -203,9 +204,7 @@ def base_optimizer(request: PlanRequest) -> tuple[type[torch.optim.Optimizer], d
 
         return Adafactor, {"lr": 1e-3, "scale_parameter": False, "relative_step": False}
     if request.optimizer == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit, {"lr": 1e-3}
+        return bitsandbytes.optim.AdamW8bit, {"lr": 1e-3}
     momentum = 0.9 if request.optimizer == "sgd_momentum" else 0.0
     return torch.optim.SGD, {"lr": 1e-3, "momentum": momentum, "foreach": request.kernels == "gpu"}
 
@@ -227,6 +226,11 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             total_steps=1000,
         )
     optimizer_class, arguments = base_optimizer(request)
+    if request.optimizer == "adamw8bit":
+        manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):  # as the Trainer
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
     if request.method != "hift":
         return optimizer_class([each for each in model.parameters() if each.requires_grad], **arguments)
     return HiFT(
@@ -283,7 +287,9 @@ def run_for_real(
     """
     model, batch = real_model(request, config), real_batch(request, config)
     streams = streams_made_by(StreamsWithEvents) if request.kernels == "gpu" else nullcontext()
-    with streams, searched_as_on_a_gpu(), int8_products_of_a_gpu() if request.recipe == "peft-8bit" else nullcontext():
+    products = int8_products_of_a_gpu() if request.recipe == "peft-8bit" else nullcontext()
+    overrides = mock.patch.object(bitsandbytes.optim.GlobalOptimManager, "_instance", None)
+    with streams, searched_as_on_a_gpu(), products, overrides:
         return _counted(request, model, batch, num_steps, first)
 
 

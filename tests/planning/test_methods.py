@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from bitsandbytes.optim import GlobalOptimManager
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
+import slivertune
 from slivertune.core.layers import find_layers
 from slivertune.core.ledger import StateCount
 from slivertune.hift import HiFT, HiFTConfig
@@ -260,6 +262,35 @@ def test_both_pieces_of_steps_in_the_backward_together_take_what_one_takes_other
     within = max(group.peak.state for group in make_plan(replace(request, gradients="stepped"), config).groups)
     assert stream_bytes < after <= 2 * stream_bytes
     assert stream_bytes / 2 < within <= stream_bytes
+
+
+@pytest.mark.parametrize("method", ["dense", "hift"])
+def test_8_bit_state_is_that_of_the_trainer_whose_embeddings_have_32_bits(
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GlobalOptimManager, "_instance", None)
+    overrides = GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
+    overrides.index2config[0, 1] = {"optim_bits": 32}  # of another optimizer of this process
+    kept = dict(vars(overrides))
+    plan = make_plan(paper_request(method=method, optimizer="adamw8bit", seq_length=8), LLAMA)
+    assert vars(overrides) == kept
+
+    monkeypatch.setattr(GlobalOptimManager, "_instance", None)
+    arguments = TrainingArguments(
+        str(tmp_path), optim="adamw_bnb_8bit", max_steps=plan.num_groups, use_cpu=True, save_strategy="no"
+    )
+    ids = torch.arange(8)
+    model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}])  # type: ignore[arg-type]
+    if method == "hift":
+        slivertune.attach(trainer, HiFTConfig.paper())
+    trainer.train()
+    optimizer: Any = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    by_weight: Any = optimizer.state_dict()["state"] if method == "hift" else optimizer.state
+    tensors = [value for each in by_weight.values() for value in each.values() if isinstance(value, torch.Tensor)]
+    assert sum(each.nbytes for each in tensors) == sum(each.state_bytes * len(each.indices) for each in plan.groups)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Optimizers that a plan knows by name, as `slivertune train` builds them on a GPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.core.missing_library import missing_library
@@ -28,6 +31,9 @@ OPTIM_NAMES: dict[str, OptimizerName] = {
 
 PAGED: frozenset[OptimizerName] = frozenset({"paged_adamw", "paged_adamw8bit"})
 """Optimizers whose state lies in unified memory: the driver moves pages of it to the GPU when an update needs them."""
+
+IN_8_BITS: frozenset[OptimizerName] = frozenset({"adamw8bit", "paged_adamw8bit"})
+"""Optimizers of bitsandbytes whose state has 8 bits, but for small tensors and embeddings."""
 
 _LEARNING_RATE = 1e-4
 _FEWEST_PAGED = 100_000
@@ -78,6 +84,33 @@ def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[to
         return torch.optim.Adagrad, {"lr": _LEARNING_RATE, "foreach": kernels == "gpu"}
     momentum = 0.9 if name == "sgd_momentum" else 0.0
     return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": momentum, "foreach": kernels == "gpu"}
+
+
+@contextmanager
+def embeddings_in_32_bits(model: nn.Module, name: OptimizerName) -> Iterator[None]:
+    """Let bitsandbytes keep the state of embeddings in 32 bits, as the Trainer does for its 8-bit optimizers.
+
+    The overrides of the process, which bitsandbytes reads, are replaced inside this context.
+
+    Args:
+        model: Model whose optimizer makes its state inside this context.
+        name: Name of the optimizer, one of `IN_8_BITS`.
+
+    Raises:
+        ImportError: If bitsandbytes is missing.
+    """
+    _bitsandbytes(name, "AdamW8bit")
+    from bitsandbytes.optim.optimizer import GlobalOptimManager
+
+    manager: Any = GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
+    kept = {name: vars(manager)[name] for name in ("pid2config", "index2config", "module_weight_config_triple")}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    manager.pid2config, manager.index2config = {}, {}
+    manager.module_weight_config_triple = [(module, "weight", {"optim_bits": 32}) for module in embeddings]
+    try:
+        yield
+    finally:
+        vars(manager).update(kept)
 
 
 def _bitsandbytes(name: OptimizerName, kind: str) -> type[torch.optim.Optimizer]:
