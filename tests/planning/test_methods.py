@@ -136,7 +136,7 @@ def every_peak(request: PlanRequest) -> dict[int, int]:
             batch = make_batch(request, LLAMA)
             run = HiFTRun(model, request)
             return {
-                group.index: run.measure(group, lambda: model(**batch).loss).census.device
+                group.index: max(step.peak[0].device for step in run.measure(group, lambda: model(**batch).loss))
                 for group in run.optimizer.groups
             }
 
