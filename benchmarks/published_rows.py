@@ -13,8 +13,9 @@ from environment import record_environment
 from result_files import RESULTS, read_json, write_json
 from transformers import AutoConfig
 
-from slivertune.planning import make
+from slivertune.planning import optimizers
 from slivertune.planning.configs import find_model
+from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 
@@ -39,7 +40,7 @@ class PublishedRows:
         config = find_model(row["model"]).config if figures is None else AutoConfig.for_model(**figures)
         settings = {name: tuple(each) if isinstance(each, list) else each for name, each in row["settings"].items()}
         with _without_trainer() if row.get("has_no_trainer") else nullcontext():
-            return make.make_plan(PlanRequest(**settings), config)
+            return make_plan(PlanRequest(**settings), config)
 
     def run(
         self,
@@ -72,4 +73,4 @@ class PublishedRows:
 
 def _without_trainer() -> Any:
     """Return a context in which 8-bit state is that of bitsandbytes alone: 8 bits for embeddings, too."""
-    return mock.patch.object(make, "embeddings_in_32_bits", return_value=nullcontext())
+    return mock.patch.object(optimizers, "trainer_overrides", return_value={})

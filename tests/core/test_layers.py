@@ -472,31 +472,6 @@ def test_a_model_that_cannot_be_copied_is_sorted_by_registration() -> None:
     assert "final_norm.weight" in found["embedding"]
 
 
-class Unique(nn.Sequential):
-    """A block that can't be copied."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("one of a kind")
-
-
-class Planning(PlainModel):
-    """Asks each block for its width before it enters the first."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        assert {block[0].in_features for block in self.blocks} == {HIDDEN}
-        return super().forward(tokens)
-
-
-def test_only_the_first_block_is_copied_unless_the_model_asks_the_others(recwarn: pytest.WarningsRecorder) -> None:
-    model = PlainModel()
-    for index in range(1, len(model.blocks)):
-        model.blocks[index] = Unique(*model.blocks[index])
-    for each in (model, Planning()):
-        found = by_name(find_layers(each))
-        assert found["embedding"] == PLAIN_EMBEDDING and found["head"] == PLAIN_HEAD
-    assert not recwarn.list
-
-
 attended: list[torch.device] = []
 
 

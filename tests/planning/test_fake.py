@@ -1,4 +1,3 @@
-import gc
 from typing import Any
 
 import pytest
@@ -22,22 +21,6 @@ def test_tensors_without_data_have_a_size() -> None:
 def test_a_step_that_asks_for_values_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="depends on the values of its tensors"), without_data():
         torch.zeros(3).nonzero()
-
-
-def test_older_objects_are_collected_after_a_plan_unless_others_keep_them() -> None:
-    gc.unfreeze()  # what the tests' own configuration keeps
-    try:
-        with without_data():
-            assert gc.get_freeze_count() > 0
-            with without_data():
-                pass
-            assert gc.get_freeze_count() > 0
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.freeze()
-    with without_data():
-        pass
-    assert gc.get_freeze_count() > 0
 
 
 def test_an_optimizer_that_asks_for_values_gets_an_answer() -> None:

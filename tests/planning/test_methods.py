@@ -1,5 +1,6 @@
 """The methods' own numbers: bytes of a trained weight, activations of selected tokens, bytes of a 4-bit weight."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,7 @@ def test_8_bit_state_is_that_of_the_trainer_whose_embeddings_have_32_bits(
     monkeypatch.setattr(GlobalOptimManager, "_instance", None)
     overrides = GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
     overrides.index2config[0, 1] = {"optim_bits": 32}  # of another optimizer of this process
-    kept = dict(vars(overrides))
+    kept = copy.deepcopy(vars(overrides))
     plan = make_plan(paper_request(method=method, optimizer="adamw8bit", seq_length=8), LLAMA)
     assert vars(overrides) == kept
 

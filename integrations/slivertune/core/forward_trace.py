@@ -62,22 +62,9 @@ def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[st
     Returns:
         Moments by name (first read of a parameter, first entry into a list of blocks), and the failures.
     """
-    lists = {path: model.get_submodule(path) for path in block_lists}
-    if len(lists) == 1:
-        # A forward that enters its first block ends there. The others need no copy, unless the model asks them before.
-        (blocks,) = lists.values()
-        moments, failures = _trace(model, lists, left_out=list(blocks.children())[1:])
-        if lists.keys() <= moments.keys() and not failures:
-            return moments, failures
-    return _trace(model, lists)
-
-
-def _trace(
-    model: nn.Module, block_lists: Iterable[str], left_out: Iterable[nn.Module] = ()
-) -> tuple[dict[str, int], list[str]]:
     recorder, failures = _Recorder(), []
     try:
-        twin = _meta_twin(model, left_out)
+        twin = _meta_twin(model)
     except Exception as error:  # anything attached to a module may refuse to be copied
         return {}, [f"it can't be copied: {error!r}"]
     lists = {path: twin.get_submodule(path) for path in block_lists}
@@ -115,25 +102,19 @@ class _CopyToMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _meta_twin(model: nn.Module, left_out: Iterable[nn.Module] = ()) -> nn.Module:
-    """Copy a model without its data, hooks, patched forwards and ties.
-
-    Args:
-        model: The model.
-        left_out: Modules in whose place the copy has empty ones.
-    """
-    copies: dict[int, Any] = {id(module): nn.Module() for module in left_out}
+def _meta_twin(model: nn.Module) -> nn.Module:
+    """Copy a model without its data, hooks, patched forwards and ties."""
+    copies: dict[int, Any] = {}
     for parameter in model.parameters():
         copies[id(parameter)] = nn.Parameter(torch.empty(0, dtype=torch.float32, device="meta"), requires_grad=False)
     for module in model.modules():
         copies.update({id(value): OrderedDict() for name, value in vars(module).items() if name.endswith("_hooks")})
     with _CopyToMeta():
         twin = copy.deepcopy(model, copies)
-    for path, module in twin.named_modules():
+    for module, original in zip(twin.modules(), model.modules(), strict=True):
         # Accelerate puts its own there, which moves the inputs to the device of the weights.
         vars(module).pop("forward", None)
-        for name in dict(module.named_parameters(recurse=False)):
-            parameter = model.get_parameter(f"{path}.{name}" if path else name)
+        for name, parameter in original.named_parameters(recurse=False):
             # One per owner: reading an embedding must not count as reading the head that is tied to it.
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             own = nn.Parameter(empty, requires_grad=False)

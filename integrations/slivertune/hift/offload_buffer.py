@@ -213,11 +213,13 @@ class StateStore:
         return copies
 
     def take_form(self, one: Slice, like: Slice) -> None:
-        """Make a place for the state of a slice that a plan does not step, unless there is one.
+        """Let a slice that a plan does not step share the tensors of one that was stepped, unless it has its own.
+
+        Only values without dimensions get a place of their own.
 
         Args:
             one: The slice, a part of its weight.
-            like: Stepped slice of the same weight and size, whose parts of the offloaded tensors do for both.
+            like: Stepped slice of the same weight and size.
         """
         slices = self._slices[one.weight.name]
         if one.start not in slices:

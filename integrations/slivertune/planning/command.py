@@ -1,5 +1,6 @@
 """`slivertune plan`: find the model, plan the run, print the result."""
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,7 @@ def _print(answer: Answer | SweepAnswer | Comparison, arguments: PlanArguments) 
 
 def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
     console = _console(stderr=True)
+    gc.freeze()  # a plan makes many objects; full collections would look through those of all libraries as well
     with quiet_libraries(), showing_progress(console) as progress:
         model = find_model(arguments.model)
         given = _settings(arguments, model)

@@ -1,5 +1,6 @@
 """`plan --compare`: every way of training one model on one card, each with the largest micro-batch that fits."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,6 +211,7 @@ def compare(question: Question, *, num_processes: int | None = None) -> Iterator
 def _begin_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # only the parent process reports Ctrl-C
     torch.set_num_threads(1)
+    gc.freeze()  # as in `slivertune plan`
 
 
 def _rows_in_process(way: Way, question: Question) -> list[Row]:

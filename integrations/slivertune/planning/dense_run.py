@@ -1,7 +1,6 @@
 """Plans of dense fine-tuning, which trains all parameters that require gradients in every step, and of LoRA."""
 
 import warnings
-from collections.abc import Iterable
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,6 +10,7 @@ from typing_extensions import override
 
 from slivertune.core.adapter_casts import skip_needless_casts
 from slivertune.core.adapter_targets import adapter_targets
+from slivertune.core.layout import Layout
 from slivertune.core.ledger import claimed_as
 from slivertune.core.missing_library import missing_library
 from slivertune.parked.park import ParkedLayers
@@ -19,7 +19,7 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
-from slivertune.planning.optimizers import optimizer_of
+from slivertune.planning.optimizers import give_own_overrides, optimizer_of, trainer_overrides
 from slivertune.planning.parked_weights import PARKING, num_streamed, park
 from slivertune.planning.request import PlanRequest, PrecisionName, TaskName
 from slivertune.planning.slow_streams import planned_streams
@@ -64,7 +64,7 @@ class PlannedDense(PlannedMethod):
 
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
         """Return a measurer with one optimizer, which makes its updates for the first batch only."""
-        return _Steps(request, model)
+        return _Steps(request, model, shared.layout)
 
 
 class _Steps(Measurer):
@@ -73,14 +73,18 @@ class _Steps(Measurer):
     Args:
         request: Planned run.
         model: Model of fake tensors.
+        layout: Layout of the run over GPUs.
     """
 
-    def __init__(self, request: PlanRequest, model: nn.Module) -> None:
+    def __init__(self, request: PlanRequest, model: nn.Module, layout: Layout) -> None:
         self._model = model
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._meter = GradientMeter(model)
-        self._optimizer = _optimizer_over(self._trained, request)
+        # ZeRO steps tensors of its own, of which the Trainer tells bitsandbytes nothing.
+        is_zero = layout in ("zero1", "zero2", "zero3")
+        self._overrides = {} if is_zero else trainer_overrides(model, request.optimizer)
         self._request = request
+        self._optimizer = self._new_optimizer()
         self._first: MeasuredUpdate | None = None
         self._second: MeasuredUpdate | None = None
 
@@ -113,6 +117,13 @@ class _Steps(Measurer):
             updates=(steps[-1].work.of_update(share=1.0, num_streamed=num_streamed(parked)),),
         )
 
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        optimizer_class, arguments = optimizer_of(self._request.optimizer, self._request.kernels)
+        with FakeOverrides():
+            optimizer = optimizer_class(self._trained, **arguments)
+        give_own_overrides(optimizer, self._overrides)
+        return optimizer
+
     def _steps(self, request: PlanRequest, ledger: CourseLedger, forward: Forward) -> tuple[MeasuredStep, ...]:
         run = partial(measure_step, ledger, forward, num_backwards=request.num_backwards)
         if self._first is None:
@@ -124,7 +135,7 @@ class _Steps(Measurer):
         second = run(self._optimizer, known=self._second)
         if not self._meter.has_seen(self._trained):
             # Parameters that no gradient reaches have no state.
-            self._optimizer, self._first, self._second = _optimizer_over(self._trained, request), None, None
+            self._optimizer, self._first, self._second = self._new_optimizer(), None, None
             return run(self._optimizer), run(self._optimizer)
         self._second = second.update
         return (with_first(second, self._first),)
@@ -181,9 +192,3 @@ class PlannedLora(PlannedDense):
         """Return LoRA's options: rank, dropout, target modules and 4-bit weights."""
         names = ("lora_dropout", "lora_target_modules", "load_in_4bit", *sorted(PARKING))
         return ("--lora_rank", str(request.lora_rank), *given_arguments(request, names))
-
-
-def _optimizer_over(parameters: Iterable[nn.Parameter], request: PlanRequest) -> torch.optim.Optimizer:
-    optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
-    with FakeOverrides():
-        return optimizer_class(parameters, **arguments)

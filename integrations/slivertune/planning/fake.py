@@ -1,6 +1,5 @@
 """Fake tensors, which have sizes and no data, and overrides of operators and masks that would read their values."""
 
-import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +45,6 @@ def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
             kernels_of(kernels),
             one_sequence_a_row(),
             running_different_parts(),
-            collecting_only_new_objects(),
             warnings.catch_warnings(),
         ):
             # The streamed step compares storages by address, which is correct for fake tensors, too.
@@ -59,22 +57,6 @@ def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
             "planned, but not those that look up the tokens of one expert after the other. Plan a dense model of the "
             "same sizes for a bound, or run a few steps of slivertune train with the memory ledger"
         ) from error
-
-
-@contextmanager
-def collecting_only_new_objects() -> Iterator[None]:
-    """Leave the objects that exist to no garbage collection inside, which would look at all of every imported library.
-
-    They are collected later. Nothing changes if other code keeps objects out of collections by itself.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class UncompiledMode(TorchDispatchMode):

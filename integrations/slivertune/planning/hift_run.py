@@ -24,6 +24,7 @@ from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.layouts import averaged_in_buckets
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, PlannedSteps, given_arguments
+from slivertune.planning.optimizers import with_trainer_overrides
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.slow_streams import planned_streams
@@ -309,15 +310,16 @@ class _Turns(Measurer):
 
     @override
     def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
-        run, groups = self._run, list[MeasuredGroup]()
-        with attached(request, self._model) as notes:
-            for members in self._alike:
-                places = places_to_measure(members, request)
-                steps = [step for place in places for step in run.measure(members[place], forward)]
-                # FSDP2 prefetches a block during the backward of every block but the lowest, which has the embedding
-                # below it.
-                passes = run.measure(members[1], forward) if self._layout == "fsdp2" and len(members) > 1 else ()
-                groups.append(run.measured(steps, members[0], passes))
+        with with_trainer_overrides(self._model, request.optimizer):
+            run, groups = self._run, list[MeasuredGroup]()
+            with attached(request, self._model) as notes:
+                for members in self._alike:
+                    places = places_to_measure(members, request)
+                    steps = [step for place in places for step in run.measure(members[place], forward)]
+                    # FSDP2 prefetches a block during the backward of every block but the lowest, which has the
+                    # embedding below it.
+                    passes = run.measure(members[1], forward) if self._layout == "fsdp2" and len(members) > 1 else ()
+                    groups.append(run.measured(steps, members[0], passes))
         return MeasuredSteps(
             groups=tuple(groups),
             num_weights=num_weights(self._model),

@@ -35,7 +35,6 @@ from slivertune.planning.kernels import kernels_of
 from slivertune.planning.known_values import knowing
 from slivertune.planning.layouts import sizes_of, spread, standing_in
 from slivertune.planning.methods import MeasuredSteps, Measurer, planned
-from slivertune.planning.optimizers import IN_8_BITS, embeddings_in_32_bits
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest, TaskName
 from slivertune.planning.step import Forward, autocast_of
@@ -158,10 +157,7 @@ class SizedModel:
             shared: The run with its layout over GPUs.
         """
         measurer = self.measurer(request, shared)
-        # ZeRO steps tensors of its own, of which the Trainer tells bitsandbytes nothing.
-        is_told = request.optimizer in IN_8_BITS and shared.layout not in ("zero1", "zero2", "zero3")
-        with embeddings_in_32_bits(self._model, request.optimizer) if is_told else nullcontext():
-            steps = measurer.measure(request, forward_of(self._model, request, self._config))
+        steps = measurer.measure(request, forward_of(self._model, request, self._config))
         if not measurer.measures_again:
             self._model = self._measurer = None
         return measurer, steps

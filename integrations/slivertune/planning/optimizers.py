@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -86,31 +87,57 @@ def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[to
     return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": momentum, "foreach": kernels == "gpu"}
 
 
-@contextmanager
-def embeddings_in_32_bits(model: nn.Module, name: OptimizerName) -> Iterator[None]:
-    """Let bitsandbytes keep the state of embeddings in 32 bits, as the Trainer does for its 8-bit optimizers.
-
-    The overrides of the process, which bitsandbytes reads, are replaced inside this context.
+def trainer_overrides(model: nn.Module, name: OptimizerName) -> dict[int, dict[str, Any]]:
+    """Return what transformers' Trainer asks of bitsandbytes' 8-bit optimizers: state in 32 bits for embeddings.
 
     Args:
-        model: Model whose optimizer makes its state inside this context.
-        name: Name of the optimizer, one of `IN_8_BITS`.
+        model: The model.
+        name: Name of the optimizer.
+
+    Returns:
+        Overrides by the id of the parameter, as bitsandbytes takes them. None for other optimizers.
+    """
+    if name not in IN_8_BITS:
+        return {}
+    return {id(each.weight): {"optim_bits": 32} for each in model.modules() if isinstance(each, nn.Embedding)}
+
+
+def give_own_overrides(optimizer: torch.optim.Optimizer, overrides: dict[int, dict[str, Any]]) -> None:
+    """Give an optimizer of bitsandbytes its own overrides, in place of those of the whole process.
+
+    Args:
+        optimizer: Any optimizer; others than those of bitsandbytes are left as they are.
+        overrides: Overrides by the id of the parameter.
+    """
+    if hasattr(optimizer, "mng"):
+        optimizer.mng = SimpleNamespace(pid2config=overrides, index2config={}, module_weight_config_triple=[])
+
+
+@contextmanager
+def with_trainer_overrides(model: nn.Module, name: OptimizerName) -> Iterator[None]:
+    """Register the overrides of `trainer_overrides` with bitsandbytes, where HiFT finds them, inside this context.
+
+    Args:
+        model: The model.
+        name: Name of the optimizer.
 
     Raises:
-        ImportError: If bitsandbytes is missing.
+        ImportError: If bitsandbytes is needed, and missing.
     """
+    overrides = trainer_overrides(model, name)
+    if not overrides:
+        yield
+        return
     _bitsandbytes(name, "AdamW8bit")
     from bitsandbytes.optim.optimizer import GlobalOptimManager
 
-    manager: Any = GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
-    kept = {name: vars(manager)[name] for name in ("pid2config", "index2config", "module_weight_config_triple")}
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    manager.pid2config, manager.index2config = {}, {}
-    manager.module_weight_config_triple = [(module, "weight", {"optim_bits": 32}) for module in embeddings]
+    registered: Any = GlobalOptimManager.get_instance().pid2config  # type: ignore[no-untyped-call]
+    registered.update(overrides)
     try:
         yield
     finally:
-        vars(manager).update(kept)
+        for parameter_id in overrides:
+            registered.pop(parameter_id, None)
 
 
 def _bitsandbytes(name: OptimizerName, kind: str) -> type[torch.optim.Optimizer]:
