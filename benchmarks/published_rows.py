@@ -6,16 +6,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import yaml
 from environment import record_environment
 from result_files import RESULTS, read_json, write_json
 from transformers import AutoConfig
 
-from slivertune.planning import optimizers
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
+from slivertune.planning.optimizers import without_trainer
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 
@@ -39,7 +38,7 @@ class PublishedRows:
         figures = self.models.get(row["model"])
         config = find_model(row["model"]).config if figures is None else AutoConfig.for_model(**figures)
         settings = {name: tuple(each) if isinstance(each, list) else each for name, each in row["settings"].items()}
-        with _without_trainer() if row.get("has_no_trainer") else nullcontext():
+        with without_trainer() if row.get("has_no_trainer") else nullcontext():
             return make_plan(PlanRequest(**settings), config)
 
     def run(
@@ -69,8 +68,3 @@ class PublishedRows:
             found = [by_name[each] for each in self.groups if each in by_name]
             write_json(arguments.output, {"environment": record_environment(), **more, "groups": found})
         print(table([by_name[each] for each in self.groups if each in by_name]))
-
-
-def _without_trainer() -> Any:
-    """Return a context in which 8-bit state is that of bitsandbytes alone: 8 bits for embeddings, too."""
-    return mock.patch.object(optimizers, "trainer_overrides", return_value={})

@@ -20,6 +20,7 @@ from slivertune.planning.batches import make_batch
 from slivertune.planning.fake import without_data
 from slivertune.planning.hift_run import HiFTRun
 from slivertune.planning.make import attached, build_model, give_sizes, make_plan
+from slivertune.planning.optimizers import without_trainer
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 from tests.helpers.plan_requests import paper_request
@@ -273,8 +274,11 @@ def test_8_bit_state_is_that_of_the_trainer_whose_embeddings_have_32_bits(
     overrides = GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
     overrides.index2config[0, 1] = {"optim_bits": 32}  # of another optimizer of this process
     kept = copy.deepcopy(vars(overrides))
-    plan = make_plan(paper_request(method=method, optimizer="adamw8bit", seq_length=8), LLAMA)
+    request = paper_request(method=method, optimizer="adamw8bit", seq_length=8)
+    plan = make_plan(request, LLAMA)
     assert vars(overrides) == kept
+    with without_trainer():
+        assert make_plan(request, LLAMA).groups[0].state_bytes < plan.groups[0].state_bytes
 
     monkeypatch.setattr(GlobalOptimManager, "_instance", None)
     arguments = TrainingArguments(

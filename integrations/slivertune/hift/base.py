@@ -163,11 +163,7 @@ class BaseOptimizer:
             stands_for: Pairs of a parameter of these groups and the model's parameter that it replaces in the step.
         """
         optimizer = self.optimizer_class(param_groups, **self.arguments)
-        if hasattr(optimizer, "mng"):
-            # bitsandbytes stores overrides (32-bit state for embeddings) by parameter, and by position for all
-            # instances together.
-            pid2config = {id(own): dict(self.overrides_of(of_model)) for own, of_model in stands_for}
-            optimizer.mng = SimpleNamespace(pid2config=pid2config, index2config={}, module_weight_config_triple=[])
+        give_own_overrides(optimizer, {id(own): dict(self.overrides_of(of_model)) for own, of_model in stands_for})
         return optimizer
 
     def overrides_of(self, parameter: torch.Tensor) -> tuple[tuple[str, Any], ...]:
@@ -182,6 +178,19 @@ class BaseOptimizer:
             if getattr(module, attribute) is parameter:
                 config.update(override)
         return tuple(config.items())
+
+
+def give_own_overrides(optimizer: torch.optim.Optimizer, overrides: dict[int, dict[str, Any]]) -> None:
+    """Give an optimizer of bitsandbytes its own overrides, such as 32-bit state for embeddings.
+
+    bitsandbytes stores them by parameter, and by position for all instances of the process together.
+
+    Args:
+        optimizer: Any optimizer; others than those of bitsandbytes are left as they are.
+        overrides: Overrides by the id of the parameter.
+    """
+    if hasattr(optimizer, "mng"):
+        optimizer.mng = SimpleNamespace(pid2config=overrides, index2config={}, module_weight_config_triple=[])
 
 
 def _is_optimizer_class(value: object) -> bool:

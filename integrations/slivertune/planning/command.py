@@ -83,7 +83,10 @@ def _print(answer: Answer | SweepAnswer | Comparison, arguments: PlanArguments) 
 
 def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
     console = _console(stderr=True)
-    gc.freeze()  # a plan makes many objects; full collections would look through those of all libraries as well
+    # A plan makes many objects, and full collections would look through those of all libraries as well. Done once: a
+    # second plan of this process would keep the models of the first.
+    if not gc.get_freeze_count():
+        gc.freeze()
     with quiet_libraries(), showing_progress(console) as progress:
         model = find_model(arguments.model)
         given = _settings(arguments, model)

@@ -13,13 +13,14 @@ from slivertune.core.adapter_targets import adapter_targets
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import claimed_as
 from slivertune.core.missing_library import missing_library
+from slivertune.hift.base import give_own_overrides
 from slivertune.parked.park import ParkedLayers
 from slivertune.planning.course import CourseLedger
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
-from slivertune.planning.optimizers import give_own_overrides, optimizer_of, trainer_overrides
+from slivertune.planning.optimizers import optimizer_of, trainer_overrides
 from slivertune.planning.parked_weights import PARKING, num_streamed, park
 from slivertune.planning.request import PlanRequest, PrecisionName, TaskName
 from slivertune.planning.slow_streams import planned_streams

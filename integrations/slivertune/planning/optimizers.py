@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -33,9 +32,7 @@ OPTIM_NAMES: dict[str, OptimizerName] = {
 PAGED: frozenset[OptimizerName] = frozenset({"paged_adamw", "paged_adamw8bit"})
 """Optimizers whose state lies in unified memory: the driver moves pages of it to the GPU when an update needs them."""
 
-IN_8_BITS: frozenset[OptimizerName] = frozenset({"adamw8bit", "paged_adamw8bit"})
-"""Optimizers of bitsandbytes whose state has 8 bits, but for small tensors and embeddings."""
-
+_without_trainer: list[None] = []
 _LEARNING_RATE = 1e-4
 _FEWEST_PAGED = 100_000
 """Elements from which bitsandbytes pages a buffer."""
@@ -87,6 +84,16 @@ def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[to
     return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": momentum, "foreach": kernels == "gpu"}
 
 
+@contextmanager
+def without_trainer() -> Iterator[None]:
+    """Plan optimizers as in scripts without transformers' Trainer: 8-bit state for embeddings, too."""
+    _without_trainer.append(None)
+    try:
+        yield
+    finally:
+        _without_trainer.pop()
+
+
 def trainer_overrides(model: nn.Module, name: OptimizerName) -> dict[int, dict[str, Any]]:
     """Return what transformers' Trainer asks of bitsandbytes' 8-bit optimizers: state in 32 bits for embeddings.
 
@@ -95,22 +102,12 @@ def trainer_overrides(model: nn.Module, name: OptimizerName) -> dict[int, dict[s
         name: Name of the optimizer.
 
     Returns:
-        Overrides by the id of the parameter, as bitsandbytes takes them. None for other optimizers.
+        Overrides by the id of the parameter, as bitsandbytes takes them. Empty for other optimizers, and inside
+        `without_trainer`.
     """
-    if name not in IN_8_BITS:
+    if "8bit" not in name or _without_trainer:
         return {}
     return {id(each.weight): {"optim_bits": 32} for each in model.modules() if isinstance(each, nn.Embedding)}
-
-
-def give_own_overrides(optimizer: torch.optim.Optimizer, overrides: dict[int, dict[str, Any]]) -> None:
-    """Give an optimizer of bitsandbytes its own overrides, in place of those of the whole process.
-
-    Args:
-        optimizer: Any optimizer; others than those of bitsandbytes are left as they are.
-        overrides: Overrides by the id of the parameter.
-    """
-    if hasattr(optimizer, "mng"):
-        optimizer.mng = SimpleNamespace(pid2config=overrides, index2config={}, module_weight_config_triple=[])
 
 
 @contextmanager
