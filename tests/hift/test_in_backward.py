@@ -18,6 +18,7 @@ from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger
 from slivertune.core.checkpointing import enable_checkpointing
+from slivertune.hift import host_room
 from slivertune.hift.in_backward import SteppedGradient, SteppedGradients
 from slivertune.hift.offloaded_state import OffloadedState
 from tests.helpers.accelerator import one_device
@@ -512,3 +513,19 @@ def test_a_backward_that_ends_before_its_first_step_is_refused_or_forgotten_by_t
             continue
         train(model, hift, [batch], 1)
         assert_same_bits(model, clean)
+
+
+@pytest.mark.parametrize("state", ["device", "host"])
+def test_too_little_host_memory_for_gradients_of_earlier_forwards_is_an_error(
+    state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hift = hift_over(small_decoder(), "AdamW", gradients="stepped", layers_per_group=LAYERS, state=state)
+    batch, before = token_batches(1)[0], weights(model)
+    if state == "host":  # its state is on the host already
+        train(model, hift, [batch], 1)
+        before = weights(model)
+    room = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: room - 1)
+    with hift.accumulating(), pytest.raises(MemoryError, match=r"HiFT needs .* GB for gradients in host memory"):
+        model(**batch).loss.backward()
+    assert differing(weights(model), before) == []

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from slivertune import HiFT
+from slivertune.core.ledger import StateCount
+from slivertune.core.torch_internals import tree_leaves
 from slivertune.hift.chunk import refresh_master
 from tests.helpers.models import (
     LAYERS,
@@ -22,7 +25,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.pairwise import rotated
 from tests.helpers.reference import NaiveHiFT, train
-from tests.hift.cases import hift_over, with_reference
+from tests.hift.cases import OPTIMIZERS, hift_over, with_reference
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {},
@@ -183,3 +186,20 @@ def test_a_master_keeps_the_elements_that_nobody_wrote_to_the_bit() -> None:
         for m, w in zip(master.tolist(), weight.tolist(), strict=True)
     ]
     assert refresh_master(master, weight).tolist() == expected
+
+
+@pytest.mark.parametrize("waiting", [None, "int8"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_masters_and_state_take_no_more_host_memory_than_their_bytes(optimizer: str, waiting: Any) -> None:
+    """Also of classes whose state is not measured before it is made."""
+    own = StateCount()
+    model, hift = hift_over(small_decoder(torch.bfloat16, vocab=1000), optimizer, layers_per_group=2, waiting=waiting)
+    train(model, hift, token_batches(LAYERS), LAYERS)
+    tensors = [
+        value
+        for state in hift.state_dict()["state"].values()
+        for value in tree_leaves(state)
+        if isinstance(value, torch.Tensor)
+    ]
+    gaps = 1024 * len(tensors)
+    assert own.num_bytes()["host"] <= sum(each.nbytes for each in tensors) + gaps

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slivertune
-from slivertune.core.ledger import Ledger
+from slivertune.core.ledger import Ledger, StateCount
 from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.initialize import initialize
 from slivertune.planning.request import PlanRequest
@@ -74,6 +74,23 @@ def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest, config: Any =
                 step(batch)
                 peaks.append(ledger.peak.device)
     return peaks[optimizer.num_groups :]
+
+
+def host_bytes_on_rank(rank: int, num_ranks: int, requests: list[PlanRequest], config: Any = LLAMA) -> list[int]:
+    """The most bytes of state and gradients in host memory after an update of each run, in two cycles."""
+    return [_host_bytes(request, config) for request in requests]
+
+
+def _host_bytes(request: PlanRequest, config: Any) -> int:
+    own = StateCount()
+    model = real_model(request, config)
+    optimizer: Any = real_optimizer(request, model)
+    with _layout(request, model, optimizer) as (step, _, _):
+        found = []
+        for _ in range(2 * optimizer.num_groups * request.steps_per_group):
+            step(real_batch(request, model.config))
+            found.append(own.num_bytes()["host"])
+    return max(found)
 
 
 def _sparse_peaks(rank: int, request: PlanRequest, model: nn.Module, optimizer: Any) -> list[int]:

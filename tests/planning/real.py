@@ -238,6 +238,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
         optimizer_class,
         config=HiFTConfig.paper(
             layers_per_group=request.layers_per_group,
+            steps_per_group=request.steps_per_group,
             state=request.state,
             # What fp32 weights don't need, and ZeRO keeps for all.
             master="fp32" if request.precision in ("fp32", "mixed") else request.master_kind,

@@ -16,8 +16,8 @@ from slivertune.planning.make import build_model, make_plan
 from slivertune.planning.plan import Plan
 from tests.helpers.pairwise import rotated
 from tests.helpers.plan_requests import paper_request
-from tests.helpers.ranks import run_ranks
-from tests.planning.layout_runs import BUCKET_BYTES, all_peaks_on_rank
+from tests.helpers.ranks import quick, run_ranks
+from tests.planning.layout_runs import BUCKET_BYTES, all_peaks_on_rank, host_bytes_on_rank
 from tests.planning.real import LLAMA
 
 SMALL = LlamaConfig(**{**LLAMA.to_diff_dict(), "num_hidden_layers": 2})
@@ -120,6 +120,29 @@ TOLERANCE = 0.03
 """For small tensors of the engines, and the batch."""
 RARELY: dict[str, Any] = {"estimation_steps": 2, "reselection_interval": 100}
 """SFT: two updates in an estimation phase, and many outside."""
+
+
+ON_HOST: dict[Any, list[dict[str, Any]]] = {
+    "ddp": [
+        {"optimizer": "adafactor"},
+        {"gradients": "host", "layers_per_group": 3},
+        {"state": "discard", "steps_per_group": 2},
+    ],
+    "fsdp2": [{}, {"precision": "bf16"}, {"state": "discard", "steps_per_group": 2}, {"state": "device"}],
+    "zero1": [{}, {"optimizer": "sgd_momentum"}, {"precision": "fp32"}],
+    "zero2": [{}, {"state": "device"}],
+    "zero3": [{}, {"optimizer": "sgd_momentum"}],
+}
+"""Runs of HiFT by layout."""
+
+
+@pytest.mark.parametrize("layout", quick(ON_HOST, ["ddp", "fsdp2"]))
+def test_host_memory_of_a_rank_is_as_planned(layout: Any) -> None:
+    of_layout: dict[str, Any] = {"layout": layout, "num_gpus": 2, "batch_size": 1, "seq_length": 16}
+    requests = [paper_request(**{"precision": "mixed_hi", **of_layout, **settings}) for settings in ON_HOST[layout]]
+    planned = [make_plan(each, SMALL).host_bytes for each in requests]
+    for found in run_ranks(host_bytes_on_rank, 2, requests, SMALL):
+        assert planned == pytest.approx(found, rel=TOLERANCE)
 
 
 @pytest.mark.slow

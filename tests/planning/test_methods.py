@@ -219,12 +219,17 @@ def test_what_is_stored_in_files_is_as_much_as_would_be_in_host_memory() -> None
     assert on_disk.peak == on_host.peak
 
 
-@pytest.mark.parametrize("state_ram_bytes", [0, 3_000_000])
-def test_the_bytes_of_state_on_disk_are_those_of_a_real_run(state_ram_bytes: int, tmp_path: Path) -> None:
-    request = paper_request(precision="mixed_hi", state="disk", state_ram_bytes=state_ram_bytes, **SIZES)
+@pytest.mark.parametrize(
+    ("state_ram_bytes", "gradients"), [(0, "device"), (3_000_000, "device"), (0, "host"), (3_000_000, "host")]
+)
+def test_the_bytes_of_state_on_disk_are_those_of_a_real_run(
+    state_ram_bytes: int, gradients: Any, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"state": "disk", "state_ram_bytes": state_ram_bytes, "gradients": gradients}
+    request = paper_request(precision="mixed_hi", **settings, **SIZES)
     plan, model = plan_of(request), real_model(request, LLAMA)
     own = StateCount()
-    config = HiFTConfig.paper(state="disk", state_dir=tmp_path, state_ram_bytes=state_ram_bytes)
+    config = HiFTConfig.paper(state_dir=tmp_path, **settings)
     optimizer = HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
     for _ in range(optimizer.num_groups):
         model(**real_batch(request, LLAMA)).loss.backward()

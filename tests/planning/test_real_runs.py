@@ -265,13 +265,34 @@ def test_a_budget_of_the_device_is_as_planned(device_bytes: int, weights: Any) -
     check(paper_request(device_bytes=device_bytes, weights=weights, **settings, **SIZES), LLAMA, first=1)
 
 
-@pytest.mark.parametrize("weights", ["device", "host"])
-@pytest.mark.parametrize("waiting", [None, "int8"])
-def test_what_waits_on_the_host_is_as_planned(waiting: Any, weights: Any) -> None:
-    request = paper_request(precision="mixed_hi", waiting=waiting, weights=weights, **SIZES)
-    assert make_plan(request, LLAMA).host_bytes == pytest.approx(
-        run_for_real(request, LLAMA).highest.host, rel=TOLERANCE
-    )
+ON_HOST: dict[str, Any] = {
+    "precision": ["fp32", "bf16", "mixed_hi"],
+    "layers_per_group": [1, 2, 5],
+    "optimizer": ["adamw", "adamw8bit", "adafactor", "sgd_momentum"],
+    "state": ["host", "discard", "device"],
+    "steps_per_group": [1, 2],
+    "gradients": ["device", "host", "stepped"],
+    "gradient_accumulation_steps": [1, 2],
+    "waiting": [None, "int8", "nf4"],
+    "weights": ["device", "host"],
+    "stream_bytes": [0, 2**18],
+}
+
+
+def is_hift(row: Any) -> bool:
+    """Whether HiFT takes a row, or the part of one."""
+    try:
+        paper_request(method="hift", **row).hift_config()
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("row", row_params(pairwise_rows(ON_HOST, is_hift)))
+def test_host_memory_is_as_planned(row: Any) -> None:
+    request = paper_request(method="hift", **row, **SIZES)
+    real = run_for_real(request, LLAMA).highest.host
+    assert make_plan(request, LLAMA).host_bytes == pytest.approx(real, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("method", ["dense", "hift"])

@@ -97,8 +97,10 @@ def assemble(
         Groups(weights=of_groups, meter=meter, prefetcher=prefetcher, sizes=sizes, coming=coming)
     )
     room = HostRoom(states, meter, disk)
+    in_update = max if config.inactive == "frozen" else sum
+    gradient_bytes = in_update(bytes_of(each) for each in of_groups)
     if config.waiting is not None:
-        room.take()
+        room.take(gradient_bytes if config.gradients == "host" else 0)
     parking = None
     if config.parks:
         offloaded = [each for each in states if isinstance(each, OffloadedState)]
@@ -111,7 +113,7 @@ def assemble(
         slots_of=prefetcher.slots_of,
         take_room=room.take,
         in_flight_bytes=config.stream_bytes,
-        num_bytes=(max if above is None else sum)(bytes_of(weights) for weights in of_groups),
+        num_bytes=gradient_bytes,
     )
     routes: dict[str, Callable[[], DeviceGradients]] = {
         "device": lambda: DeviceGradients(steps, config.max_grad_norm),

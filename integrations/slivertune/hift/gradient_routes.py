@@ -54,6 +54,11 @@ class DeviceGradients(Part):
         self._turn = turn
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for gradients."""
+        return 0
+
+    @property
     def beside(self) -> Sequence[Weight]:
         """Weights of other groups that have gradients in this turn, too. An update needs none of them."""
         return ()

@@ -23,7 +23,7 @@ class HostGradients(DeviceGradients):
         steps: Functions that it calls.
         max_norm: Largest norm, as in `DeviceGradients`.
         slots_of: Function that returns the slots of a device, with its copy streams.
-        take_room: Function that raises if the host has no room for gradients, to call before they get memory.
+        take_room: Function that raises if the host has no room for these bytes, to call before they get memory.
         in_flight_bytes: Bytes of gradients in flight beside the largest.
         num_bytes: Bytes of the most gradients that an update has; see `bytes_of`.
     """
@@ -39,7 +39,7 @@ class HostGradients(DeviceGradients):
         max_norm: float | None,
         *,
         slots_of: Callable[[torch.device], DeviceSlots],
-        take_room: Callable[[], None],
+        take_room: Callable[[int], None],
         in_flight_bytes: int,
         num_bytes: int,
     ) -> None:
@@ -52,6 +52,11 @@ class HostGradients(DeviceGradients):
         self.others: Sequence[Weight] = ()
         """Weights of other groups whose gradients are offloaded, too."""
 
+    @property
+    @override
+    def host_bytes(self) -> int:
+        return 0 if self._memory is None else self._num_bytes
+
     @override
     def on_gradient(self, parameter: torch.Tensor) -> None:
         self.take(parameter)
@@ -63,7 +68,7 @@ class HostGradients(DeviceGradients):
         weights = (*self._turn.state.weights, *self.others)
         streams = self._slots_of(weights[0].device).streams
         if self._memory is None or self._memory.streams is not streams:
-            self._take_room()
+            self._take_room(self._num_bytes)
             self._memory = GradientMemory(streams, self._in_flight_bytes, self._num_bytes)
         self._memory.begin_turn(weights)
         self._memory.take(parameter)

@@ -7,7 +7,6 @@ from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.torch_internals import is_without_data
 from slivertune.hift.disk import Disk, split_bytes
 from slivertune.hift.group_state import GroupState
-from slivertune.hift.host_gradients import bytes_of
 from slivertune.hift.offload_buffer import offloaded_bytes
 from slivertune.hift.probe import StepMeter
 
@@ -25,22 +24,27 @@ class HostRoom:
         self._groups, self._meter, self._disk = groups, meter, disk
         self._is_taken = False
 
-    def take(self) -> None:
-        """Check the room once, before anything is allocated, and reserve that of the files.
+    def take(self, gradient_bytes: int = 0) -> None:
+        """Check the room before anything is allocated: once for state, and whenever gradients get memory.
+
+        The room of the files is reserved.
+
+        Args:
+            gradient_bytes: Bytes of gradients to come.
 
         Raises:
             MemoryError: If there is no room, with the bytes needed and the bytes free.
             OSError: If the disk has none.
         """
-        if self._is_taken:
+        if self._is_taken and not gradient_bytes:
             return
-        _check(self._groups, self._meter, self._disk)
-        if self._disk is not None:
+        _check(self._groups, self._meter, self._disk, gradient_bytes)
+        if self._disk is not None and not self._is_taken:
             self._disk.open()
         self._is_taken = True
 
 
-def _check(groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None) -> None:
+def _check(groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None, gradient_bytes: int) -> None:
     available = None if is_without_data() else available_host_bytes()
     if available is None:
         return
@@ -52,8 +56,8 @@ def _check(groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None) ->
         sizes = [offloaded_bytes(group.weights, meter).total() for group in groups]
         host_bytes, _ = split_bytes(sizes, meter.config.state_ram_bytes)
         needed['two groups of state="disk" and those of state_ram_bytes'] = host_bytes
-    if meter.config.gradients == "host":
-        needed["gradients"] = max(bytes_of(group.weights) for group in groups)
+    if gradient_bytes:
+        needed["gradients"] = gradient_bytes
     if needed.total() > available:
         parts = " and ".join(f"{num_bytes / 1e9:.1f} GB for {what}" for what, num_bytes in needed.items())
         raise MemoryError(

@@ -138,6 +138,11 @@ class SteppedGradients(DeviceGradients):
 
     @property
     @override
+    def host_bytes(self) -> int:
+        return self._earlier.host_bytes
+
+    @property
+    @override
     def beside(self) -> Sequence[Weight]:
         return () if self._above is None else self._above.weights
 

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
+from slivertune.core.torch_internals import storage_key
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.chunk import MASTER, Slice, StepCopies, Weight, refresh_master
 from slivertune.hift.disk import LentBuffer
@@ -55,20 +56,37 @@ class OffloadBuffer:
 
         Each dtype has its own buffer: torch.save refuses tensors of several dtypes in one storage.
         """
-        with claimed_at_birth("state", self._tier):
-            buffers = {dtype: self._allocate(size) for dtype, size in num_bytes.items() if size}
+        buffers = {dtype: self._claimed(size) for dtype, size in num_bytes.items() if size}
         for dtype, buffer in buffers.items():
-            claim(buffer, "state", self._tier)
             self._buffers[dtype], self._used_bytes[dtype] = buffer, 0
+
+    @property
+    def reserved(self) -> Collection[torch.Tensor]:
+        """Buffers whose memory is taken next, one of each dtype."""
+        return self._buffers.values()
+
+    def alone_like(self, model: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with arbitrary content in a buffer of its own, so that what is reserved stays for others."""
+        return tensor_at(self._claimed(_bytes_of(model)), 0, model)
 
     def empty_like(self, model: torch.Tensor) -> torch.Tensor:
         """Return a tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
         dtype = model.dtype
         if dtype not in self._buffers or self._used_bytes[dtype] + model.nbytes > self._buffers[dtype].numel():
-            self.reserve({dtype: aligned(max(1, model.numel()) * dtype.itemsize)})
+            self.reserve({dtype: _bytes_of(model)})
         start = self._used_bytes[dtype]
         self._used_bytes[dtype] += aligned(model.nbytes)
         return tensor_at(self._buffers[dtype], start, model)
+
+    def _claimed(self, num_bytes: int) -> torch.Tensor:
+        with claimed_at_birth("state", self._tier):
+            buffer = self._allocate(num_bytes)
+        claim(buffer, "state", self._tier)
+        return buffer
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return aligned(max(1, tensor.numel()) * tensor.dtype.itemsize)
 
 
 def host_buffer(streams: CopyStreams) -> OffloadBuffer:
@@ -119,10 +137,15 @@ def offloaded_bytes(weights: Sequence[Weight], meter: StepMeter, *, is_measured:
     for weight in weights:
         if meter.steps_master(weight):
             num_bytes[torch.float32] += aligned(weight.parameter.numel() * torch.float32.itemsize)
-        if is_measured or meter.is_elementwise or meter.config.state == "disk":
+        if is_measured or counts_state(meter):
             for dtype, state_bytes in meter.needs(weight).state_bytes.items():
                 num_bytes[dtype] += aligned(math.ceil(state_bytes)) + _GAPS_BYTES
     return num_bytes
+
+
+def counts_state(meter: StepMeter) -> bool:
+    """Return whether `offloaded_bytes` counts state, not masters alone."""
+    return meter.is_elementwise or meter.config.state == "disk"
 
 
 class StateStore:
@@ -143,6 +166,8 @@ class StateStore:
         """Tensors with dimensions, by weight and key."""
         self._slices: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
         """By weight and start of a slice: its parts of the tensors, and its values without dimensions, by key."""
+        self._is_for_masters = False
+        """Whether the reserved memory is for masters alone."""
 
     @property
     def is_loaded(self) -> bool:
@@ -162,8 +187,23 @@ class StateStore:
                     if isinstance(value, torch.Tensor):
                         values[key] = moved(value)
 
-    def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
-        """Allocate memory for the tensors to come, so that a lack of memory shows now. A file has it already."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory or files that hold the tensors, and that are reserved for others."""
+        of_slices = (slices.values() for slices in self._slices.values())
+        values = (value for state in itertools.chain(self._wholes.values(), *of_slices) for value in state.values())
+        tensors = (value for value in itertools.chain(values, self._buffer.reserved) if isinstance(value, torch.Tensor))
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
+
+    def reserve(self, num_bytes: Mapping[torch.dtype, int], *, for_masters: bool = False) -> None:
+        """Allocate memory for the tensors to come, so that a lack of memory shows now. A file has it already.
+
+        Args:
+            num_bytes: Bytes by dtype.
+            for_masters: Whether they are for masters alone. Then each tensor of state gets memory of its own.
+        """
+        self._is_for_masters = for_masters
         if self._lent is None:
             self._buffer.reserve(num_bytes)
 
@@ -303,7 +343,8 @@ class StateStore:
         known = wholes.get(key)
         if known is None or known.shape != model.shape or known.dtype != model.dtype:
             lent = None if self._lent is None else self._lent.empty_like(model)
-            wholes[key] = self._buffer.empty_like(model) if lent is None else lent
+            empty_like = self._buffer.alone_like if self._is_for_masters and key != MASTER else self._buffer.empty_like
+            wholes[key] = empty_like(model) if lent is None else lent
         return wholes[key]
 
 

@@ -39,7 +39,7 @@ from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.group_state import GroupState, WeightState, adapted_by_instances, check_rules, chunks_of
 from slivertune.hift.left_out import few_of, finish_left_out
 from slivertune.hift.nested_state import unflatten_state
-from slivertune.hift.offload_buffer import NewStore, StateStore, offloaded_bytes
+from slivertune.hift.offload_buffer import NewStore, StateStore, counts_state, offloaded_bytes
 from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import LearningRate
@@ -99,6 +99,11 @@ class OffloadedState(GroupState):
     @override
     def is_offloaded(self) -> bool:
         return self._store is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory or files that hold the group's masters and state now."""
+        return 0 if self._store is None else self._store.num_bytes
 
     @override
     def prefetch(self, *, in_backward: bool = False) -> None:
@@ -281,7 +286,7 @@ class OffloadedState(GroupState):
         if self._store is None:
             store = self._new_store(self._slots.streams)
             if reserves:
-                store.reserve(offloaded_bytes(self.weights, self._meter))
+                store.reserve(offloaded_bytes(self.weights, self._meter), for_masters=not counts_state(self._meter))
             self._store = store
         return self._store
 

@@ -95,6 +95,11 @@ class ParkedBlocks:
         return 0 if self.streamed is None else self.streamed.blocks.weights.offloaded_bytes
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory that hold copies of the exact weights of quantised layers."""
+        return 0 if self.quantized is None else self.quantized.copied_bytes
+
+    @property
     def num_streamed(self) -> int:
         """Number of blocks that each forward loads from the host."""
         return 0 if self.streamed is None else len(self.streamed.blocks.weights.streamed)

@@ -92,6 +92,11 @@ class QuantizedLayers:
         """Holders of all weights."""
         return self._by_parameter.values()
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory that hold copies of exact weights."""
+        return sum(each.parameter.nbytes for each in self.weights if isinstance(each.source, HostCopy))
+
     def device_of(self, held: QuantizedWeight) -> torch.device:
         """Return the device on which a layer computes."""
         return self._home or held.parameter.device

@@ -1,6 +1,6 @@
 """Plans of HiFT: find the groups that differ, and measure the steps of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,8 +12,8 @@ from typing_extensions import override
 from slivertune.core.byte_text import format_bytes
 from slivertune.core.layers import find_blocks, find_layers
 from slivertune.core.layout import Layout
-from slivertune.core.torch_internals import storage_key
 from slivertune.hift.disk import split_bytes
+from slivertune.hift.offloaded_state import OffloadedState
 from slivertune.hift.rotation import Group, cut_groups
 from slivertune.planning.alike_groups import alike, places_to_measure
 from slivertune.planning.course import CourseLedger
@@ -95,12 +95,22 @@ class HiFTRun:
         throws_away = request.state == "discard" and request.steps_per_group == 1
         self._num_updates = 1 if throws_away or is_shared else 2
         with planned_streams(self._request):
-            self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
+            # State that is discarded is offloaded between a turn's updates, even if the second is not run.
+            self._updates_a_turn = 2 if request.state == "discard" and not throws_away else self._num_updates
+            self.optimizer = hift_over(model, request, updates_a_turn=self._updates_a_turn)
             with FakeOverrides():
                 self.optimizer.turns.state_sizes()  # trial steps on parameters of its own, in no update
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         self._at_start = self.optimizer.state_dict()
         self._known: dict[int, _KnownTurn] = {}
+        self._offloaded: dict[int, int] = {}
+        """Bytes by group that hold its masters and state between its turns, or, if it discards them, its updates."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that all groups share: parked weights, and the gradients of one group."""
+        turns = self.optimizer.turns
+        return turns.parked.host_bytes + turns.parked.copied_bytes + turns.route.host_bytes
 
     def measure(self, group: Group, forward: Forward) -> tuple[MeasuredStep, ...]:
         """Measure a group's first update and a later one, without the state of other groups.
@@ -112,8 +122,7 @@ class HiFTRun:
             forward: Forward of the model on its batch.
 
         Returns:
-            Steps, of which the larger peak counts. `after` of the last one is of the first update if the state is
-            discarded after a turn.
+            Steps, of which the larger peak counts.
         """
         with planned_streams(self._request):
             if group.index in self._known:
@@ -125,14 +134,13 @@ class HiFTRun:
         self._begin_turn(group, self._at_start)
         steps = []
         with CourseLedger(self._model) as ledger:
-            for _ in range(self._num_updates):
+            for is_first in (True, False)[: self._num_updates]:
                 steps.append(self._measure_step(ledger, forward))
+                self._note_offloaded(group, is_first=is_first)
                 # Text reaches no image tower, so that the turns of the tower's groups pass without an update.
                 if self.optimizer.skipped_turns and (self._request.task != "image_text" or self._request.images):
                     raise RuntimeError(f"group {group.index} lost its turn: no gradient reached its parameters")
-        # State that is discarded at the end of a turn is offloaded between the updates of the turn.
-        after = steps[0 if self._request.state == "discard" else -1].after
-        return (*steps[:-1], replace(steps[-1], after=after))
+        return tuple(steps)
 
     def _measure_step(
         self, ledger: CourseLedger, forward: Forward, known: MeasuredUpdate | None = None
@@ -159,19 +167,21 @@ class HiFTRun:
             meet_gradients(self.optimizer, self._model, forward)
             backward = PhaseCourse(phase="backward", course=ledger.end_course())
             first = measure_update(ledger, self.optimizer)
+            self._note_offloaded(group, is_first=True)
             self._meter.forget(parameters)
             second = self._measure_step(ledger, forward)
+            self._note_offloaded(group, is_first=False)
         if not self._meter.has_seen(parameters):
             return ()
         if self._can_be_taken_up:
             self._known[group.index] = _KnownTurn(backward, first, second.update, self.optimizer.state_dict())
-        return (self._with_first(second, first, backward),)
+        return (with_first(second, first, backward),)
 
     def _measure_again(self, group: Group, forward: Forward, known: "_KnownTurn") -> tuple[MeasuredStep, ...]:
         with CourseLedger(self._model) as ledger:
             self._begin_turn(group, known.state, num_updates=1)
             second = self._measure_step(ledger, forward, known.second)
-        return (self._with_first(second, known.first, known.backward),)
+        return (with_first(second, known.first, known.backward),)
 
     @property
     def _can_be_taken_up(self) -> bool:
@@ -179,13 +189,15 @@ class HiFTRun:
         request = self._request
         return request.state in ("host", "disk") and request.gradients != "stepped"
 
-    def _with_first(self, second: MeasuredStep, first: MeasuredUpdate, backward: PhaseCourse) -> MeasuredStep:
-        after = first.after if self._request.state == "discard" else second.after
-        return replace(with_first(second, first, backward), after=after)
+    def _note_offloaded(self, group: Group, *, is_first: bool) -> None:
+        """Note the bytes of a group's offloaded state, before state that is discarded ends with the turn."""
+        state = self.optimizer.turns.states[group.index]
+        if isinstance(state, OffloadedState) and (is_first or self._request.state != "discard"):
+            self._offloaded[group.index] = state.num_bytes
 
     def _begin_turn(self, group: Group, state: dict[str, Any], num_updates: int = 0) -> None:
         """Start a group's turn, after `num_updates` of its updates."""
-        turn = {"updates": group.index * self._num_updates + num_updates, "held_lr": [self._learning_rate]}
+        turn = {"updates": group.index * self._updates_a_turn + num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**state, "hift": {**state["hift"], **turn}})
         with FakeOverrides():
             self.optimizer.turns.parked.make_codes()
@@ -214,7 +226,7 @@ class HiFTRun:
         num_parameters = sum(parameter.numel() for parameter in parameters)
         above = self.optimizer.groups[group.index + 1 :] if self._request.inactive == "above" else []
         with_gradients = [*parameters, *(each for higher in above for each in self._parameters_of(higher))]
-        waiting = self._offloaded_bytes(steps[-1], group, state)
+        waiting = self._offloaded.get(group.index, 0)
         if self._request.state == "discard":
             # The state was offloaded between the turn's updates, and is discarded now.
             num_bytes["master"] = min(waiting, _FP32 * num_parameters) if self._request.master_kind == "fp32" else 0
@@ -231,20 +243,6 @@ class HiFTRun:
             offloaded_bytes=waiting,
             work=steps[-1].work,
         )
-
-    def _offloaded_bytes(self, step: MeasuredStep, group: Group, state: Mapping[str, Mapping[str, Any]]) -> int:
-        """Return the host bytes of a group's offloaded state between its turns."""
-        if self._request.waiting is None:
-            return step.after.host - self.optimizer.turns.parked.host_bytes
-        # Masters of other groups are on the host from the beginning, and masters of the next group are in flight.
-        tensors = [
-            value
-            for name in group.parameter_names
-            for value in state.get(name, {}).values()
-            if isinstance(value, torch.Tensor)
-        ]
-        storages = {storage_key(each.untyped_storage()): each.untyped_storage().nbytes() for each in tensors}
-        return sum(storages.values())
 
 
 class PlannedHiFT(PlannedMethod):
@@ -324,7 +322,7 @@ class _Turns(Measurer):
             groups=tuple(groups),
             num_weights=num_weights(self._model),
             weight_bytes=weight_bytes(self._model),
-            host_bytes=run.optimizer.turns.parked.host_bytes,
+            host_bytes=run.host_bytes,
             notes=notes,
         )
 

@@ -197,7 +197,7 @@ class _Updates(Measurer):
                 for _ in range(num_inside + _OUTSIDE_UPDATES)
             ]
         inside, outside = steps[:num_inside], steps[num_inside:]
-        kinds = [("outside of estimation phases", outside, outside[-1].after.state)]
+        kinds = [("outside of estimation phases", outside, outside[-1].update.after.state)]
         if inside:
             kinds.insert(0, ("inside an estimation phase", inside, max(each.highest("state") for each in inside)))
         groups = [

@@ -65,8 +65,6 @@ class MeasuredStep:
     """Update alone."""
     earlier: tuple[PhaseCourse, ...] = ()
     """Phases of an earlier step that take more than those of this one."""
-    after: Census
-    """Bytes alive when the step ended."""
     work: StepWork
     """Work of the step."""
 
@@ -194,7 +192,6 @@ def measure_step(
         passes=tuple(passes),
         gradients=before.gradients,
         update=update,
-        after=update.after,
         work=StepWork(
             forwards=tuple(counter.work_of(("forward", index)) for index in range(num_backwards)),
             backwards=tuple(counter.by_place(("backward", index)) for index in range(num_backwards)),
