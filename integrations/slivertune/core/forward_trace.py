@@ -5,13 +5,22 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slivertune.core.torch_internals import READS_A_VALUE, TorchDispatchMode, tree_leaves
+from slivertune.core.dummy_batch import dummy_batch
+from slivertune.core.torch_internals import (
+    READS_A_VALUE,
+    TorchDispatchMode,
+    is_without_data,
+    outside_of_modes,
+    tree_leaves,
+    tree_map,
+)
 
 
 class _BlocksEntered(BaseException):
@@ -42,12 +51,22 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, nn.Parameter):
-                self.note(value)
-        if func is READS_A_VALUE:
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter):
+                self.note(tensor)
+        if func is READS_A_VALUE and tensors[0].is_meta:
             return 1  # meta tensors have no values, but models ask whether a mask is all true
+        if any(tensor.is_meta for tensor in tensors):
+            args, kwargs = tree_map(_on_meta, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+def _on_meta(value: Any) -> Any:
+    """Return a tensor or a device without data, for an operator whose other tensors have none."""
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value.to("meta") if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
 def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[str, int], list[str]]:
@@ -62,6 +81,12 @@ def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[st
     Returns:
         Moments by name (first read of a parameter, first entry into a list of blocks), and the failures.
     """
+    # The batch has values, also where a model's weights have none.
+    with outside_of_modes() if is_without_data() else nullcontext():
+        return _trace(model, block_lists)
+
+
+def _trace(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[str, int], list[str]]:
     recorder, failures = _Recorder(), []
     try:
         twin = _meta_twin(model)
@@ -76,7 +101,7 @@ def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[st
         if not recorder.awaited:
             continue
         try:
-            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
                 warnings.simplefilter("ignore")
                 with recorder:
                     # transformers' cache of a model without attention fails in training's forward.
@@ -121,25 +146,3 @@ def _meta_twin(model: nn.Module) -> nn.Module:
             vars(own).update(vars(parameter) | vars(own))  # bitsandbytes keeps the state of a 4-bit weight there
             module.register_parameter(name, own)
     return twin.eval()
-
-
-def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Make a batch of zeros that most models run on: one sequence of eight ids, or one image.
-
-    Args:
-        module: The model. Models of transformers name the input that they need.
-    """
-    arguments = inspect.signature(module.forward).parameters
-    name: str = getattr(module, "main_input_name", "")
-    if name not in arguments:  # a tower may name its whole model's input, which it does not take
-        name = next(iter(arguments))
-    ids = torch.zeros(1, 8, dtype=torch.long)
-    batch = {name: ids}
-    if name == "pixel_values":
-        config: Any = module.config
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        batch[name] = torch.zeros(1, config.num_channels, height, width, dtype=torch.float32)
-    if "decoder_input_ids" in arguments:
-        batch["decoder_input_ids"] = ids
-    return batch

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.forward_trace import dummy_batch
+from slivertune.core.dummy_batch import dummy_batch
 from slivertune.deltas.adapter_load import base_name
 
 TOLERANCE = 1e-3
@@ -33,14 +33,11 @@ def choose_inputs(model: Any, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
         model: The base.
         tokens: Ids that must be among the first.
     """
-    batch = dict(dummy_batch(model))
-    name, config = model.main_input_name, model.config
-    if name == "input_features":
-        batch[name] = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions, dtype=torch.float32)
-    elif name == "input_values":
-        batch[name] = torch.zeros(1, 4000, dtype=torch.float32)
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    return {name: draw(each.shape) if each.is_floating_point() else _ids(model, tokens) for name, each in batch.items()}
+    return {
+        name: draw(each.shape) if each.is_floating_point() else _ids(model, tokens)
+        for name, each in dummy_batch(model).items()
+    }
 
 
 def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
