@@ -393,16 +393,18 @@ def test_a_tower_that_names_the_input_of_its_whole_model_gets_its_own(kind: str)
     assert [block.name for block in blocks] == ["model.vision_model.encoder.layers.0", "model.text_model.layers.0"]
 
 
-PATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Qwen2VL": ("qwen2_vl_text", {"embed_dim": 16, "num_heads": 2, "depth": 1, "hidden_size": 16}, "patch_embed.proj"),
-    "Qwen2_5_VL": ("qwen2_5_vl_text", {"hidden_size": 16, "num_heads": 2, "depth": 2}, "patch_embed.proj"),
-    "Qwen3VL": ("qwen3_vl_text", {"hidden_size": 16, "num_heads": 2, "depth": 1}, "patch_embed.proj"),
+OF_PATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Qwen2VL": ("qwen2_vl_text", {"embed_dim": 16, "num_heads": 2, "depth": 1, "hidden_size": 16}, "patch_embed"),
+    "Qwen2_5_VL": ("qwen2_5_vl_text", {"hidden_size": 16, "num_heads": 2, "depth": 2}, "patch_embed"),
+    "Qwen3VL": ("qwen3_vl_text", {"hidden_size": 16, "num_heads": 2, "depth": 1}, "patch_embed"),
+    # Its first weight is of positions, and a norm that its forward reads early is registered late.
+    "Glm4v": ("glm4v_text", {"hidden_size": 16, "num_heads": 2, "depth": 1}, "post_conv_layernorm"),
 }
 
 
-@pytest.mark.parametrize("kind", PATCHES)
+@pytest.mark.parametrize("kind", OF_PATCHES)
 def test_a_tower_that_takes_patches_and_their_grid_is_reached(kind: str) -> None:
-    text, vision, name = PATCHES[kind]
+    text, vision, early = OF_PATCHES[kind]
     config = getattr(transformers, f"{kind}Config")(
         text_config={
             "model_type": text,
@@ -413,14 +415,48 @@ def test_a_tower_that_takes_patches_and_their_grid_is_reached(kind: str) -> None
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "num_key_value_heads": 2,
+            "pad_token_id": 0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
         },
         vision_config={**vision, "intermediate_size": 16, "out_hidden_size": 32},
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     embedding, *_, head = find_layers(model)  # without a warning, which would be an error here
-    assert f"model.visual.{name}.weight" in embedding.parameter_names
-    assert any(each.startswith("model.visual.merger.") for each in head.parameter_names)
+    assert any(name.startswith(f"model.visual.{early}.") for name in embedding.parameter_names)
+    assert any(name.startswith("model.visual.merger.") for name in head.parameter_names)
+
+
+class Tower(PlainModel):
+    """Reads how many patches an image has from its grid."""
+
+    def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        height, width = int(grid_thw[0, 1]), int(grid_thw[0, 2])
+        pixels = hidden_states.reshape(height, width, hidden_states.shape[1])
+        scores: torch.Tensor = super().forward((pixels.sum(-1) > 0).long().reshape(1, height * width))
+        return scores
+
+
+def test_values_of_the_batch_can_be_read() -> None:
+    found = by_name(find_layers(Tower()))
+    assert (found["embedding"], found["head"]) == (PLAIN_EMBEDDING, PLAIN_HEAD)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_search_is_the_same_under_autocast_and_with_another_default_device(device: str) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    image = hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=32, patch_size=8))
+    with torch.device(device), torch.autocast("cpu", dtype=torch.bfloat16):
+        for model in (image, Tower()):
+            find_layers(model)  # a warning would be an error here
+
+
+def test_an_image_whose_channels_the_configuration_leaves_out_has_three() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = hf.BlipConfig(
+        text_config={**sizes, "vocab_size": 32, "encoder_hidden_size": 16, "bos_token_id": 1, "sep_token_id": 2},
+        vision_config={**sizes, "image_size": 32, "patch_size": 8},
+    )
+    find_layers(hf.BlipForConditionalGeneration(config))  # a warning would be an error here
 
 
 def test_a_tower_that_takes_patches_and_their_shapes_is_reached() -> None:

@@ -481,6 +481,16 @@ def test_too_little_host_memory_is_said_before_anything_is_allocated(
     assert hift.updates == 2
 
 
+@pytest.mark.parametrize(("gradients", "needs_them"), [("device", False), ("host", True), ("stepped", False)])
+def test_masters_that_are_made_at_once_are_refused_together_with_the_gradients_to_come(
+    gradients: Any, needs_them: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: 1)
+    with pytest.raises(MemoryError, match="GB for masters and state") as caught:
+        hift_over(small_decoder(torch.bfloat16), "AdamW", gradients=gradients, waiting="int8")
+    assert ("GB for gradients" in str(caught.value)) is needs_them
+
+
 @pytest.mark.parametrize("gradients", ["device", "host"])
 def test_state_that_was_loaded_lies_on_the_host_already_and_needs_no_more_of_it(
     gradients: Any, monkeypatch: pytest.MonkeyPatch

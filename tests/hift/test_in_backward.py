@@ -515,17 +515,34 @@ def test_a_backward_that_ends_before_its_first_step_is_refused_or_forgotten_by_t
         assert_same_bits(model, clean)
 
 
-@pytest.mark.parametrize("state", ["device", "host"])
+@pytest.mark.parametrize("state", ["device", "host", "disk"])
 def test_too_little_host_memory_for_gradients_of_earlier_forwards_is_an_error(
-    state: Any, monkeypatch: pytest.MonkeyPatch
+    state: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model, hift = hift_over(small_decoder(), "AdamW", gradients="stepped", layers_per_group=LAYERS, state=state)
-    batch, before = token_batches(1)[0], weights(model)
-    if state == "host":  # its state is on the host already
-        train(model, hift, [batch], 1)
-        before = weights(model)
+    settings: dict[str, Any] = {"state": state, **({"state_dir": tmp_path} if state == "disk" else {})}
+    model, hift = hift_over(small_decoder(), "AdamW", gradients="stepped", layers_per_group=LAYERS, **settings)
+    batch = token_batches(1)[0]
+    train(model, hift, [batch], 1)  # its state is in its place now
+    before = copy.deepcopy((weights(model), hift.state_dict()["state"]))
     room = sum(parameter.nbytes for parameter in model.parameters())
     monkeypatch.setattr(host_room, "available_host_bytes", lambda: room - 1)
-    with hift.accumulating(), pytest.raises(MemoryError, match=r"HiFT needs .* GB for gradients in host memory"):
+    with (
+        hift.accumulating(),
+        pytest.raises(MemoryError, match=r"HiFT needs [0-9.]+ GB for gradients in .*fewer layers"),
+    ):
         model(**batch).loss.backward()
-    assert differing(weights(model), before) == []
+    assert differing(weights(model), before[0]) == []
+    hift.zero_grad()
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: 2 * room)
+    with hift.accumulating():
+        model(**batch).loss.backward()
+    assert_same_tree(hift.state_dict()["state"], before[1])
+
+
+def test_gradients_of_layers_above_that_wait_need_room_on_the_host_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"gradients": "stepped", "master": "stochastic", "inactive": "above"}
+    model, hift = hift_over(small_decoder(torch.bfloat16), "AdamW", state="device", **settings)
+    room = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: room - 1)
+    with hift.accumulating(), pytest.raises(MemoryError, match="for gradients in host memory"):
+        model(**token_batches(1)[0]).loss.backward()

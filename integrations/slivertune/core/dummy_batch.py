@@ -1,4 +1,4 @@
-"""Batches of zeros on which a model, or a tower of one, runs."""
+"""Batches on which a model, or a tower of one, runs for the order of its layers alone."""
 
 import inspect
 from typing import Any
@@ -6,46 +6,56 @@ from typing import Any
 import torch
 from torch import nn
 
+_SIDE = 4
+"""Patches along each side of an image. Towers merge two by two of them."""
+
 
 def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Make a batch of zeros that most models run on: one sequence of eight ids, one image, or one sound.
+    """Make a batch that many models run on: one sequence of eight ids, one image, or one sound.
 
     Args:
         module: The model. Models of transformers name the input that they need.
+
+    Returns:
+        Integers with values, and floating-point tensors on the meta device, by the forward's argument.
     """
     arguments = inspect.signature(module.forward).parameters
     name: str = getattr(module, "main_input_name", "")
     if name not in arguments:  # a tower may name its whole model's input, which it does not take
         name = next(iter(arguments))
-    ids = torch.zeros(1, 8, dtype=torch.long)
-    dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
     config: Any = getattr(module, "config", None)
-    if "grid_thw" in arguments:
-        side = 2 * getattr(config, "spatial_merge_size", 1)
-        return {name: _patches(module, side**2, dtype), "grid_thw": torch.tensor([[1, side, side]])}
-    if "spatial_shapes" in arguments:
-        mask = torch.ones(1, 16, dtype=torch.long)
-        return {
-            name: _patches(module, 16, dtype)[None],
-            "pixel_attention_mask": mask,
-            "spatial_shapes": torch.tensor([[4, 4]]),
-        }
+    ids = torch.zeros(1, 8, dtype=torch.long)
     batch = {name: ids}
-    if name == "pixel_values":
+    if "grid_thw" in arguments:
+        grid = torch.tensor([[1, _SIDE, _SIDE]])
+        batch = {name: _floats(module, _SIDE**2, _patch_elements(module)), "grid_thw": grid}
+    elif name == "pixel_values" and "spatial_shapes" in arguments:
+        batch = {
+            name: _floats(module, 1, _SIDE**2, _patch_elements(module)),
+            "pixel_attention_mask": torch.ones(1, _SIDE**2, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[_SIDE, _SIDE]]),
+        }
+    elif name == "pixel_values":
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        batch[name] = torch.zeros(1, getattr(config, "num_channels", 3), height, width, dtype=dtype)
+        batch[name] = _floats(module, 1, getattr(config, "num_channels", 3), height, width)
     elif name == "input_features":
-        batch[name] = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions, dtype=dtype)
+        batch[name] = _floats(module, 1, config.num_mel_bins, 2 * config.max_source_positions)
     elif name == "input_values":
-        batch[name] = torch.zeros(1, 4000, dtype=dtype)
+        batch[name] = _floats(module, 1, 4000)
     if "decoder_input_ids" in arguments:
         batch["decoder_input_ids"] = ids
     return batch
 
 
-def _patches(module: nn.Module, number: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make patches of an image, as long as a tower's first layer takes them. Shape (number, elements)."""
+def _floats(module: nn.Module, *shape: int) -> torch.Tensor:
+    """Make a tensor without data, in the dtype of a module's weights."""
+    dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _patch_elements(module: nn.Module) -> int:
+    """Return the elements of a patch, as a tower's first layer takes it."""
     weights = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     weight = next((each for each in weights if each.dim() == 5), weights[0])  # a convolution over space and time
-    return torch.zeros(number, weight[0].numel(), dtype=dtype)
+    return weight[0].numel()

@@ -34,10 +34,13 @@ def choose_inputs(model: Any, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
         tokens: Ids that must be among the first.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    return {
-        name: draw(each.shape) if each.is_floating_point() else _ids(model, tokens)
-        for name, each in dummy_batch(model).items()
-    }
+    inputs = {}
+    for name, each in dummy_batch(model).items():
+        if each.is_floating_point():
+            inputs[name] = draw(each.shape)
+        else:  # ids are zeros, and the form of an image is not
+            inputs[name] = each if each.any() else _ids(model, tokens)
+    return inputs
 
 
 def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:

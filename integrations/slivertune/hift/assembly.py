@@ -97,8 +97,8 @@ def assemble(
         Groups(weights=of_groups, meter=meter, prefetcher=prefetcher, sizes=sizes, coming=coming)
     )
     room = HostRoom(states, meter, disk)
-    in_update = max if config.inactive == "frozen" else sum
-    gradient_bytes = in_update(bytes_of(each) for each in of_groups)
+    of_gradients = [bytes_of(each) for each in of_groups]
+    gradient_bytes = sum(of_gradients) if config.inactive == "above" else max(of_gradients)
     if config.waiting is not None:
         room.take(gradient_bytes if config.gradients == "host" else 0)
     parking = None

@@ -92,7 +92,7 @@ class HostGradients(DeviceGradients):
 
 
 class GradientMemory:
-    """Owner of the host memory for the active group's gradients.
+    """Owner of the host memory for an update's gradients.
 
     A side stream offloads each gradient. The largest in flight, and at most `in_flight_bytes` of others, stay on
     the device.
@@ -100,7 +100,7 @@ class GradientMemory:
     Args:
         streams: Copy streams of the device that computes the gradients.
         in_flight_bytes: Bytes of gradients in flight beside the largest.
-        num_bytes: Bytes of the largest group's gradients; see `bytes_of`.
+        num_bytes: As in `HostGradients`.
     """
 
     def __init__(self, streams: CopyStreams, in_flight_bytes: int, num_bytes: int) -> None:

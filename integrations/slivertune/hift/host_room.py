@@ -12,7 +12,7 @@ from slivertune.hift.probe import StepMeter
 
 
 class HostRoom:
-    """Room on the host for all groups' masters and state, and for the largest group's gradients.
+    """Room on the host for all groups' masters and state, and for offloaded gradients.
 
     Args:
         groups: Owners of all groups' state. Loaded state is on the host already and needs no more room.
@@ -39,7 +39,7 @@ class HostRoom:
         if self._is_taken and not gradient_bytes:
             return
         _check(self._groups, self._meter, self._disk, gradient_bytes)
-        if self._disk is not None and not self._is_taken:
+        if self._disk is not None:
             self._disk.open()
         self._is_taken = True
 
@@ -49,8 +49,8 @@ def _check(groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None, gr
     if available is None:
         return
     needed: Counter[str] = Counter()
-    if meter.config.state == "host":
-        coming = [group.weights for group in groups if not group.is_offloaded]
+    coming = [group.weights for group in groups if not group.is_offloaded]
+    if meter.config.state == "host" and coming:
         needed["masters and state"] = sum(offloaded_bytes(weights, meter).total() for weights in coming)
     if disk is not None and disk.files is None:
         sizes = [offloaded_bytes(group.weights, meter).total() for group in groups]
@@ -60,8 +60,18 @@ def _check(groups: Sequence[GroupState], meter: StepMeter, disk: Disk | None, gr
         needed["gradients"] = gradient_bytes
     if needed.total() > available:
         parts = " and ".join(f"{num_bytes / 1e9:.1f} GB for {what}" for what, num_bytes in needed.items())
+        ways = []
+        if needed.keys() - {"gradients"}:
+            ways.append(
+                'Use state="disk" on a fast local disk with few layers per group, 8-bit state (adamw8bit), or a '
+                "machine with more memory"
+            )
+        if gradient_bytes:
+            ways.append(
+                "Gradients need less with fewer layers per group, and nothing with gradients='stepped' and one forward "
+                "per update"
+            )
         raise MemoryError(
             f"HiFT needs {parts} in host memory, of which {available / 1e9:.1f} GB are free (or the container's limit "
-            'leaves no more). Use state="disk" on a fast local disk with few layers per group, 8-bit state '
-            "(adamw8bit), or a machine with more memory"
+            f"leaves no more). {'. '.join(ways)}"
         )
