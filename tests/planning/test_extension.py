@@ -346,6 +346,7 @@ def test_the_work_of_blocks_is_repeated_where_they_are_alike() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks, and no weight of the head")
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_plans_of_shipped_models_are_those_of_all_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """25 of all models, ways, lengths, with checkpointing and without; those that can't be planned have one error."""

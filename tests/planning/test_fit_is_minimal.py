@@ -306,7 +306,11 @@ def test_nothing_cheaper_fits_a_made_up_model_of_memory(asked: Asked) -> None:
     assert_minimal(asked, cache(memory_of), num_limits=40)
 
 
-@pytest.mark.parametrize("asked", quick(REAL, []), ids=str)
+SPLIT_IN_VAIN = [asked for asked in REAL if asked.model == "bert" and "precision" in asked.fixed]
+"""Where 8-bit state is chosen last, both ways to split the batch have to go."""
+
+
+@pytest.mark.parametrize("asked", quick(REAL, SPLIT_IN_VAIN), ids=str)
 def test_nothing_cheaper_fits_by_real_plans(asked: Asked) -> None:
     @cache
     def estimate(request: PlanRequest) -> MemoryRequirement:

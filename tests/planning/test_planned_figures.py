@@ -65,7 +65,7 @@ def test_what_7b_needs_with_and_without_checkpointing_is_what_the_page_says(capf
 
 def test_models_larger_than_the_card_need_what_the_page_of_hift_says(capfd: pytest.CaptureFixture[str]) -> None:
     words = re.findall(
-        r"By `slivertune plan --model (\S+) (.*?)`, \S+ needs ([\d.]+) GiB of the GPU, .*? with `--model (\S+)` "
+        r"By `slivertune plan --model (\S+) ([^`]*)`, \S+ needs ([\d.]+) GiB of the GPU, [^.`]*; with `--model (\S+)` "
         r"([\d.]+) GiB, with `--model (\S+)` ([\d.]+) GiB",
         words_of(HIFT),
     )

@@ -257,9 +257,14 @@ class _Search:
     def _leave_one_out(
         self, request: PlanRequest, taken: Sequence[_Taken], *, moves_to_host: bool
     ) -> list[_Taken] | None:
-        """Return the changes without one that hinders a later one, or None if all of them help."""
-        for left_out, _ in taken[:-1]:
-            fewer = self._apply(request, [candidate for candidate, _ in taken if candidate is not left_out])
+        """Return the changes without one, or without all of the same fields, that hinder a later one, or None."""
+        earlier = [candidate for candidate, _ in taken[:-1]]
+        alike = [[each for each in earlier if each.fields == candidate.fields] for candidate in earlier]
+        for left_out in [[candidate] for candidate in earlier] + [each for each in alike if len(each) > 1]:
+            kept = [candidate for candidate, _ in taken if all(candidate is not each for each in left_out)]
+            fewer = self._apply(request, kept)
+            if not fewer:
+                continue
             try:
                 before, after = self._plan(taken[-1][1]), self._plan(fewer[-1][1])
             except (ValueError, ImportError):
