@@ -24,16 +24,16 @@ def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
     if name not in arguments:  # a tower may name its whole model's input, which it does not take
         name = next(iter(arguments))
     config: Any = getattr(module, "config", None)
-    ids = torch.zeros(1, 8, dtype=torch.long)
+    ids = torch.zeros(1, 8, dtype=torch.long, device="cpu")
     batch = {name: ids}
     if "grid_thw" in arguments:
-        grid = torch.tensor([[1, _SIDE, _SIDE]])
+        grid = torch.tensor([[1, _SIDE, _SIDE]], device="cpu")
         batch = {name: _floats(module, _SIDE**2, _patch_elements(module)), "grid_thw": grid}
     elif name == "pixel_values" and "spatial_shapes" in arguments:
         batch = {
             name: _floats(module, 1, _SIDE**2, _patch_elements(module)),
-            "pixel_attention_mask": torch.ones(1, _SIDE**2, dtype=torch.long),
-            "spatial_shapes": torch.tensor([[_SIDE, _SIDE]]),
+            "pixel_attention_mask": torch.ones(1, _SIDE**2, dtype=torch.long, device="cpu"),
+            "spatial_shapes": torch.tensor([[_SIDE, _SIDE]], device="cpu"),
         }
     elif name == "pixel_values":
         size = config.image_size
