@@ -222,8 +222,8 @@ def test_a_model_that_changes_itself_in_its_forward_is_not_changed_by_the_search
     assert caught == []
 
 
-IDS_BYTES = 1024
-"""More than the ids of the dummy batch take, and their mask and positions, and less than any weight."""
+IDS_BYTES = 8 * torch.long.itemsize
+"""The eight ids of the dummy batch, which have values."""
 
 
 class Allocations(TorchDispatchMode):
@@ -248,7 +248,7 @@ def test_a_meta_llama_of_7b_parameters_is_sorted_without_memory_and_in_time_line
             model = hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=num_blocks))
         with Allocations() as allocations:
             layers, num_calls = count_calls(find_layers, model)
-        assert allocations.num_bytes <= IDS_BYTES
+        assert allocations.num_bytes == IDS_BYTES
         assert len(layers) == num_blocks + 2
         calls.append(num_calls)
     assert sum(parameter.numel() for parameter in model.parameters()) > 6.7e9
@@ -277,7 +277,7 @@ def test_the_search_copies_no_weights_buffers_or_other_tensors(model: Any) -> No
     model.output.weight.grad = torch.zeros_like(model.output.weight)
     with Allocations() as allocations:
         find_layers(model)
-    assert allocations.num_bytes <= IDS_BYTES
+    assert allocations.num_bytes == IDS_BYTES
 
 
 def test_a_plain_module_is_sorted_by_what_its_forward_reads_first() -> None:

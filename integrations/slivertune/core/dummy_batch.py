@@ -17,7 +17,7 @@ def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
         module: The model. Models of transformers name the input that they need.
 
     Returns:
-        Integers with values, and floating-point tensors on the meta device, by the forward's argument.
+        Tensors on the CPU by the forward's argument. Floating-point ones are one number, expanded.
     """
     arguments = inspect.signature(module.forward).parameters
     name: str = getattr(module, "main_input_name", "")
@@ -49,9 +49,9 @@ def dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _floats(module: nn.Module, *shape: int) -> torch.Tensor:
-    """Make a tensor without data, in the dtype of a module's weights."""
+    """Make a tensor of zeros in the memory of one, in the dtype of a module's weights."""
     dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
 
 
 def _patch_elements(module: nn.Module) -> int:

@@ -81,7 +81,7 @@ def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[st
     Returns:
         Moments by name (first read of a parameter, first entry into a list of blocks), and the failures.
     """
-    # The batch's integers have values, also where a model's weights have none.
+    # The batch has values, also where a model's weights have none.
     with outside_of_modes() if is_without_data() else nullcontext():
         return _trace(model, block_lists)
 
@@ -103,7 +103,7 @@ def _trace(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[str, int]
         try:
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
                 warnings.simplefilter("ignore")
-                with recorder, torch.device("cpu"):
+                with recorder, torch.device("cpu"), torch.autocast("cpu", enabled=False):
                     # transformers' cache of a model without attention fails in training's forward.
                     takes_cache = "use_cache" in inspect.signature(module.forward).parameters
                     module(**dummy_batch(module), **({"use_cache": False} if takes_cache else {}))

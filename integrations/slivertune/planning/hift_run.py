@@ -1,5 +1,6 @@
 """Plans of HiFT: find the groups that differ, and measure the steps of each."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -103,8 +104,8 @@ class HiFTRun:
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         self._at_start = self.optimizer.state_dict()
         self._known: dict[int, _KnownTurn] = {}
-        self._offloaded: dict[int, int] = {}
-        """Bytes by group that hold its masters and state between its turns, or, if it discards them, its updates."""
+        self._offloaded = Counter[int]()
+        """Most bytes by group that held its masters and state after an update."""
 
     @property
     def host_bytes(self) -> int:
@@ -134,9 +135,9 @@ class HiFTRun:
         self._begin_turn(group, self._at_start)
         steps = []
         with CourseLedger(self._model) as ledger:
-            for is_first in (True, False)[: self._num_updates]:
+            for _ in range(self._num_updates):
                 steps.append(self._measure_step(ledger, forward))
-                self._note_offloaded(group, is_first=is_first)
+                self._note_offloaded(group)
                 # Text reaches no image tower, so that the turns of the tower's groups pass without an update.
                 if self.optimizer.skipped_turns and (self._request.task != "image_text" or self._request.images):
                     raise RuntimeError(f"group {group.index} lost its turn: no gradient reached its parameters")
@@ -167,10 +168,10 @@ class HiFTRun:
             meet_gradients(self.optimizer, self._model, forward)
             backward = PhaseCourse(phase="backward", course=ledger.end_course())
             first = measure_update(ledger, self.optimizer)
-            self._note_offloaded(group, is_first=True)
+            self._note_offloaded(group)
             self._meter.forget(parameters)
             second = self._measure_step(ledger, forward)
-            self._note_offloaded(group, is_first=False)
+            self._note_offloaded(group)
         if not self._meter.has_seen(parameters):
             return ()
         if self._can_be_taken_up:
@@ -189,11 +190,11 @@ class HiFTRun:
         request = self._request
         return request.state in ("host", "disk") and request.gradients != "stepped"
 
-    def _note_offloaded(self, group: Group, *, is_first: bool) -> None:
-        """Note the bytes of a group's offloaded state, before state that is discarded ends with the turn."""
+    def _note_offloaded(self, group: Group) -> None:
+        """Note the bytes of a group's offloaded state after an update. The last one of a turn may discard it."""
         state = self.optimizer.turns.states[group.index]
-        if isinstance(state, OffloadedState) and (is_first or self._request.state != "discard"):
-            self._offloaded[group.index] = state.num_bytes
+        if isinstance(state, OffloadedState):
+            self._offloaded[group.index] = max(self._offloaded[group.index], state.num_bytes)
 
     def _begin_turn(self, group: Group, state: dict[str, Any], num_updates: int = 0) -> None:
         """Start a group's turn, after `num_updates` of its updates."""
@@ -226,7 +227,7 @@ class HiFTRun:
         num_parameters = sum(parameter.numel() for parameter in parameters)
         above = self.optimizer.groups[group.index + 1 :] if self._request.inactive == "above" else []
         with_gradients = [*parameters, *(each for higher in above for each in self._parameters_of(higher))]
-        waiting = self._offloaded.get(group.index, 0)
+        waiting = self._offloaded[group.index]
         if self._request.state == "discard":
             # The state was offloaded between the turn's updates, and is discarded now.
             num_bytes["master"] = min(waiting, _FP32 * num_parameters) if self._request.master_kind == "fp32" else 0

@@ -261,8 +261,7 @@ class _Search:
         earlier = [candidate for candidate, _ in taken[:-1]]
         alike = [[each for each in earlier if each.fields == candidate.fields] for candidate in earlier]
         for left_out in [[candidate] for candidate in earlier] + [each for each in alike if len(each) > 1]:
-            kept = [candidate for candidate, _ in taken if all(candidate is not each for each in left_out)]
-            fewer = self._apply(request, kept)
+            fewer = self._apply(request, [candidate for candidate, _ in taken if candidate not in left_out])
             if not fewer:
                 continue
             try:
