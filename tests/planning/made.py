@@ -2,7 +2,9 @@
 
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
@@ -63,6 +65,11 @@ def plan_made_once(request: PlanRequest, config: PreTrainedConfig) -> Plan:
     if key not in _known:
         _known[key] = make_plan(request, config)
     return _known[key]
+
+
+def planner_by(make: Callable[[PlanRequest, PreTrainedConfig], Plan]) -> Callable[[PreTrainedConfig], Any]:
+    """What stands in for `Planner`, and has its plans from a function."""
+    return lambda config: SimpleNamespace(plan=lambda request: make(request, config))
 
 
 def write_config(folder: Path, **changes: Any) -> Path:

@@ -20,7 +20,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, Plan
 from slivertune.planning.request import PlanRequest
 from tests.helpers.ranks import quick
-from tests.planning.made import moment, simple_plan, write_config
+from tests.planning.made import moment, planner_by, simple_plan, write_config
 
 pytestmark = pytest.mark.usefixtures("plans_made_once")
 
@@ -62,7 +62,7 @@ def test_after_ctrl_c_the_values_that_are_ready_are_printed(
             raise KeyboardInterrupt
         return make_plan(request, config)
 
-    monkeypatch.setattr(command, "make_plan", interrupted)
+    monkeypatch.setattr(command, "Planner", planner_by(interrupted))
     words = ["plan", "--model", str(tiny), "--seq_length", "64", "--sweep", "batch_size=1,2,3,4", "--json"]
     assert main(words) == 130
     captured = capfd.readouterr()
@@ -81,7 +81,7 @@ def test_what_libraries_print_or_log_while_a_plan_is_made_does_not_reach_standar
 
     speaks: list[bool] = []
 
-    monkeypatch.setattr(command, "make_plan", noisy)
+    monkeypatch.setattr(command, "Planner", planner_by(noisy))
     assert main(["plan", "--model", str(tiny), "--json"]) == 0
     captured = capfd.readouterr()
     assert isinstance(json.loads(captured.out), dict)
@@ -222,7 +222,7 @@ def test_on_the_machine_that_trains_its_free_memory_is_a_limit(
         waiting = {"host_bytes": 2000} if request.state == "host" else {"disk_bytes": 2000}
         return simple_plan(request, moment(parameters=1), **waiting)
 
-    monkeypatch.setattr(command, "make_plan", make_up)
+    monkeypatch.setattr(command, "Planner", planner_by(make_up))
     monkeypatch.setattr(command, "trains_here", lambda gpu: gpu is None)
     monkeypatch.setattr(limits, "available_host_bytes", lambda: 1000)
     fit = plan_json(capfd, tiny, "--fit", "8GiB")["fit"]
@@ -315,7 +315,7 @@ def test_a_failure_is_code_1_with_a_traceback_on_request_and_ctrl_c_is_130(
     def fail(*args: Any) -> None:
         raise raised
 
-    monkeypatch.setattr(command, "make_plan", fail)
+    monkeypatch.setattr(command, "Planner", planner_by(fail))
     assert main(["plan", "--model", str(tiny)]) == 1
     assert capfd.readouterr().err == "slivertune plan: error: it broke\n"
     assert main(["--debug", "plan", "--model", str(tiny)]) == 1
@@ -332,7 +332,7 @@ def test_a_missing_matplotlib_is_told_of_before_anything_is_planned(
         raise ImportError("--plot needs matplotlib")
 
     monkeypatch.setattr(command, "require_matplotlib", refuse)
-    monkeypatch.setattr(command, "make_plan", None)
+    monkeypatch.setattr(command, "Planner", None)
     assert main(["plan", "--model", str(tiny), "--plot", str(tmp_path / "x.png")]) == 1
     assert capfd.readouterr().err == "slivertune plan: error: ImportError: --plot needs matplotlib\n"
 

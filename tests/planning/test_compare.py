@@ -16,7 +16,7 @@ from slivertune.planning.compare import Comparison, Question, Row, Way, advice, 
 from slivertune.planning.comparison_plot import comparison_figure
 from slivertune.planning.comparison_report import describe_row, describe_trained, print_comparison
 from slivertune.planning.configs import ModelFigures
-from slivertune.planning.make import make_plan, plans_of_batches
+from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.plot import save
@@ -101,44 +101,6 @@ def test_a_row_is_what_trying_all_batches_one_at_a_time_finds(title: str, blocks
         assert row.requirement.host_bytes == expected.host_bytes
         run = with_room_ahead(expected, limits.device_bytes)
         assert row.time.seconds == plan_time(run, CARD.rates(efficiency=0.6)).seconds
-
-
-MANY: dict[str, dict[str, Any]] = {
-    "hift": {
-        "method": "hift",
-        "precision": "mixed_hi",
-        "layers_per_group": 3,
-        "stream_bytes": 16 * 1024,
-        "gradient_checkpointing": True,
-    },
-    "hift, gradients on the host": {"method": "hift", "layers_per_group": 2, "gradients": "host"},
-    "hift, stepped": {"method": "hift", "layers_per_group": 4, "gradients": "stepped"},
-    "hift, on the device": {"method": "hift", "state": "device"},
-    "hift, discarded": {"method": "hift", "state": "discard"},
-    "dense": {"method": "dense", "precision": "mixed"},
-    "lora": {"method": "lora", "precision": "bf16"},
-    "sft": {"method": "sft", "precision": "bf16", "estimation_steps": 1, "reselection_interval": 2},
-}
-
-
-@pytest.mark.parametrize("name", quick(MANY, ["hift, gradients on the host", "lora"]))
-def test_plans_of_one_run_after_the_other_are_those_of_each_alone(name: str) -> None:
-    first = paper_request(**GIVEN, **MANY[name])
-    # Of HiFT's groups one has two blocks, or a block and what is in no block.
-    config = tiny_model(num_hidden_layers=2 if first.method == "hift" else 1).config
-    runs = [replace(first, batch_size=size, token_ratio=share) for size, share in ((3, None), (2, 0.3))]
-    with plans_of_batches(first, config) as plan:
-        found = [plan(run) for run in runs]
-    for run, one in zip(runs, found, strict=True):
-        alone = make_plan(run, config)
-        assert one.peak.to_json() == alone.peak.to_json()
-        assert (one.request, one.host_bytes, one.num_parameters) == (run, alone.host_bytes, alone.num_parameters)
-        assert one.updates == alone.updates
-        for group, expected in zip(one.groups, alone.groups, strict=True):
-            assert group.peak.total == expected.peak.total
-            assert group.before_step.total == expected.before_step.total
-            for name in ("gradient_bytes", "state_bytes", "master_bytes", "activation_bytes", "num_parameters"):
-                assert getattr(group, name) == getattr(expected, name), name
 
 
 def test_what_does_not_fit_is_a_row_with_one_sequence_and_no_time() -> None:

@@ -15,7 +15,7 @@ from slivertune.planning import fewer_blocks, make
 from slivertune.planning.configs import find_model
 from slivertune.planning.course import Course
 from slivertune.planning.extension import Extension, ExtensionError
-from slivertune.planning.make import build_model, make_plan, plans_of_batches
+from slivertune.planning.make import Planner, build_model, make_plan
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.shipped import SHIPPED_MODELS
@@ -23,6 +23,7 @@ from slivertune.planning.step_work import Work
 from tests.helpers.plan_requests import paper_request
 from tests.helpers.ranks import quick
 from tests.planning.made import narrow_llama
+from tests.planning.test_images_and_speech import PLANS_WHISPER
 
 NUM_BLOCKS = 9
 ALL_BLOCKS = f"all {NUM_BLOCKS} blocks were run: fewer did not suffice"
@@ -175,11 +176,11 @@ def test_models_with_few_blocks_run_all(num_blocks: int, keep: int, expected: bo
 
 def test_batches_share_the_small_models(measured: list[int]) -> None:
     request, config = request_of("HiFT, 1 layer"), narrow_llama(NUM_BLOCKS)
-    with plans_of_batches(request, config) as planned:
-        plans = [
-            planned(replace(request, batch_size=size, token_ratio=ratio))
-            for size, ratio in ((1, None), (3, None), (2, 0.5), (3, 0.5))
-        ]
+    planner = Planner(config)
+    plans = [
+        planner.plan(replace(request, batch_size=size, token_ratio=ratio))
+        for size, ratio in ((1, None), (3, None), (2, 0.5), (3, 0.5))
+    ]
     assert measured == [3, 4, 5, 3, 4, 5, 4, 5, 6, 4, 5, 6]
     for plan in plans[1::2]:
         assert plan.to_json() == plan_of_all(plan.request, config).to_json()
@@ -210,6 +211,7 @@ def test_where_a_further_block_is_not_as_predicted_all_are_run_and_a_line_says_s
     assert replace(plan, notes=plan.notes[:-1]) == plan_of_all(request, config)
 
 
+@PLANS_WHISPER
 def test_a_model_with_an_encoder_and_a_decoder_runs_all_blocks(measured: list[int]) -> None:
     config = WhisperConfig(
         vocab_size=200, d_model=32, encoder_layers=NUM_BLOCKS, decoder_layers=NUM_BLOCKS, encoder_attention_heads=2,
@@ -284,11 +286,11 @@ EXTENSION = Extension(period=1, num_periods=7)
 
 def naive_moments(num_blocks: int, *, loops: int = 1, bend: int = 0) -> np.ndarray:
     """A beginning, two moments for each block of each loop, which keeps some bytes, and an end."""
-    moments, kept = [(5, 0, 0, 0, 0, 0, 0)], 0
+    moments, kept = [(5, 0, 0, 0, 0)], 0
     for loop, block in product(range(loops), range(num_blocks)):
         kept += 10 + bend * block**2
-        moments += [(9 * num_blocks, loop, 0, kept + 100, 0, 0, block), (9 * num_blocks, loop, 0, kept, 0, 0, block)]
-    moments.append((9 * num_blocks, 8, 0, 50 + kept, num_blocks, 0, 0))
+        moments += [(9 * num_blocks, loop, 0, kept + 100, block), (9 * num_blocks, loop, 0, kept, block)]
+    moments.append((9 * num_blocks, 8, 0, 50 + kept, num_blocks))
     return np.array(moments, dtype=np.int64)
 
 
@@ -297,7 +299,7 @@ def test_a_course_has_the_peak_and_the_highest_bytes_of_all_blocks(loops: int) -
     few = [naive_moments(number, loops=loops) for number in (3, 4, 5)]
     found, expected = EXTENSION._course("", few), Course(naive_moments(10, loops=loops))
     assert found.peak == expected.peak
-    for kind in ("parameters", "gradients", "residual", "host", "disk"):
+    for kind in ("parameters", "gradients", "residual", "host_activations"):
         assert found.highest_of(kind) == expected.highest_of(kind)
 
 

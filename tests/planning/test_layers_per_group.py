@@ -236,7 +236,7 @@ def test_what_can_not_be_chosen_is_one_line_and_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(layers_per_group, "make_plan", None)
+    monkeypatch.setattr(layers_per_group, "Planner", None)
     assert main(["plan", "--model", str(tiny), *words]) == 2
     error = capfd.readouterr().err
     assert error.startswith("slivertune plan: error: ") and part in error and error.count("\n") == 1

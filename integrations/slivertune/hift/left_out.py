@@ -28,9 +28,8 @@ def finish_left_out(left_out: Sequence[Chunk], model: Chunk, store: StateStore |
         model: Chunk that was stepped in their place.
         store: Store of their state; None if the state is discarded.
     """
-    own = {name: value for name, value in vars(model.optimizer).items() if name not in ("state", "param_groups")}
     without = [chunk for chunk in left_out if not chunk.tables]
-    for table in tensors_of(own):
+    for table in tables_of(model):
         for chunk, another in zip(without, _many_like(table, len(without)), strict=True):
             chunk.tables.append(another)
     (like,) = model.slices
@@ -40,6 +39,17 @@ def finish_left_out(left_out: Sequence[Chunk], model: Chunk, store: StateStore |
     if store is not None:
         for chunk in left_out:
             store.take_form(chunk.slices[0], like)
+
+
+def tables_of(chunk: Chunk) -> list[torch.Tensor]:
+    """Return what a chunk's optimizer keeps beside its state, such as the code books of 8-bit state.
+
+    Args:
+        chunk: Chunk that was stepped, or left out.
+    """
+    own = {} if chunk.optimizer is None else vars(chunk.optimizer)
+    beside = {name: value for name, value in own.items() if name not in ("state", "param_groups")}
+    return [*tensors_of(beside), *chunk.tables]
 
 
 def _many_like(tensor: torch.Tensor, number: int) -> Sequence[torch.Tensor]:

@@ -143,7 +143,7 @@ class QuantizedWeight:
         dense = self._arrived()
         if dense is not None:
             self.parameter.data = dense
-            self._codes, self.is_quantized = None, False
+            self._codes, self._stand_in, self.is_quantized = None, None, False
 
     def cancel_loading(self) -> None:
         """Stay quantised: the turn is over before the weight has arrived."""

@@ -24,7 +24,7 @@ from slivertune.planning.configs import ModelFigures, find_model
 from slivertune.planning.largest import LargestField, find_largest
 from slivertune.planning.layers_per_group import check_has_copies, choose_layers_per_group
 from slivertune.planning.limits import limits_of, trains_here
-from slivertune.planning.make import make_plan
+from slivertune.planning.make import Planner
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.plot import draw, require_matplotlib, save
@@ -32,7 +32,7 @@ from slivertune.planning.progress import PlanProgress, showing_progress
 from slivertune.planning.quiet import quiet_libraries
 from slivertune.planning.report import line_printer, print_answer, print_sweep
 from slivertune.planning.request import REQUEST_OPTIONS, PlanRequest, precision_in_16_bits
-from slivertune.planning.search import Found, Tell, search, start_of_search
+from slivertune.planning.search import Estimator, Found, Tell, search, start_of_search
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _DEFAULT = {name: option.default for name, option in REQUEST_OPTIONS.items()}
@@ -122,7 +122,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
             found = _search(arguments, given, limits, model, tell)
             answer = Answer(model=model, requirement=found.requirement, limits=limits, found=found)
         else:
-            answer = Answer(model=model, requirement=_estimate(PlanRequest(**given), model), limits=limits)
+            answer = Answer(model=model, requirement=_estimator(model)(PlanRequest(**given)), limits=limits)
         time = _time(arguments, card, answer.requirement, limits)
         return replace(
             answer,
@@ -175,7 +175,7 @@ def _search(arguments: PlanArguments, given: dict[str, Any], limits: Limits, mod
         start_of_search(given),
         all_candidates(arguments.min_seq_length),
         limits,
-        lambda request: _estimate(request, model),
+        _estimator(model),
         fixed=arguments.given,
         tell=tell,
     )
@@ -208,9 +208,7 @@ def _largest(
         raise ValueError(f"--max {field} needs a limit. Name a card by --gpu, or its memory by --fit 24GiB")
     positions = usable_positions(model.config) if field == "seq_length" else None
     most = None if positions is None else positions[0]
-    found = find_largest(
-        PlanRequest(**given), field, limits, lambda request: _estimate(request, model), most=most, tell=tell
-    )
+    found = find_largest(PlanRequest(**given), field, limits, _estimator(model), most=most, tell=tell)
     return Answer(model=model, requirement=found.requirement, limits=limits, largest=found)
 
 
@@ -253,8 +251,9 @@ def _keeping(ready: Sequence[object]) -> Iterator[None]:
             raise
 
 
-def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:
-    return add_allowance(make_plan(request, model.config))
+def _estimator(model: ModelFigures) -> Estimator:
+    planner = Planner(model.config)
+    return lambda request: add_allowance(planner.plan(request))
 
 
 def _sweep(
@@ -263,9 +262,10 @@ def _sweep(
     # Check every value before the first is planned.
     requests = [PlanRequest(**_settings(arguments, model, **{sweep.field: value})) for value in sweep.values]
     requirements: list[tuple[Any, MemoryRequirement]] = []
+    estimate = _estimator(model)
     with _keeping(requirements):
         for value, request in zip(sweep.values, requests, strict=True):
-            requirement = _estimate(request, model)
+            requirement = estimate(request)
             requirements.append((value, requirement))
             numbers = progress.show(len(requirements), len(requests))
             size = format_bytes(requirement.device_bytes)

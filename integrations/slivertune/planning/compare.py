@@ -20,7 +20,7 @@ from slivertune.planning.configs import ModelFigures
 from slivertune.planning.largest import find_largest
 from slivertune.planning.layers_per_group import count_layers
 from slivertune.planning.limits import limits_json
-from slivertune.planning.make import plans_of_batches
+from slivertune.planning.make import Planner
 from slivertune.planning.methods import planned
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
@@ -230,18 +230,18 @@ def rows_of(way: Way, question: Question) -> list[Row]:
     rows: list[Row] = []
     try:
         first = way.request({**question.given, "token_ratio": None, "batch_size": 1})
-        with plans_of_batches(first, question.model.config) as plan:
+        planner = Planner(question.model.config)
 
-            @cache  # the smallest batch is planned twice
-            def estimate(request: PlanRequest) -> MemoryRequirement:
-                return add_allowance(plan(request))
+        @cache  # the smallest batch is planned twice
+        def estimate(request: PlanRequest) -> MemoryRequirement:
+            return add_allowance(planner.plan(request))
 
-            plain = _largest(first, question, estimate)
-            rows.append(Row(way=way, requirement=plain, time=_time(plain, question)))
-            selecting = _largest(
-                replace(first, token_ratio=ratio, batch_size=plain.plan.request.batch_size), question, estimate
-            )
-            rows.append(Row(way=way, requirement=selecting, time=_time(selecting, question)))
+        plain = _largest(first, question, estimate)
+        rows.append(Row(way=way, requirement=plain, time=_time(plain, question)))
+        selecting = _largest(
+            replace(first, token_ratio=ratio, batch_size=plain.plan.request.batch_size), question, estimate
+        )
+        rows.append(Row(way=way, requirement=selecting, time=_time(selecting, question)))
     except (ValueError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         rows.append(Row(way=way, requirement=None, time=None, reason=f"with TokenTune: {reason}" if rows else reason))

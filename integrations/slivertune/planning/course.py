@@ -1,6 +1,7 @@
 """Courses: the bytes alive at each local maximum of a part of a step, from which its peak follows."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -9,9 +10,9 @@ from typing_extensions import override
 
 from slivertune.core.ledger import Census, Ledger
 
-_KINDS = tuple(field.name for field in fields(Census))
+_KINDS = ("parameters", "gradients", "state", "residual", "host_activations")
+"""Fields of `Census` that a course has. Other bytes on the host and in files follow from what owns them."""
 _ON_DEVICE = slice(0, 4)
-_RESIDUAL = _KINDS.index("residual")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +20,7 @@ class Course:
     """Bytes alive at the moments just before memory is freed, in their order. Between them memory only grows."""
 
     moments: npt.NDArray[np.int64]
-    """Bytes by moment and kind, in the order of the fields of `Census`. Shape (moments, kinds)."""
+    """Bytes by moment and kind, in the order of `_KINDS`. Shape (moments, kinds)."""
 
     @property
     def peak(self) -> Census:
@@ -35,14 +36,15 @@ class Course:
         """
         return int(self.moments[:, _KINDS.index(kind)].max())
 
-    def with_more_residual(self, num_bytes: int) -> "Course":
-        """Return the same course beside more bytes that no owner claims.
+    def with_more(self, num_bytes: Mapping[str, int]) -> "Course":
+        """Return the same course beside more bytes.
 
         Args:
-            num_bytes: Number of bytes; negative for fewer.
+            num_bytes: Numbers of bytes by kind, negative for fewer.
         """
         moments = self.moments.copy()
-        moments[:, _RESIDUAL] += num_bytes
+        for kind, number in num_bytes.items():
+            moments[:, _KINDS.index(kind)] += number
         return Course(moments)
 
 
@@ -75,5 +77,5 @@ class CourseLedger(Ledger):
         super()._add(num_bytes, label)
 
     def _note(self) -> None:
-        self._moments.append(tuple(self._totals.values()))
+        self._moments.append(tuple(self._totals[kind] for kind in _KINDS))
         self._has_grown = False

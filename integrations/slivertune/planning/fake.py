@@ -28,20 +28,21 @@ _MASKS = "sdpa"
 
 
 @contextmanager
-def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
+def without_data(kernels: Kernels = "gpu", mode: CachedFakeTensorMode | None = None) -> Iterator[None]:
     """Make every tensor created inside fake, and let operators save for the backward what real kernels save.
 
     Fake tensors report that they are on the CPU; "device" is the ledger's word for where the model computes.
 
     Args:
         kernels: Device whose kernels the operators imitate, a GPU or the CPU.
+        mode: Mode whose tensors and operators are known from an earlier use. A new one by default.
 
     Raises:
         ValueError: If the code inside needs the value of a tensor.
     """
     try:
         with (
-            CachedFakeTensorMode(),
+            CachedFakeTensorMode() if mode is None else mode,
             kernels_of(kernels),
             one_sequence_a_row(),
             running_different_parts(),

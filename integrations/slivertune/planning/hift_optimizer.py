@@ -45,7 +45,22 @@ def meet_gradients(optimizer: HiFT, model: nn.Module, forward: Forward) -> None:
     Args:
         optimizer: HiFT's optimizer; all parameters of its active group get a gradient.
         model: Model that the optimizer trains.
-        forward: Forward of the model, stopped as soon as HiFT has seen its inputs.
+        forward: Forward of the model, of which only the beginning runs.
+    """
+    begin_forward(model, forward)
+    passed: torch.Tensor = torch.empty(())
+    for weight in optimizer.weights_of(optimizer.active_group):
+        passed = apply_function(_GivesGradient, passed, weight.parameter)
+    with FakeOverrides():
+        passed.backward()
+
+
+def begin_forward(model: nn.Module, forward: Forward) -> None:
+    """Run a forward until HiFT has seen the model's inputs.
+
+    Args:
+        model: Model that HiFT trains.
+        forward: Forward of the model.
     """
 
     def stop(*ignored: Any) -> None:
@@ -58,11 +73,6 @@ def meet_gradients(optimizer: HiFT, model: nn.Module, forward: Forward) -> None:
         pass
     finally:
         handle.remove()
-    passed: torch.Tensor = torch.empty(())
-    for weight in optimizer.weights_of(optimizer.active_group):
-        passed = apply_function(_GivesGradient, passed, weight.parameter)
-    with FakeOverrides():
-        passed.backward()
 
 
 class _GivesGradient(torch.autograd.Function):

@@ -14,6 +14,7 @@ from slivertune.core.byte_text import format_bytes
 from slivertune.core.layers import find_blocks, find_layers
 from slivertune.core.layout import Layout
 from slivertune.hift.disk import split_bytes
+from slivertune.hift.left_out import tables_of
 from slivertune.hift.offloaded_state import OffloadedState
 from slivertune.hift.rotation import Group, cut_groups
 from slivertune.planning.alike_groups import alike, places_to_measure
@@ -21,7 +22,7 @@ from slivertune.planning.course import CourseLedger
 from slivertune.planning.extension import ExtensionError
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
-from slivertune.planning.hift_optimizer import hift_over, meet_gradients
+from slivertune.planning.hift_optimizer import begin_forward, hift_over, meet_gradients
 from slivertune.planning.layouts import averaged_in_buckets
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, PlannedSteps, given_arguments
@@ -75,6 +76,8 @@ class _KnownTurn:
     second: MeasuredUpdate
     state: dict[str, Any]
     """State of the optimizer between the two updates."""
+    tables: Sequence[torch.Tensor]
+    """Tensors on the device that optimizers keep beside this state."""
 
 
 class HiFTRun:
@@ -175,12 +178,19 @@ class HiFTRun:
         if not self._meter.has_seen(parameters):
             return ()
         if self._can_be_taken_up:
-            self._known[group.index] = _KnownTurn(backward, first, second.update, self.optimizer.state_dict())
+            tables = [each for chunk in self.optimizer.turns.states[group.index].chunks for each in tables_of(chunk)]
+            state = self.optimizer.state_dict()
+            self._known[group.index] = _KnownTurn(backward, first, second.update, state, tables)
         return (with_first(second, first, backward),)
 
     def _measure_again(self, group: Group, forward: Forward, known: "_KnownTurn") -> tuple[MeasuredStep, ...]:
+        self._begin_turn(group, known.state, num_updates=1)
         with CourseLedger(self._model) as ledger:
-            self._begin_turn(group, known.state, num_updates=1)
+            # Parked weights of the last group leave, and those of this one arrive, as in its first update.
+            begin_forward(self._model, forward)
+            with FakeOverrides():
+                self.optimizer.turns.parked.arrive()
+            ledger.track(known.tables)
             second = self._measure_step(ledger, forward, known.second)
         return (with_first(second, known.first, known.backward),)
 

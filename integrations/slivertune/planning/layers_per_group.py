@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from slivertune.core.byte_text import format_bytes
 from slivertune.core.layers import find_layers
 from slivertune.planning.cards import Card
-from slivertune.planning.make import build_model, make_plan
+from slivertune.planning.make import Planner, build_model
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import plan_time, room_ahead
 from slivertune.planning.request import PlanRequest
@@ -124,9 +124,9 @@ def choose_layers_per_group(
         ValueError: If even one layer per step does not fit, or copies between host and GPU decide nothing.
     """
     check_has_copies(request)
-    trials = []
+    trials, planner = [], Planner(config)
     for layers_per_group in _halved(count_layers(request, config)):
-        trial = _try(replace(request, layers_per_group=layers_per_group), config, card, limits, prefetch_bytes)
+        trial = _try(replace(request, layers_per_group=layers_per_group), planner, card, limits, prefetch_bytes)
         trials.append(trial)
         tell(trial.describe())
         if trial.exposed_share is not None and trial.exposed_share <= HIDDEN_SHARE:
@@ -171,10 +171,8 @@ def _halved(num_layers: int) -> Iterator[int]:
     yield 1
 
 
-def _try(
-    request: PlanRequest, config: PreTrainedConfig, card: Card, limits: Limits, prefetch_bytes: int | None
-) -> Trial:
-    requirement = add_allowance(make_plan(request, config))
+def _try(request: PlanRequest, planner: Planner, card: Card, limits: Limits, prefetch_bytes: int | None) -> Trial:
+    requirement = add_allowance(planner.plan(request))
     share = seconds = None
     if requirement.fits(limits):
         if prefetch_bytes is None and request.device_bytes is None:

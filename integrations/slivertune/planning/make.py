@@ -2,9 +2,9 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,25 @@ from slivertune.planning.kernels import kernels_of
 from slivertune.planning.known_values import knowing
 from slivertune.planning.layouts import sizes_of, spread, standing_in
 from slivertune.planning.methods import MeasuredSteps, Measurer, planned
+from slivertune.planning.operator_cache import CachedFakeTensorMode
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest, TaskName
 from slivertune.planning.step import Forward, autocast_of
 from slivertune.tokentune import TokenTune
+
+_OF_BATCHES = frozenset(
+    {
+        "batch_size",
+        "gradient_accumulation_steps",
+        "seq_length",
+        "token_ratio",
+        "token_tile_size",
+        "offload_activations",
+    }
+)
+"""Settings that leave the model, its optimizer and the update as they are."""
+_MOST_KEPT = 16
+"""Models that are kept, with their smaller ones and their optimizers: some 15 MB each for 32 blocks."""
 
 _MODELS: dict[TaskName, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -63,27 +78,49 @@ def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
     Raises:
         ValueError: If the method does not fit the model, or the model can't run on fake tensors.
     """
-    with plans_of_batches(request, config) as plan:
-        return plan(request)
+    return Planner(config).plan(request)
 
 
-@contextmanager
-def plans_of_batches(request: PlanRequest, config: PreTrainedConfig) -> Iterator[Callable[[PlanRequest], Plan]]:
-    """Plan runs that differ in `batch_size`, `seq_length` or `token_ratio`, and make their common parts once.
+class Planner:
+    """Plans runs of one model, and makes once what several of them have in common.
 
     Args:
-        request: Any of the runs.
         config: The model's configuration.
-
-    Yields:
-        A function that plans one of the runs, with the same bytes as `make_plan`, but for 2 KiB of tables of HiFT with
-        8-bit state, which later plans no longer see.
     """
-    if request.layout != "single":
-        yield lambda other: _plan_of_several(other, config)
-        return
-    with without_data(request.kernels):
-        yield Runs(config).plan
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+        self._fake = CachedFakeTensorMode()
+        self._runs: dict[str, Runs] = {}
+        """Runs by all that they have in common, the last planned last."""
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Plan a run, with the same bytes as `make_plan`, whatever was planned before.
+
+        Args:
+            request: Run to plan.
+
+        Raises:
+            ValueError: As `make_plan`.
+        """
+        if request.layout != "single":
+            return _plan_of_several(request, self._config)
+        common = _common_settings(request)
+        # A plan that fails leaves its model half changed, so that it is not kept.
+        runs = self._runs.pop(common, None) or Runs(self._config)
+        with without_data(request.kernels, self._fake):
+            plan = runs.plan(request)
+        self._runs[common] = runs
+        if len(self._runs) > _MOST_KEPT:
+            del self._runs[next(iter(self._runs))]
+        return plan
+
+
+def _common_settings(request: PlanRequest) -> str:
+    """Return all settings but those of a batch and of its activations, which a measured model takes in turn."""
+    names = [field.name for field in fields(request) if field.name not in _OF_BATCHES]
+    # HiFT's run has the number of backwards of its first request.
+    return repr([request.num_backwards, *(getattr(request, name) for name in names)])
 
 
 def _plan_of_several(request: PlanRequest, config: PreTrainedConfig) -> Plan:
@@ -165,7 +202,7 @@ class SizedModel:
 
 
 class Runs:
-    """Plans of runs of one model on one GPU that differ in `batch_size`, `seq_length` or `token_ratio`.
+    """Plans of runs of one model on one GPU that differ in settings of `_OF_BATCHES` only.
 
     Args:
         config: The model's configuration.
@@ -175,7 +212,7 @@ class Runs:
         self._config = config
         self._whole = SizedModel(config)
         self._smaller: dict[tuple[bool, int], SizedModel] = {}
-        """Smaller models by TokenTune and number of blocks: three that are compared have measured the same runs."""
+        """Smaller models by TokenTune and number of blocks."""
         self._fewer: dict[bool, FewerBlocks | None] = {}
         """Smaller models for runs with TokenTune and without. Models that were measured may have other attributes."""
 
@@ -216,16 +253,18 @@ class Runs:
         return measured[num_blocks]
 
     def _measure_smaller(self, num_blocks: int, run: PlanRequest, fewer: FewerBlocks) -> MeasuredSteps:
+        key = run.token_ratio is not None, num_blocks
+        # A model that fails, or warns once of its own sizes, is not kept.
+        smaller = self._smaller.pop(key, None)
         with warnings.catch_warnings(record=True) as caught:
-            key = run.token_ratio is not None, num_blocks
-            if key not in self._smaller:
+            if smaller is None:
                 config = shorter(self._config, num_blocks)
                 smaller = SizedModel(config)
                 fewer.check(smaller.build(run), config)
-                self._smaller[key] = smaller
-            _, steps = self._smaller[key].measure(run, run)
+            _, steps = smaller.measure(run, run)
         if any(each.category is UserWarning for each in caught):
             raise ExtensionError(f"a warning would name the sizes of {num_blocks} blocks")
+        self._smaller[key] = smaller
         return steps
 
 

@@ -52,7 +52,7 @@ class PlannedSteps:
 
 
 class Measurer(ABC):
-    """Measures runs of a method on one model that differ in their batches or `token_ratio`."""
+    """Measures runs of a method on one model that differ in their batches and in what becomes of the activations."""
 
     measures_again = True
     """Whether it measures more than one run. Otherwise each run has its own model."""
@@ -118,7 +118,7 @@ class PlannedMethod:
         return model
 
     def measurer(self, request: PlanRequest, model: nn.Module, shared: PlanRequest) -> Measurer:
-        """Return what measures runs with different batches or `token_ratio`, and their common parts once.
+        """Return what measures runs with different batches, and their common parts once.
 
         Args:
             request: One of the runs, on one GPU.

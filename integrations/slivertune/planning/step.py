@@ -1,6 +1,6 @@
 """One real step under the ledger: its course, the size of each gradient, and the work."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
@@ -25,9 +25,9 @@ class PhaseCourse:
     phase: Phase
     course: Course
 
-    def beside(self, residual: int) -> "PhaseCourse":
-        """Return the same course beside more bytes that no owner claims."""
-        return replace(self, course=self.course.with_more_residual(residual))
+    def beside(self, num_bytes: Mapping[str, int]) -> "PhaseCourse":
+        """Return the same course beside more bytes, by field of `Census`."""
+        return replace(self, course=self.course.with_more(num_bytes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +42,23 @@ class MeasuredUpdate:
     work: Work
     """Work of the update."""
 
-    def beside(self, residual: int) -> "MeasuredUpdate":
-        """Return the same update with another batch.
+    def beside(self, activations: Census) -> "MeasuredUpdate":
+        """Return the same update with the activations of another batch.
 
         Args:
-            residual: Bytes that no owner claims when the update begins.
+            activations: Bytes alive when the update begins.
         """
-        more = residual - self.before.residual
-        before, after = (replace(each, residual=each.residual + more) for each in (self.before, self.after))
-        return replace(self, course=self.course.with_more_residual(more), before=before, after=after)
+        more = _more_activations(activations, self.before)
+        before, after = (
+            replace(each, **{kind: getattr(each, kind) + number for kind, number in more.items()})
+            for each in (self.before, self.after)
+        )
+        return replace(self, course=self.course.with_more(more), before=before, after=after)
+
+
+def _more_activations(one: Census, other: Census) -> dict[str, int]:
+    """Return how many bytes of activations, and of what no owner claims, one moment has more than another."""
+    return {kind: getattr(one, kind) - getattr(other, kind) for kind in ("residual", "host_activations")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +194,7 @@ def measure_step(
     if known is None:
         update = measure_update(ledger, optimizer)
     else:
-        update = known.beside(before.residual)
+        update = known.beside(before)
         optimizer.zero_grad()
     return MeasuredStep(
         passes=tuple(passes),
@@ -208,7 +216,7 @@ def with_first(second: MeasuredStep, first: MeasuredUpdate, *other: PhaseCourse)
         first: First update alone.
         other: Other phases of the first step.
     """
-    more = second.update.before.residual - first.before.residual
+    more = _more_activations(second.update.before, first.before)
     phases = (PhaseCourse(phase="step", course=first.course), *other)
     return replace(second, earlier=tuple(each.beside(more) for each in phases))
 

@@ -10,8 +10,10 @@ from slivertune import HiFTConfig
 from slivertune.planning.compare import ways_of
 from slivertune.training.command_line.parse import parse_train_arguments
 from slivertune.training.command_line.plan_words import parse_plan_arguments
+from slivertune.training.options.table import RENAMED
 from tests.planning.made import tiny_model
 
+CHECKPOINTING = RENAMED.get("gradient_checkpointing", "gradient_checkpointing")
 MEANT: dict[str, Any] = {
     "method": "hift",
     "layers_per_group": "all",
@@ -21,7 +23,7 @@ MEANT: dict[str, Any] = {
     "master": "stochastic",
     "optim": "adafactor",
     "max_grad_norm": 0.0,
-    "activation_checkpointing": True,
+    CHECKPOINTING: True,
     "bf16": True,
 }
 PLANNED = {
@@ -29,7 +31,7 @@ PLANNED = {
     "optimizer": "adafactor",
     "precision": "bf16",
 }
-PLANNED["gradient_checkpointing"] = PLANNED.pop("activation_checkpointing")
+PLANNED["gradient_checkpointing"] = PLANNED.pop(CHECKPOINTING)
 
 
 def train(*words: str, folder: Path) -> Any:
@@ -42,7 +44,7 @@ def train(*words: str, folder: Path) -> Any:
         ("", {}),
         ("--optim adamw_bnb_8bit --state host", {"optim": "adamw_bnb_8bit", "state": "host"}),
         ("--gradients host --max_grad_norm 1", {"gradients": "host", "max_grad_norm": 1.0, "state": None}),
-        ("--gradient_checkpointing false", {"activation_checkpointing": False}),
+        ("--gradient_checkpointing false", {CHECKPOINTING: False}),
         ("--weights_dtype bf16", {"weights_dtype": "bf16", "bf16": None}),
         ("--fp16 false", {"fp16": False}),
         ("--weights_dtype fp32", {"weights_dtype": "fp32", "bf16": None, "master": None}),

@@ -63,7 +63,7 @@ ONE_TWO = table("one", "two")
             sentence_columns,
             {"task": "classification"},
             table(text=[datetime(2031, 3, 7), datetime(2031, 3, 8)]),
-            r"column 'text' holds .*timestamp.*: the JSON reader takes texts such as 2031-03-07 for times\. .* as csv",
+            r"column 'text' holds .*timestamp.*, not text, as texts such as 2031-03-07 become .* local json or csv",
         ),
     ],
 )

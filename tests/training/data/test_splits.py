@@ -425,3 +425,9 @@ def test_an_evaluation_file_takes_the_place_of_all_held_out_rows(tmp_path: Path)
         other: {"train": 20},
         evaluation: {"eval": 1},
     }
+    # One of the datasets may be what all are evaluated on, and is trained on nevertheless.
+    loaded = load_datasets(DataArguments(dataset=[one, other], eval_file=one), seed=0)
+    assert {name: {split: len(rows) for split, rows in splits.items()} for name, splits in loaded.items()} == {
+        one: {"train": 20, "eval": 20},
+        other: {"train": 20},
+    }

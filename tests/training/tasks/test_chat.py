@@ -401,7 +401,9 @@ def test_a_turn_that_ends_by_another_token_than_a_text_does_is_said(template: st
 def test_a_template_is_a_file_or_the_text_itself(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(CHATML, encoding="utf-8")
-    for given in (CHATML, str(file)):
+    marked = tmp_path / "marked.jinja"
+    marked.write_text(CHATML, encoding="utf-8-sig")
+    for given in (CHATML, str(file), str(marked)):
         tokenizer = byte_tokenizer()
         set_chat_template(tokenizer, given)
         assert tokenizer.chat_template == CHATML

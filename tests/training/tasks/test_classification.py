@@ -45,6 +45,15 @@ def test_labels_are_known_from_all_training_rows_though_few_are_used() -> None:
     assert (len(task.train_dataset), len(task.id2label)) == (1, 2)
 
 
+def test_rows_of_one_class_are_no_training_and_said_of_an_evaluation() -> None:
+    """The first rows of a file that is sorted by class."""
+    by_class = {"text": ["a", "b", "c", "d"], "label": ["x", "x", "y", "y"]}
+    with pytest.raises(ValueError, match=r"all 2 train rows have the label 'x', .* at least two\. Shuffle the rows"):
+        classified(splits_of(by_class), max_train_samples=2)
+    task = classified(splits_of(by_class), max_eval_samples=2)
+    assert task.notes == ("all 2 eval rows have the label 'x', so eval_accuracy tells nothing of the others",)
+
+
 SOME_EMPTY = splits_of({"text": ["a", " ", "c", "d"], "label": [0, 1, None, 1]})
 ONE_LONG = splits_of({"text": ["a " * 10, "b"], "label": [0, 1]})
 

@@ -407,6 +407,45 @@ def test_a_chat_with_nothing_in_a_users_turn_is_dropped(tmp_path: Path) -> None:
     assert "1 of 3 train rows dropped: a user's turn that says nothing" in task_of(tmp_path, rows).notes
 
 
+def test_text_that_is_json_itself_and_text_in_parts_are_learned_as_they_are_written(tmp_path: Path) -> None:
+    answers = ['"Quoted."', "42", '{"a": 1}', "null", '[{"type": "text", "text": "no part"}]', "2031-03-07"]
+    parts = [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]}
+        for content in (parts, *answers)
+    ]
+    task = task_of(tmp_path, rows)
+    assert learned(task) == [f"{answer}<|im_end|>\n" for answer in ("in parts", *answers)]
+    assert not any("dropped" in note for note in task.notes)
+
+
+def test_tools_beside_prompts_in_text_are_written_by_the_template_or_said_not_to_be_read(tmp_path: Path) -> None:
+    tools = [{"name": "sum", "parameters": {"a": 2.5, "b": None}}]
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHATML
+    for second in ("completion", "response"):
+        rows = [{"prompt": "1 + 1?", second: "2", "tools": tools}, {"prompt": "2?", second: "2", "tools": None}]
+        task = task_of(tmp_path, rows, chat_tokenizer(template))
+        assert written(task)[0].startswith(f"{json.dumps(tools[0])}<|im_start|>user")
+        assert written(task)[1].startswith("<|im_start|>user")
+        assert f"(prompt, {second}, tools)" in task.notes[0] and "not read" not in task.notes[0]
+        task = task_of(tmp_path, rows, chat_tokenizer(None))
+        assert task.notes[0].endswith("; not read: tools") and f"(prompt, {second})" in task.notes[0]
+
+
+def test_evaluation_rows_of_numbers_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", json.dumps(PROMPTS[0]) + "\n")
+    numbers = write(tmp_path / "numbers.jsonl", '{"prompt": "1?", "completion": 1.0}\n')
+    splits = splits_from(file, eval_file=numbers, dataset_cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"column 'completion' holds .*float64.*, not text\. .* --eval_file"):
+        prepared(splits, chat_tokenizer(), llama_config(positions=1024))
+
+
+def test_the_end_of_a_turn_is_told_from_a_row_that_is_not_cut(tmp_path: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "long " * 50}]}
+    task = task_of(tmp_path, [long, *CHAT], max_length=120, truncate=True)
+    assert any(note.startswith("the chat template ends a turn by '<|im_end|>'") for note in task.notes)
+
+
 DATED = CHATML + "{{ strftime_now('%d %b %Y') }}"
 
 

@@ -97,8 +97,8 @@ def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> s
     kind = feature.dtype if isinstance(feature, datasets.Value) else ""
     if text and kind.startswith(("date", "time")):
         raise ValueError(
-            f"column {name!r} holds {feature}, not text: the JSON reader takes texts such as 2031-03-07 for times. "
-            f"Write the rows as csv, whose cells stay text, or choose another column with {option}"
+            f"column {name!r} holds {feature}, not text, as texts such as 2031-03-07 become in json files of the hub. "
+            f"Write the rows to a local json or csv file, where they stay text, or choose another column with {option}"
         )
     if text and "string" not in kind:
         raise ValueError(f"column {name!r} holds {feature}, not text. Choose another with {option}")

@@ -89,15 +89,13 @@ def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversat
         parts = [_messages(_without_nulls(row[name], found), name) for name in found.columns]
         num_context = len(parts[0]) if len(parts) > 1 else 0
         messages = [message for part in parts for message in part]
-        conversation = Conversation(
-            messages=messages, num_context=num_context, tools=_tools(_without_nulls(row.get("tools"), found))
-        )
     else:
         prompt, response = (_text(row, name) for name in found.columns)
         if found.name == "alpaca" and not _is_blank(row.get("input")):
             prompt = f"{prompt}\n\n{row['input']}"
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        conversation = Conversation(messages=messages)
+        num_context, messages = 0, [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    tools = _tools(_without_nulls(row.get("tools"), found)) if "tools" in found.optional else None
+    conversation = Conversation(messages=messages, num_context=num_context, tools=tools)
     if not conversation.turns:
         raise UnusableRowError(_without_turns(conversation))
     check_something_is_said(conversation)

@@ -9,6 +9,7 @@ import datasets
 
 from slivertune.core.suggestions import closest
 from slivertune.training.data.columns import TEXT_COLUMNS, ambiguous, require_column, user_columns
+from slivertune.training.data.json_rows import JsonValue
 from slivertune.training.data.turn_weights import KEYS as TURN_WEIGHTS
 from slivertune.training.options.arguments import DataArguments, FormatName
 
@@ -71,7 +72,7 @@ _KNOWN = (
     DatasetFormat(name="sharegpt", columns=("conversations",), optional=("tools",), is_chat=True),
     DatasetFormat(name="alpaca", columns=("instruction", "output"), optional=("input",)),
     DatasetFormat(name="prompt_completion", columns=("prompt", "completion"), optional=("tools",)),
-    DatasetFormat(name="prompt_completion", columns=("prompt", "response")),
+    DatasetFormat(name="prompt_completion", columns=("prompt", "response"), optional=("tools",)),
     DatasetFormat(name="question_answer", columns=("question", "answer")),
 )
 _NAMES = sorted({*TEXT_COLUMNS, *_COMPARED, "input"}.union(*(known.columns for known in _KNOWN)))
@@ -195,12 +196,17 @@ def _checked(found: DatasetFormat, rows: Any, there: Sequence[str]) -> DatasetFo
     if found.is_chat:
         for name in found.columns:
             _require_messages(rows, name)
-        read = (*found.columns, *found.optional)
-        return replace(found, keeps_nulls=any("Json(" in str(rows.features[name]) for name in read))
-    option = "--text_column" if found.name == "text" else "--prompt_column and --response_column"
-    for name in (*found.columns, *(name for name in found.optional if name != "tools")):
-        require_column(rows, name, option)
-    return found
+    else:
+        option = "--text_column" if found.name == "text" else "--prompt_column and --response_column"
+        for name in (*found.columns, *(name for name in found.optional if name != "tools")):
+            require_column(rows, name, option)
+    return replace(
+        found, keeps_nulls=any(_holds_json(rows.features[name]) for name in (*found.columns, *found.optional))
+    )
+
+
+def _holds_json(feature: Any) -> bool:
+    return isinstance(feature, JsonValue) or "Json(" in str(feature)
 
 
 def _is_text(feature: Any) -> bool:

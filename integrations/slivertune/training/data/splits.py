@@ -23,6 +23,7 @@ from slivertune.core.suggestions import closest, did_you_mean
 from slivertune.core.text_encoding import find_not_utf8
 from slivertune.core.user_path import user_path
 from slivertune.training.data.columns import number_rows
+from slivertune.training.data.json_rows import load_json
 from slivertune.training.embedded.built_in import BUILT_IN, check_built_in
 from slivertune.training.options.arguments import DataArguments
 
@@ -86,7 +87,7 @@ def load_datasets(arguments: DataArguments, *, seed: int) -> dict[str, Any]:
 
     Returns:
         Results of `load_splits` by dataset name. With several datasets and an `eval_file`, each has only `train`, and
-        the file comes last and has only `eval`.
+        the file comes last and has only `eval`, unless it is one of the datasets.
 
     Raises:
         ValueError: As `load_splits`.
@@ -106,7 +107,8 @@ def load_datasets(arguments: DataArguments, *, seed: int) -> dict[str, Any]:
         name: datasets.DatasetDict(train=_load_rows(name, [arguments.train_split], _for_dataset(name, arguments))[0])
         for name in names
     }
-    return {**sources, eval_file: datasets.DatasetDict(eval=_load_eval_file(eval_file, arguments))}
+    sources.setdefault(eval_file, datasets.DatasetDict())["eval"] = _load_eval_file(eval_file, arguments)
+    return sources
 
 
 def check_datasets(arguments: DataArguments) -> None:
@@ -204,9 +206,11 @@ def load_local(
     """Load splits of a file or folder.
 
     Cells of csv and tsv files stay text as written: "01" and "null" are strings, and an empty cell is null. A tsv file
-    has no quoting, a csv file the usual one. A file has one split, `train`. The files of a folder are assigned to
-    train, validation and test by their names (dev.tsv is validation; files without such a name are skipped), or all to
-    train if no name matches. A folder written by `datasets.Dataset.save_to_disk` is read as well.
+    has no quoting, a csv file the usual one. Values of json files stay as written, too (`json_rows`).
+
+    A file has one split, `train`. The files of a folder are assigned to train, validation and test by their names
+    (dev.tsv is validation; files without such a name are skipped), or all to train if no name matches. A folder written
+    by `datasets.Dataset.save_to_disk` is read as well.
 
     Args:
         path: Existing file or folder.
@@ -243,8 +247,10 @@ def load_local(
     patterns = {name: [glob.escape(str(file.resolve())) for file in group] for name, group in files_of_split.items()}
     try:
         with _quiet_readers():
-            loaded = datasets.load_dataset(reader, data_files=patterns, split=splits, cache_dir=cache_dir, **options)
-        return list(loaded)
+            if reader == "json":
+                return load_json(patterns, splits, cache_dir)
+            options |= {"data_files": patterns, "split": splits, "cache_dir": cache_dir}
+            return list(datasets.load_dataset(reader, **options))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         raise ValueError(
             f"{path} can't be read as {reader}: {_reason(error)}. Repair the file, or write it again as another format"
@@ -302,7 +308,6 @@ def _reader_of(files: list[Path]) -> str:
         if file.stat().st_size == 0:
             raise ValueError(f"{file} is empty. Give a file with at least one row")
         if file.suffix.lower() != ".parquet" and (not_text := find_not_utf8(file)) is not None:
-            # The JSON reader accepts other encodings, and the rows break only when they are used.
             raise ValueError(not_text)
         if file.stat().st_size < _FEW_BYTES and not file.read_bytes().strip():
             raise ValueError(f"{file} holds only blank lines. Give a file with at least one row")

@@ -16,6 +16,7 @@ from slivertune.training.data.columns import (
     first_rows,
     iterate_values,
     leave_out,
+    require_column,
     usable_rows,
 )
 from slivertune.training.data.formats import find_format
@@ -183,14 +184,20 @@ def _encode_sources(
             parts[split].append(encoded)
             notes += [about + line for line in said]
     written = [
-        part[0]["labels"]
+        labels
         for name, part in zip(sources, parts["train"], strict=False)
-        if readings[name].uses_template and len(part[0]["labels"]) < max_length
+        if readings[name].uses_template and (labels := _first_whole(part, max_length)) is not None
     ]
     notes += [*describe_turn_begin(tokenizer), *describe_turn_end(tokenizer, written[0])] if written else []
     if day is not None:
         notes.append(f"the chat template writes the date, which is {day} in this run (--chat_template_date)")
     return parts, notes
+
+
+def _first_whole(rows: Any, max_length: int) -> list[int] | None:
+    """Return the labels of the first row that was not cut, or None."""
+    every = (labels for batch in rows.iter(batch_size=100) for labels in batch["labels"])
+    return next((labels for labels in every if len(labels) < max_length), None)
 
 
 @contextmanager
@@ -256,6 +263,9 @@ def _encode_split(
     is_lenient = found.is_chat or found.is_instruction
     choose = first_rows if is_lenient else usable_rows
     rows = choose(rows, found.columns, args, split=split)
+    if split == "eval" and not found.is_chat:
+        for column in found.columns:
+            require_column(rows, column, "--eval_file or --eval_split")
     encode = partial(
         encode_rows, rows, num_workers=args.preprocessing_num_workers, description=f"Tokenising the {split} split"
     )

@@ -50,7 +50,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:
         )
     if not is_template and (not_text := find_not_utf8(user_path(given))) is not None:
         raise ValueError(f"chat_template={given!r}: {not_text}")
-    tokenizer.chat_template = given if is_template else user_path(given).read_text(encoding="utf-8")
+    tokenizer.chat_template = given if is_template else user_path(given).read_text(encoding="utf-8-sig")
     try:
         render(tokenizer, Conversation(messages=[{"role": "user", "content": ""}]))
     except UnusableRowError:

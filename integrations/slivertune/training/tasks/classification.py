@@ -191,6 +191,7 @@ def _labelled_task(
     for split, encode in encoders.items():
         rows = usable_rows(splits[split], (*columns, label_column), args, split=split)
         classes = np.asarray(encode_labels(rows, label_column, labels, split=split), dtype=np.int64)
+        notes += _check_classes(classes, labels, split)
         rows = rows.select_columns(list(dict.fromkeys((*columns, ROW_COLUMN)))).add_column(LABEL_COLUMN, classes)
         rows, said = _special_once(rows, columns, tokenizer, split)
         notes += said
@@ -213,6 +214,23 @@ def _labelled_task(
         notes=tuple(notes),
         **hooks,
     )
+
+
+def _check_classes(classes: Any, labels: tuple[str, ...], split: str) -> list[str]:
+    """Refuse to train on one class alone, as in the first rows of a sorted file, and note that all evaluation has one.
+
+    Raises:
+        ValueError: If all training rows have one class.
+    """
+    if len(np.unique(classes)) > 1 or len(classes) == 1:
+        return []
+    said = f"all {len(classes):,} {split} rows have the label {labels[classes[0]]!r}"
+    if split == "train":
+        raise ValueError(
+            f"{said}, and a classifier needs at least two. Shuffle the rows of the dataset, or read more of them "
+            "(--max_train_samples)"
+        )
+    return [f"{said}, so eval_accuracy tells nothing of the others"]
 
 
 def _special_once(

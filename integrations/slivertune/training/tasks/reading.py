@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
@@ -74,7 +74,11 @@ def choose_reading(args: DataArguments, tokenizer: PreTrainedTokenizerBase, foun
         )
     if found.name == "prompt_response":
         return Reading(format=found, uses_template=args.chat_template is not None)
-    return Reading(format=found, uses_template=found.name != "text" and has_template)
+    uses_template = found.name != "text" and has_template
+    if not uses_template:
+        # Only a template writes what the assistant may call.
+        found = replace(found, optional=tuple(name for name in found.optional if name != "tools"))
+    return Reading(format=found, uses_template=uses_template)
 
 
 def template_day(asked: str | None, tokenizer: PreTrainedTokenizerBase, readings: Iterable[Reading]) -> date | None:
