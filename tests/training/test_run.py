@@ -253,6 +253,26 @@ def test_a_checkpoint_without_the_name_of_its_data_goes_on_only_where_they_are_n
     assert "was trained with built_in_dataset=['builtin:dates'], and this run asks for" in said
 
 
+def test_a_run_does_not_go_on_with_other_rows_or_another_seed(runs: Runs, texts: Path, tmp_path: Path) -> None:
+    more = ("--max_steps", "2", *UNMEASURED)
+    runs.train("out", *more)
+    (checkpoint,) = runs["out"].glob("checkpoint-*")
+    resumed = ("--max_steps", "3", *UNMEASURED, "--resume_from_checkpoint", "auto")
+    assert "was trained with seed=42, and this run asks for seed=7" in runs.complaint(*resumed, "--seed", "7")
+    lines = texts.read_text(encoding="utf-8").splitlines()
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join([*lines[:-1], "another"]) + "\n", encoding="utf-8")
+    for data, words in ((other, ()), (None, ("--max_train_samples", "5")), (None, ("--eval_file", str(other)))):
+        said = runs.complaint(*resumed, *words, data=data)
+        assert re.search(rf"{checkpoint} was trained with other (train|eval|train and eval) rows \({{'train': '", said)
+    entries = read_entries(checkpoint)
+    del entries["facts"]["rows"], entries["facts"]["seed"]  # as an older version has left it
+    write_manifest(checkpoint, entries)
+    assert runs.train("out", *resumed)["num_steps"] == 3
+    facts = read_entries(runs["out"] / "checkpoint-3")["facts"]
+    assert facts["seed"] == 42 and set(facts["rows"]) == {"train", "eval"}
+
+
 def test_a_folder_with_something_in_it_is_never_written_over(runs: Runs) -> None:
     runs["out"].mkdir()
     (runs["out"] / "thesis.txt").write_text("mine")

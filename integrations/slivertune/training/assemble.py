@@ -41,7 +41,7 @@ from slivertune.training.options.arguments import is_date
 from slivertune.training.planned_request import plan_request
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import settle_layout
-from slivertune.training.resumed_facts import check_facts
+from slivertune.training.resumed_facts import check_facts, check_rows
 from slivertune.training.tasks.answers import count_right_answers
 from slivertune.training.tasks.prepare import prepare_datasets
 from slivertune.training.tasks.samples import Probe, make_probe
@@ -156,6 +156,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     source = coordinator.first_here("tokenizer", lambda: open_model(arguments.model, embedded))
     day = _chat_template_date(arguments, facts, coordinator)
     task = coordinator.first_here("data", lambda: _prepare_data(arguments, source, day))
+    check_rows(arguments.folder.checkpoint, facts, {"train": task.train_dataset, "eval": task.eval_dataset})
     if task.chat_template_date is not None:
         # A resumed run, and one repeated from the settings, must read the same rows.
         facts["chat_template_date"] = arguments.values["chat_template_date"] = task.chat_template_date
@@ -301,6 +302,7 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "token_ratio": arguments.tokens.token_ratio,
         "token_pattern": arguments.tokens.token_pattern,
         "built_in_dataset": None if built_in_of(arguments.data.dataset) is None else arguments.data.dataset,
+        "seed": arguments.training.seed,
     }
     if checkpoint is None or saved is None:
         return facts
@@ -311,6 +313,7 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
                 f"--dataset {REFERENCE}, or the run's own"
             )
         saved["built_in_dataset"] = facts["built_in_dataset"]
+    saved.setdefault("seed", facts["seed"])  # older checkpoints do not know it
     about = arguments.method.about
     check_facts(checkpoint, saved, facts, about.values(about.make({})))
     return saved

@@ -1,10 +1,12 @@
 """Comparison of a resumed run's settings with the facts in its checkpoint, which an older version may have written."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 _INSTEAD = "start again without --resume_from_checkpoint"
+_ROWS_LOOKED_AT = 1000
 _OFF = (None, False)
 """Values of a setting that is off. 0 is one of them, too."""
 
@@ -43,6 +45,40 @@ def check_facts(
                 f"{checkpoint} was trained with {name}={theirs}, and this run asks for {name}={ours}. Repeat the first "
                 f"run's settings{_typed(theirs, defaults)}, or {_INSTEAD}"
             )
+
+
+def describe_rows(rows: Any) -> str:
+    """Return the number of prepared rows and a hash of at most 1,000 of them, by which other rows are told.
+
+    Args:
+        rows: A `datasets.Dataset`.
+    """
+    digest = hashlib.sha256()
+    some = rows.select(range(0, len(rows), -(-len(rows) // _ROWS_LOOKED_AT)))
+    for batch in some.iter(batch_size=100):
+        digest.update(repr(sorted(batch.items())).encode())
+    return f"{len(rows)} rows, {digest.hexdigest()[:16]}"
+
+
+def check_rows(checkpoint: Path | None, facts: dict[str, Any], splits: Mapping[str, Any]) -> None:
+    """Refuse to resume a run on other rows, and note the rows among the facts.
+
+    Args:
+        checkpoint: Checkpoint of the run; None for a run that begins.
+        facts: Facts of the run, which one of an older version has without its rows.
+        splits: Prepared rows by name of the split.
+
+    Raises:
+        ValueError: If rows of a split differ.
+    """
+    found = {split: describe_rows(rows) for split, rows in splits.items()}
+    known = facts.setdefault("rows", found)
+    differing = [split for split, rows in found.items() if known.get(split) != rows]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} was trained with other {' and '.join(differing)} rows ({known}) than this run reads "
+            f"({found}). Give the data and the options of the first run, or {_INSTEAD}"
+        )
 
 
 def _typed(theirs: Any, defaults: Mapping[str, Any]) -> str:

@@ -172,6 +172,19 @@ def test_what_was_run_is_not_run_again_and_other_settings_are_refused(comparison
     assert comparison.record() == before
 
 
+def test_runs_that_are_added_later_write_the_date_of_the_first(comparison: Comparison) -> None:
+    assert comparison.make(rows=("dense",)) == 0
+    record = comparison.record()
+    ((name, first),) = record["runs"].items()
+    first["outcome"]["chat_template_date"] = "2026-01-31"  # as if a template had written it
+    (comparison.folder / "compare.json").write_text(json.dumps(record), encoding="utf-8")
+    comparison.ran, comparison.is_dry = [], True
+    rate = first["outcome"]["rate"]
+    comparison.make("--search_rates", str(rate / 2), str(rate), rows=("dense",))
+    (words,) = comparison.ran
+    assert words[-2:] == ["--chat_template_date", "2026-01-31"] and name.startswith(f"dense/rate{rate:g}")
+
+
 def test_equal_tokens_are_as_many_updates_as_read_them(comparison: Comparison) -> None:
     rows = ("dense", "half:--method dense --per_device_train_batch_size 1")
     assert comparison.make("--budget", "tokens", rows=rows) == 0
