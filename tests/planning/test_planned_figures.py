@@ -14,8 +14,8 @@ from tests.helpers.launching import run_python
 
 pytestmark = pytest.mark.slow
 
-PLAN, LONG, HIFT, PARKED = (
-    CHECKOUT / "docs" / name for name in ("plan.md", "long-sequences.md", "hift.md", "parked.md")
+PLAN, LONG, HIFT, PARKED, COMING = (
+    CHECKOUT / "docs" / name for name in ("plan.md", "long-sequences.md", "hift.md", "parked.md", "coming-from.md")
 )
 GB, GIB = 10**9, 2**30
 
@@ -97,6 +97,18 @@ def test_the_seconds_of_full_with_and_without_compiled_tiles_are_planned(capfd: 
     )
     begin = "Llama-3.1-8B at 1 x 512 tokens is then planned at"
     assert f"{begin} {compiled:.2f} s per update on a 4090, uncompiled at {uncompiled:.2f} s." in words_of(HIFT)
+
+
+def test_what_takes_torchtunes_place_is_planned_at_what_the_page_says(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama-3-8b", "--layers_per_group", "all", "--steps_per_group", "1", "--gradients", "stepped")
+    words += ("--max_grad_norm", "0", "--gradient_checkpointing", "--batch_size", "2", "--seq_length", "2048")
+    settings = (
+        ("--optim", "adamw_bnb_8bit", "--precision", "bf16"),
+        ("--optim", "adamw_torch", "--precision", "mixed_hi"),
+    )
+    as_shown, exact = (plan(capfd, *words, "--gpu", "4090", *each)["time"]["tokens_per_second"] for each in settings)
+    said = f"The settings above are planned at {as_shown:,.0f} tokens/s for the same batch (2 x 2,048 tokens), "
+    assert f"{said}AdamW with fp32 masters at {exact:,.0f}." in words_of(COMING)
 
 
 def test_the_table_of_long_sequences_is_planned(capfd: pytest.CaptureFixture[str]) -> None:

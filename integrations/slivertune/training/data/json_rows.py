@@ -21,7 +21,7 @@ _LARGEST = 2**63 - 1
 
 @dataclass
 class JsonValue:
-    """Type of a column whose values may differ in type; each is stored as JSON."""
+    """Type of a column whose values may differ in type. Each is stored as JSON."""
 
     pa_type: ClassVar[Any] = datasets.Value("string")()
     _type: str = field(default="JsonValue", init=False, repr=False)  # by which datasets finds it again in its cache
