@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import MixtralConfig
 
 from slivertune.planning import make
 from slivertune.planning.course import CourseLedger
@@ -59,7 +60,10 @@ ALIKE = {
     "HiFT": (narrow_llama(30), {"precision": "mixed_hi", "layers_per_group": 1}),
     "HiFT, the highest block keeps": (narrow_llama(36), {"layers_per_group": 1, "keep_activations": 1}),
     "HiFT, weights on the host": (narrow_llama(36), {"precision": "bf16", "layers_per_group": 1, "weights": "host"}),
-    "a warning of each size": (MIXTURE, {"method": "lora", "precision": "bf16", "waiting": "int8"}),
+    "a warning of each size": (
+        MixtralConfig(**{**MIXTURE.to_dict(), "num_hidden_layers": 24}),
+        {"method": "lora", "precision": "bf16", "waiting": "int8"},
+    ),
 }
 """Models of so many equal blocks that smaller models are planned, and settings."""
 

@@ -303,6 +303,7 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "token_pattern": arguments.tokens.token_pattern,
         "built_in_dataset": None if built_in_of(arguments.data.dataset) is None else arguments.data.dataset,
         "seed": arguments.training.seed,
+        "data_seed": arguments.training.data_seed,
     }
     if checkpoint is None or saved is None:
         return facts

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
+
 _INSTEAD = "start again without --resume_from_checkpoint"
 _ROWS_LOOKED_AT = 1000
 _OFF = (None, False)
@@ -47,16 +49,18 @@ def check_facts(
             )
 
 
-def describe_rows(rows: Any) -> str:
+def describe_rows(rows: Any) -> str | None:
     """Return the number of prepared rows and a hash of at most 1,000 of them, by which other rows are told.
 
     Args:
-        rows: A `datasets.Dataset`.
+        rows: Rows of a split. Those of another package's task may have no number, and are not described.
     """
+    if not isinstance(rows, datasets.Dataset) or not len(rows):
+        return None
     digest = hashlib.sha256()
-    some = rows.select(range(0, len(rows), -(-len(rows) // _ROWS_LOOKED_AT)))
+    some = rows.with_format("arrow").select(range(0, len(rows), -(-len(rows) // _ROWS_LOOKED_AT)))
     for batch in some.iter(batch_size=100):
-        digest.update(repr(sorted(batch.items())).encode())
+        digest.update(repr(sorted(batch.to_pydict().items())).encode())
     return f"{len(rows)} rows, {digest.hexdigest()[:16]}"
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slivertune.training.data import json_rows
 from slivertune.training.data.json_rows import JsonValue, load_json
 from slivertune.training.data.splits import load_local
 from tests.training.tiny import write
@@ -28,7 +29,7 @@ def read(folder: Path, text: str, name: str = "rows.jsonl") -> Any:
 
 
 @pytest.mark.parametrize("form", ["lines", "list", "indented", "with a mark"])
-def test_values_stay_as_they_are_written(form: str, tmp_path: Path) -> None:
+def test_values_stay_as_they_are_written(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "".join(json.dumps(row) + "\n\n" for row in ROWS)
     texts = {
         "lines": lines,
@@ -36,8 +37,10 @@ def test_values_stay_as_they_are_written(form: str, tmp_path: Path) -> None:
         "list": json.dumps(ROWS),
         "indented": json.dumps(ROWS, indent=2),
     }
-    for _ in range(2):  # the second time from the cache
-        rows = read(tmp_path, texts[form])
+    path = Path(write(tmp_path / "rows.jsonl", texts[form]))
+    for _ in range(2):
+        (rows,) = load_local(path, ["train"], cache_dir=str(tmp_path / "cache"))
+        monkeypatch.setattr(json_rows, "_features", None)  # the second time they come from the cache
         assert list(rows) == ROWS and [*rows[0]["messages"][0]["calls"][0]["arguments"]] == [*"bacdef"]
         assert rows["number"][:] == [3, 2.5, 2**70] and type(rows[0]["number"]) is int
         assert rows.features == {
@@ -80,6 +83,9 @@ def test_splits_of_a_folder_have_one_type_and_may_be_sliced(tmp_path: Path) -> N
     }
     train, test = load_json(files, ["train[1:]", "test"], str(tmp_path / "cache"))
     assert (train["a"][:], test["a"][:], train["b"][:]) == ([2, 3], ["x"], [None, None])
+    # A split that is not read has no part in it.
+    (train,) = load_json(files, ["train"], str(tmp_path / "cache"))
+    assert train.features == {"a": datasets.Value("int64")}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,8 @@ def test_splits_of_a_folder_have_one_type_and_may_be_sliced(tmp_path: Path) -> N
         ('[{"a": 1}, 2]', r"item 1 of the list is no object"),
         ('{\n"a": 1}', r"is one object\. Write a row per line"),
         ('{"a": NaN}', r"line 1: NaN is no JSON"),
+        ('{"a": 1e400}', r"line 1: 1e400 is larger than any number"),
+        ("[]", r"there are no rows in it"),
         ('{"a": 1, "a": 2}', r"line 1: the key 'a' is there twice"),
         ('{"a": {"b": 1, "b": 2}}', r"line 1: the key 'b' is there twice"),
         ('{"a": "\\ud800"}', r"line 1 has an escape such as \\ud800 alone"),

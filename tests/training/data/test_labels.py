@@ -5,12 +5,21 @@ import datasets
 import pytest
 
 from slivertune.training.data.columns import number_rows
+from slivertune.training.data.json_rows import JsonValue
 from slivertune.training.data.labels import encode_labels, read_labels
 
 
 def rows(labels: list[Any], feature: Any = None) -> Any:
     features = None if feature is None else datasets.Features({"label": feature})
     return number_rows(datasets.Dataset.from_dict({"label": labels}, features=features))
+
+
+def test_integers_beside_words_are_labels_and_other_values_of_json_are_none() -> None:
+    mixed = rows([0, "yes", None], JsonValue())
+    assert read_labels(mixed, "label") == ("0", "yes")
+    for other in ([1], 1.5, True):
+        with pytest.raises(ValueError, match="label column 'label' holds JSON values, and regression"):
+            read_labels(rows([0, "yes", other], JsonValue()), "label")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
@@ -430,6 +431,35 @@ def test_tools_beside_prompts_in_text_are_written_by_the_template_or_said_not_to
         assert f"(prompt, {second}, tools)" in task.notes[0] and "not read" not in task.notes[0]
         task = task_of(tmp_path, rows, chat_tokenizer(None))
         assert task.notes[0].endswith("; not read: tools") and f"(prompt, {second})" in task.notes[0]
+
+
+def test_tools_in_words_cost_no_row_that_a_template_without_tools_writes(tmp_path: Path) -> None:
+    task = task_of(tmp_path, [{**row, "tools": "calculator, search"} for row in PROMPTS])
+    assert len(task.train_dataset) == 2 and task.notes[0].endswith("; not read: tools")
+
+
+def test_nulls_are_kept_or_dropped_as_each_split_is_stored(tmp_path: Path) -> None:
+    """A table fills in the keys of other rows with nulls. A json file has those that somebody wrote."""
+    template = CHATML.replace("{{ message['content'] }}", "{{ message.content }}{{ message.tool_calls | default(0) | tojson }}")
+    assert template != CHATML
+
+    def chat(arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        return {"messages": [{"role": "user", "content": "?"}, call]}
+
+    rows = [chat({"a": 1, "b": None}), chat({"b": None})]
+    written = write(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    stored = str(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list([chat({"a": 1}), chat({"b": 2})]).to_parquet(stored)
+    for train, evaluation in ((written, stored), (stored, written)):
+        splits = splits_from(train, eval_file=evaluation, dataset_cache_dir=str(tmp_path / "cache"))
+        task = prepared(splits, chat_tokenizer(template), llama_config(positions=1024))
+        texts = {
+            file: [chat_tokenizer().decode(row["input_ids"]) for row in split]
+            for file, split in ((train, task.train_dataset), (evaluation, task.eval_dataset))
+        }
+        assert ['"a": 1, "b": null' in text for text in texts[written]] == [True, False]
+        assert not any("null" in text for text in texts[stored])
 
 
 def test_evaluation_rows_of_numbers_are_refused(tmp_path: Path) -> None:

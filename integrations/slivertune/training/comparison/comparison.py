@@ -88,13 +88,13 @@ class Comparison:
         self._console = console
         self._say = say
         self._parsed = {row.name: self._parse(row) for row in arguments.rows}
-        self._dates = {
-            self._parsed[row.name].model.model_name_or_path: outcome["chat_template_date"]
-            for row in arguments.rows
-            for outcome in record.outcomes_of(row.name)
-            if outcome.get("chat_template_date") is not None
-        }
+        self._dates: dict[str | None, str] = {}
         """Dates that the chat templates of the models wrote in the first runs, for all other runs."""
+        for row in arguments.rows:
+            for outcome in record.outcomes_of(row.name):
+                if outcome.get("chat_template_date") is not None:
+                    model = self._parsed[row.name].model.model_name_or_path
+                    self._dates.setdefault(model, outcome["chat_template_date"])
         self._amount = arguments.budget.amount
         num_updates = self._parsed[arguments.rows[0].name].training.max_steps
         if self._amount is None and arguments.budget.length == "steps" and num_updates > 0:

@@ -122,6 +122,17 @@ def find_format(arguments: DataArguments, rows: Any) -> DatasetFormat:
     return _checked(only, rows, there)
 
 
+def with_nulls_of(found: DatasetFormat, rows: Any) -> DatasetFormat:
+    """Return the format with `keeps_nulls` as for these rows, since two splits may be stored in two ways.
+
+    Args:
+        found: Format of the rows.
+        rows: A `datasets.Dataset`.
+    """
+    read = [name for name in (*found.columns, *found.optional) if name in rows.column_names]
+    return replace(found, keeps_nulls=any(_holds_json(rows.features[name]) for name in read))
+
+
 def unread_columns(found: DatasetFormat, rows: Any) -> list[str]:
     """Return the columns of a `datasets.Dataset` that a format does not read."""
     return [name for name in user_columns(rows) if name not in (*found.columns, *found.optional)]
@@ -200,9 +211,7 @@ def _checked(found: DatasetFormat, rows: Any, there: Sequence[str]) -> DatasetFo
         option = "--text_column" if found.name == "text" else "--prompt_column and --response_column"
         for name in (*found.columns, *(name for name in found.optional if name != "tools")):
             require_column(rows, name, option)
-    return replace(
-        found, keeps_nulls=any(_holds_json(rows.features[name]) for name in (*found.columns, *found.optional))
-    )
+    return with_nulls_of(found, rows)
 
 
 def _holds_json(feature: Any) -> bool:

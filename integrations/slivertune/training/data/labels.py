@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 
 from slivertune.training.data.columns import column_values, name_rows
+from slivertune.training.data.json_rows import JsonValue
 
 _DECIMAL = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
 _NUM_NAMED_LABELS = 20
@@ -31,9 +32,12 @@ def read_labels(rows: Any, column: str) -> tuple[str, ...]:
     feature = rows.features[column]
     if isinstance(feature, datasets.ClassLabel):
         return tuple(feature.names)
-    if not isinstance(feature, datasets.Value) or "float" in feature.dtype or "decimal" in feature.dtype:
+    values = column_values(rows, column)
+    if isinstance(feature, JsonValue) and all(type(value) in (int, str, type(None)) for value in values):
+        pass  # integers beside words
+    elif not isinstance(feature, datasets.Value) or "float" in feature.dtype or "decimal" in feature.dtype:
         _refuse(column, f"{feature}")
-    names = [str(value).strip() for value in set(column_values(rows, column)) if value is not None]
+    names = [str(value).strip() for value in set(values) if value is not None]
     names = sorted({name for name in names if name})
     if any(_DECIMAL.fullmatch(name) for name in names) and all(_is_number(name) for name in names):
         _refuse(column, f"decimals such as {next(name for name in names if _DECIMAL.fullmatch(name))}")

@@ -19,7 +19,7 @@ from slivertune.training.data.columns import (
     require_column,
     usable_rows,
 )
-from slivertune.training.data.formats import find_format
+from slivertune.training.data.formats import find_format, with_nulls_of
 from slivertune.training.data.mixing import mix_rows
 from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.chat import describe_turn_begin, describe_turn_end, set_chat_template
@@ -259,13 +259,14 @@ def _encode_split(
     day: date | None,
 ) -> tuple[Any, list[str]]:
     """Tokenise a split. Return its rows, and notes about them."""
-    found = reading.format
+    found = with_nulls_of(reading.format, rows)
     is_lenient = found.is_chat or found.is_instruction
     choose = first_rows if is_lenient else usable_rows
     rows = choose(rows, found.columns, args, split=split)
     if split == "eval" and not found.is_chat:
-        for column in found.columns:
-            require_column(rows, column, "--eval_file or --eval_split")
+        for column in found.columns + tuple(name for name in found.optional if name != "tools"):
+            if column in rows.column_names:
+                require_column(rows, column, "--eval_file or --eval_split")
     encode = partial(
         encode_rows, rows, num_workers=args.preprocessing_num_workers, description=f"Tokenising the {split} split"
     )

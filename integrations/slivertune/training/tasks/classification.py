@@ -57,6 +57,9 @@ def prepare_classification(
     """
     columns = sentence_columns(args, splits["train"])
     column = label_column(args, splits["train"])
+    for name in columns:
+        if name in splits["eval"].column_names:
+            require_column(splits["eval"], name, "--eval_file or --eval_split")
     return _labelled_task(
         args, tokenizer, model_config, splits,
         columns=columns,

@@ -75,8 +75,8 @@ def choose_reading(args: DataArguments, tokenizer: PreTrainedTokenizerBase, foun
     if found.name == "prompt_response":
         return Reading(format=found, uses_template=args.chat_template is not None)
     uses_template = found.name != "text" and has_template
-    if not uses_template:
-        # Only a template writes what the assistant may call.
+    if not uses_template or not (found.is_chat or re.search(r"\btools\b", str(tokenizer.chat_template))):
+        # Only a template writes what the assistant may call. A chat whose tools it leaves out is dropped.
         found = replace(found, optional=tuple(name for name in found.optional if name != "tools"))
     return Reading(format=found, uses_template=uses_template)
 
