@@ -440,7 +440,8 @@ def test_tools_in_words_cost_no_row_that_a_template_without_tools_writes(tmp_pat
 
 def test_nulls_are_kept_or_dropped_as_each_split_is_stored(tmp_path: Path) -> None:
     """A table fills in the keys of other rows with nulls. A json file has those that somebody wrote."""
-    template = CHATML.replace("{{ message['content'] }}", "{{ message.content }}{{ message.tool_calls | default(0) | tojson }}")
+    calls = "{{ message.content }}{{ message.tool_calls | default(0) | tojson }}"
+    template = CHATML.replace("{{ message['content'] }}", calls)
     assert template != CHATML
 
     def chat(arguments: dict[str, Any]) -> dict[str, Any]:
