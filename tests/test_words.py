@@ -36,7 +36,7 @@ WITHOUT_WAY_OUT = {
     "planning/fewer_blocks.py": (1, "caught: the whole model is planned instead"),
     "planning/hift_run.py": (2, "a fault of the plan itself, and one that is caught"),
     "planning/make.py": (1, "caught: the whole model is planned instead"),
-    "training/data/json_rows.py": (4, "a part of the message on a file that can't be read"),
+    "training/data/json_rows.py": (5, "a part of the message on a file that can't be read"),
     "training/options/parser.py": (2, "names the page of help after a semicolon, as all errors of the parser do"),
     "training/output/planned_update.py": (2, "a part of the note that the time is not planned"),
 }

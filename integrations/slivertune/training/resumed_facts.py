@@ -50,10 +50,10 @@ def check_facts(
 
 
 def describe_rows(rows: Any) -> str | None:
-    """Return the number of prepared rows and a hash of at most 1,000 of them, by which other rows are told.
+    """Return the number of prepared rows and a hash of at most 1,000 of them. None if that is not possible.
 
     Args:
-        rows: Rows of a split. Those of another package's task may have no number, and are not described.
+        rows: Rows of a split. A task of another package may have rows without a number, and these are not described.
     """
     if not isinstance(rows, datasets.Dataset) or not len(rows):
         return None

@@ -45,7 +45,7 @@ class JsonValue:
 
 
 with warnings.catch_warnings():
-    # Until now its name has stayed, and the warning is for those who write features.
+    # It warns that features of other packages are experimental.
     warnings.simplefilter("ignore", UserWarning)
     register_feature(JsonValue, JsonValue.__name__)
 
