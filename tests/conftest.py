@@ -122,8 +122,8 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 def no_checkpoint_goes_on() -> Iterator[None]:
     """End what torch's checkpoint has begun: an error inside leaves its hooks to the collector, and to later tests."""
     yield
-    torch = sys.modules.get("torch")
-    if torch is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    internals = sys.modules.get("slivertune.core.torch_internals")
+    if internals is not None and internals.saved_tensors_hooks_now() is not None:
         gc.collect()
 
 

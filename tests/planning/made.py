@@ -68,7 +68,7 @@ def plan_made_once(request: PlanRequest, config: PreTrainedConfig) -> Plan:
 
 
 def planner_by(make: Callable[[PlanRequest, PreTrainedConfig], Plan]) -> Callable[[PreTrainedConfig], Any]:
-    """What stands in for `Planner`, and has its plans from a function."""
+    """Return a stand-in for `Planner` that has its plans from a function."""
     return lambda config: SimpleNamespace(plan=lambda request: make(request, config))
 
 

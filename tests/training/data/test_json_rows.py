@@ -20,7 +20,7 @@ ROWS: list[dict[str, Any]] = [
     {"day": "word", "number": 2.5, "messages": [{"role": "assistant", "content": [{"type": "text", "text": "x"}]}]},
     {"day": None, "number": 2**70, "messages": [{"role": "user", "content": "42"}, {"role": "user", "content": None}]},
 ]
-"""What one type for all values of a key would change."""
+"""Rows that one type for all values of a key would change."""
 
 
 def read(folder: Path, text: str, name: str = "rows.jsonl") -> Any:

@@ -92,9 +92,7 @@ class Comparison:
         """Dates that the chat templates of the models wrote in the first runs, for all other runs."""
         for row in arguments.rows:
             for outcome in record.outcomes_of(row.name):
-                if outcome.get("chat_template_date") is not None:
-                    model = self._parsed[row.name].model.model_name_or_path
-                    self._dates.setdefault(model, outcome["chat_template_date"])
+                self._note_date(row, outcome)
         self._amount = arguments.budget.amount
         num_updates = self._parsed[arguments.rows[0].name].training.max_steps
         if self._amount is None and arguments.budget.length == "steps" and num_updates > 0:
@@ -255,10 +253,13 @@ class Comparison:
             except ValueError as error:
                 raise FailedError(str(error)) from error
             self._record.outcomes.keep(name, words, outcome)
-        if outcome.chat_template_date is not None:
-            self._dates.setdefault(model, outcome.chat_template_date)
+        self._note_date(row, outcome)
         self._say(f"  {describe(outcome)}")
         return outcome
+
+    def _note_date(self, row: Row, outcome: Outcome) -> None:
+        if outcome.chat_template_date is not None:
+            self._dates.setdefault(self._parsed[row.name].model.model_name_or_path, outcome.chat_template_date)
 
     def _process(self, words: Sequence[str], log: Path, title: str) -> None:
         try:

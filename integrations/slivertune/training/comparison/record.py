@@ -92,13 +92,14 @@ class Record:
             raise ValueError(f"{self.path} is no record of a comparison. Move it away, or name another folder")
         return values
 
-    def outcomes_of(self, row: str) -> list[dict[str, Any]]:
-        """Return the outcomes of a row's runs, as plain containers.
+    def outcomes_of(self, row: str) -> list[Outcome]:
+        """Return the outcomes of a row's runs.
 
         Args:
             row: Name of the row.
         """
-        return [kept["outcome"] for name, kept in self.values["runs"].items() if name.startswith(f"{row}/")]
+        runs = self.values["runs"]
+        return [Outcome(**kept["outcome"]) for name, kept in runs.items() if name.startswith(f"{row}/")]
 
     def write(self) -> None:
         """Write the record without secrets."""

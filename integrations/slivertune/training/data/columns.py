@@ -105,6 +105,21 @@ def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> s
     return name
 
 
+def require_text_of_evaluation(rows: Any, names: Iterable[str]) -> None:
+    """Check that columns which hold text in the training split hold text in an evaluation split, too.
+
+    Args:
+        rows: Evaluation split, a `datasets.Dataset`.
+        names: Names of the columns. Absent ones are passed over.
+
+    Raises:
+        ValueError: If one of them does not hold text.
+    """
+    for name in names:
+        if name in rows.column_names:
+            require_column(rows, name, "--eval_file or --eval_split")
+
+
 def sentence_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
     """Choose one or two text columns for classification: the named ones, or the only plausible one.
 

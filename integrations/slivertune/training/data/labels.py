@@ -33,9 +33,11 @@ def read_labels(rows: Any, column: str) -> tuple[str, ...]:
     if isinstance(feature, datasets.ClassLabel):
         return tuple(feature.names)
     values = column_values(rows, column)
-    if isinstance(feature, JsonValue) and all(type(value) in (int, str, type(None)) for value in values):
-        pass  # integers beside words
-    elif not isinstance(feature, datasets.Value) or "float" in feature.dtype or "decimal" in feature.dtype:
+    if isinstance(feature, JsonValue):
+        are_labels = all(type(value) in (int, str, type(None)) for value in values)  # integers beside words
+    else:
+        are_labels = isinstance(feature, datasets.Value) and not re.search("float|decimal", feature.dtype)
+    if not are_labels:
         _refuse(column, f"{feature}")
     names = [str(value).strip() for value in set(values) if value is not None]
     names = sorted({name for name in names if name})

@@ -16,7 +16,7 @@ from slivertune.training.data.columns import (
     first_rows,
     iterate_values,
     leave_out,
-    require_column,
+    require_text_of_evaluation,
     usable_rows,
 )
 from slivertune.training.data.formats import find_format, with_nulls_of
@@ -264,9 +264,7 @@ def _encode_split(
     choose = first_rows if is_lenient else usable_rows
     rows = choose(rows, found.columns, args, split=split)
     if split == "eval" and not found.is_chat:
-        for column in found.columns + tuple(name for name in found.optional if name != "tools"):
-            if column in rows.column_names:
-                require_column(rows, column, "--eval_file or --eval_split")
+        require_text_of_evaluation(rows, (*found.columns, *(name for name in found.optional if name != "tools")))
     encode = partial(
         encode_rows, rows, num_workers=args.preprocessing_num_workers, description=f"Tokenising the {split} split"
     )

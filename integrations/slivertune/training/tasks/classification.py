@@ -18,6 +18,7 @@ from slivertune.training.data.columns import (
     iterate_values,
     label_column,
     require_column,
+    require_text_of_evaluation,
     sentence_columns,
     usable_rows,
 )
@@ -57,9 +58,7 @@ def prepare_classification(
     """
     columns = sentence_columns(args, splits["train"])
     column = label_column(args, splits["train"])
-    for name in columns:
-        if name in splits["eval"].column_names:
-            require_column(splits["eval"], name, "--eval_file or --eval_split")
+    require_text_of_evaluation(splits["eval"], columns)
     return _labelled_task(
         args, tokenizer, model_config, splits,
         columns=columns,
