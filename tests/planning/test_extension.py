@@ -347,10 +347,7 @@ def test_the_work_of_blocks_is_repeated_where_they_are_alike() -> None:
         EXTENSION._value("", [of(3), of(4), of(4)])
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks, and no weight of the head")
-@pytest.mark.parametrize("seed", range(12))
-def test_drawn_plans_of_shipped_models_are_those_of_all_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_drawn_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """25 of all models, ways, lengths, with checkpointing and without; those that can't be planned have one error."""
     extended = list[int]()
     extend = fewer_blocks.FewerBlocks.extend
@@ -375,6 +372,26 @@ def test_drawn_plans_of_shipped_models_are_those_of_all_blocks(seed: int, monkey
         if len(extended) > num_extended:  # otherwise it is the plan of all blocks
             assert plan == outcome(plan_of_all, request, found.config), (model, way, checkpoints, length)
     assert len(extended) >= 8, "of 25"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks, and no weight of the head")
+class TestDrawnPlansOfEvenSeeds:
+    """One of two classes, since a test process is given whole classes, and each seed takes minutes."""
+
+    @pytest.mark.parametrize("seed", range(0, 12, 2))
+    def test_those_of_all_blocks(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        check_drawn_plans(seed, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:SFT trains the linear layers of the blocks, and no weight of the head")
+class TestDrawnPlansOfOddSeeds:
+    """The other half."""
+
+    @pytest.mark.parametrize("seed", range(1, 12, 2))
+    def test_those_of_all_blocks(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        check_drawn_plans(seed, monkeypatch)
 
 
 def outcome(plan: Callable[..., Plan], *args: Any) -> Plan | str:
