@@ -15,7 +15,8 @@ from slivertune.planning import fewer_blocks, make
 from slivertune.planning.configs import find_model
 from slivertune.planning.course import Course
 from slivertune.planning.extension import Extension, ExtensionError
-from slivertune.planning.make import Planner, build_model, make_plan
+from slivertune.planning.make import Planner, make_plan
+from slivertune.planning.model import build_model
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.shipped import SHIPPED_MODELS

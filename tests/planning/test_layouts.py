@@ -12,7 +12,8 @@ from slivertune.hift.config import ALL_LAYERS
 from slivertune.parallel.ddp import gradient_sync
 from slivertune.planning import layouts
 from slivertune.planning.layouts import LayerSizes, sizes_of
-from slivertune.planning.make import build_model, make_plan
+from slivertune.planning.make import make_plan
+from slivertune.planning.model import build_model
 from slivertune.planning.plan import Plan
 from tests.helpers.pairwise import rotated
 from tests.helpers.plan_requests import paper_request

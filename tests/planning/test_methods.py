@@ -19,7 +19,8 @@ from slivertune.planning.alike_groups import alike
 from slivertune.planning.batches import make_batch
 from slivertune.planning.fake import without_data
 from slivertune.planning.hift_run import HiFTRun
-from slivertune.planning.make import attached, build_model, give_sizes, make_plan
+from slivertune.planning.make import make_plan
+from slivertune.planning.model import attached, build_model, give_sizes
 from slivertune.planning.optimizers import without_trainer
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest

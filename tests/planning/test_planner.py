@@ -9,7 +9,8 @@ from transformers import MixtralConfig
 
 from slivertune.planning import make
 from slivertune.planning.course import CourseLedger
-from slivertune.planning.make import Planner, build_model, make_plan
+from slivertune.planning.make import Planner, make_plan
+from slivertune.planning.model import build_model
 from slivertune.planning.request import PlanRequest
 from tests.helpers.plan_requests import paper_request
 from tests.helpers.ranks import quick

@@ -4,8 +4,8 @@ from typing_extensions import override
 from slivertune.planning.course import CourseLedger
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
-from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod
+from slivertune.planning.model import attached
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step import Forward, GradientMeter, MeasuredGroup, measure_step, weight_bytes
 from tests.random_layers.optimizer import RandomLayers

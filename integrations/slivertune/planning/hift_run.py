@@ -24,8 +24,8 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
 from slivertune.planning.hift_optimizer import begin_forward, hift_over, meet_gradients
 from slivertune.planning.layouts import averaged_in_buckets
-from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, PlannedSteps, given_arguments
+from slivertune.planning.model import attached
 from slivertune.planning.optimizers import with_trainer_overrides
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest

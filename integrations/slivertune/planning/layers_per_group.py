@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 from slivertune.core.byte_text import format_bytes
 from slivertune.core.layers import find_layers
 from slivertune.planning.cards import Card
-from slivertune.planning.make import Planner, build_model
+from slivertune.planning.make import Planner
+from slivertune.planning.model import build_model
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import plan_time, room_ahead
 from slivertune.planning.request import PlanRequest

@@ -19,8 +19,8 @@ from slivertune.planning.counter import WorkCounter
 from slivertune.planning.course import CourseLedger
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.four_bit import num_weights
-from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
+from slivertune.planning.model import attached
 from slivertune.planning.parked_weights import PARKING, num_streamed, park
 from slivertune.planning.replayed import replaying
 from slivertune.planning.request import COUNTS, PlanRequest
