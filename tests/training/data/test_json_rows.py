@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slivertune.training.data import json_rows
 from slivertune.training.data.json_rows import JsonValue, load_json
-from slivertune.training.data.splits import load_local
+from slivertune.training.data.local_files import load_local
 from tests.training.tiny import write
 
 CALL = {"name": "f", "arguments": {"b": 3, "a": None, "c": 1e-12, "d": 52.520006599912345, "e": 2**70, "f": 0.1}}

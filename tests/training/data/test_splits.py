@@ -12,7 +12,8 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from slivertune.training.data.columns import ROW_COLUMN
-from slivertune.training.data.splits import check_datasets, load_datasets, load_local, load_splits
+from slivertune.training.data.local_files import load_local
+from slivertune.training.data.splits import check_datasets, load_datasets, load_splits
 from slivertune.training.options.arguments import DataArguments
 from tests.training.tiny import bert_config, prepared, splits_from, word_tokenizer, write
 
