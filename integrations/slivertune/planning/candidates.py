@@ -53,6 +53,8 @@ class Candidate:
     """Check of the last planned run."""
     needs: tuple[str, ...] = ()
     """Fields that it also changes if they prevent it. If the user set such a field, the search skips the candidate."""
+    may_hinder: bool = False
+    """Whether it also makes something larger, so that the run may need less without it once others are changed."""
     shrinks_weights: bool = False
     """Whether it makes the weights on the GPU smaller. If these alone do not fit, no other candidate helps."""
 
@@ -77,6 +79,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             fields=("gradient_accumulation_steps",),
             options=partial(_parts_of_batch, fewest_tokens=BUSY_TOKENS),
             cannot_help=_no_activations_too_large,
+            may_hinder=True,  # gradients of the parts before it stay in the backward
         ),
         Candidate(
             title="gradient checkpointing",
@@ -99,6 +102,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             fields=("gradient_accumulation_steps",),
             options=partial(_parts_of_batch, fewest_tokens=1),
             cannot_help=_no_activations_too_large,
+            may_hinder=True,  # gradients of the parts before it stay in the backward
         ),
         Candidate(
             title="gradients on the host",
