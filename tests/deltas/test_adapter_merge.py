@@ -427,8 +427,8 @@ def test_files_that_the_model_does_not_save_come_along_and_what_is_left_out_is_n
 ) -> None:
     BASES["llama"](False).save_pretrained("base", max_shard_size=20_000)
     Path("base/parts").mkdir()
-    kept = ("preprocessor_config.json", "own.py", "parts/config.json")
-    for name in (*kept, "merges.txt", "pytorch_model.bin"):
+    kept = ("preprocessor_config.json", "own.py", "parts/config.json", "merges.txt")
+    for name in (*kept, "pytorch_model.bin", "rust_model.ot"):
         Path("base", name).write_text("{}", encoding="utf-8")
     path = next(Path("base").glob("*.index.json"))
     index = json.loads(path.read_text(encoding="utf-8"))
@@ -440,6 +440,7 @@ def test_files_that_the_model_does_not_save_come_along_and_what_is_left_out_is_n
     assert main(["merge", "adapter", "--output_dir", "merged"]) == 0
     said = capsys.readouterr().out
     assert "not copied, since the model's class has no such weights: mtp.bias and 1 more\n" in said
+    assert "not copied, since they may hold the base's weights: pytorch_model.bin, rust_model.ot\n" in said
     assert "not merged, since they are adapters of other names: adapter/second\n" in said
     found = {str(each.relative_to("merged")) for each in Path("merged").rglob("*") if each.is_file()}
     assert found == {*kept, "config.json", "generation_config.json", "model.safetensors"}
@@ -487,16 +488,16 @@ def weights_that_stay_tied(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_configuration_that_ties(patch: pytest.MonkeyPatch) -> None:
-    true = LlamaForCausalLM.save_pretrained
+    true = adapter_merge.copy_others
 
-    def save(model: Any, folder: Path, **more: Any) -> None:
-        true(model, folder, **more)
+    def copy(base: Any, adapter: Path, folder: Path) -> Path | None:
         tensors = load_file(folder / "model.safetensors")
         del tensors["lm_head.weight"]
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         change_config(str(folder), "config.json", tie_word_embeddings=True)
+        return true(base, adapter, folder)
 
-    patch.setattr(LlamaForCausalLM, "save_pretrained", save)
+    patch.setattr(adapter_merge, "copy_others", copy)
 
 
 @pytest.mark.parametrize(
@@ -766,9 +767,7 @@ def test_a_write_that_breaks_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     save_base(Path("base"))
     save_adapter(Path("adapter"), AutoModelForCausalLM.from_pretrained("base"))
     before = sorted(Path.cwd().rglob("*"))
-    monkeypatch.setattr(
-        "slivertune.deltas.adapter_merge._save_tokenizer", Mock(side_effect=OSError("No space left on device"))
-    )
+    monkeypatch.setattr(adapter_merge, "copy_others", Mock(side_effect=OSError("No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         merge_adapter(open_adapter(Path("adapter")), Path("base"), Path("out"))
     assert sorted(Path.cwd().rglob("*")) == before

@@ -396,7 +396,7 @@ def trainer_rows(count: int) -> list[dict[str, list[int]]]:
     return rows
 
 
-@pytest.mark.parametrize("num_items", [7, torch.tensor(50)], ids=["an int", "a tensor"])
+@pytest.mark.parametrize("num_items", [1, 7, torch.tensor(50)], ids=["one", "an int", "a tensor"])
 def test_num_items_in_batch_counts_for_the_selected_share(num_items: Any) -> None:
     assert_is_the_reference(make_model(LLAMA), LLAMA, make_batch(LLAMA, "padded right"), num_items=num_items)
 
@@ -505,7 +505,9 @@ def test_positional_arguments_and_a_tuple_for_an_answer_are_fine() -> None:
     model, unhooked = with_copy(LLAMA)
     batch = make_batch(LLAMA, "padded right")
     with TUNE.attach(model) as handle:
-        loss, logits = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], return_dict=False)
+        # input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels
+        arguments = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
+        loss, logits = model(*arguments, return_dict=False)
         loss.backward()
     expected = reference_gradients(unhooked, LLAMA, batch, selected(handle))
     assert logits.shape == (BATCH, 5, VOCAB)

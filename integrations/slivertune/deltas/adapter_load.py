@@ -1,7 +1,8 @@
 """Loading of a LoRA adapter with its base in fp32. Adapters that PEFT would load wrongly are refused."""
 
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.deltas.adapter_folder import Adapter, read_json
+from slivertune.deltas.adapter_folder import MODEL_CONFIG, Adapter, read_json
+from slivertune.deltas.beside_weights import tokenizer_files
 from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.names import NameIndex
 from slivertune.deltas.plain_checkpoint import PlainCheckpoint, StoredTensor
@@ -25,6 +27,8 @@ _AUTO_CLASSES = {
 }
 """Class of transformers for each `task_type` of PEFT."""
 _HEADS = ("score", "classifier")
+_BUFFERS = (".inv_freq", ".position_ids", ".masked_bias", "attn.bias", "attention.bias", "rotary_emb.freqs")
+"""Ends of the names of tensors that old checkpoints hold beside the weights, and models compute."""
 _NUM_NAMED = 3
 _WRAPPERS = ("base_layer", "original_module", "modules_to_save", "token_adapter")
 ADAPTER_PREFIX = "base_model.model."
@@ -63,6 +67,8 @@ class LoadedBase:
     """Tensors in the base's files that the model holds unchanged, by each of its names. Others have another layout."""
     tied: list[list[str]]
     """Names of each weight that has several."""
+    model_class: Any
+    """Class of the model."""
 
     @property
     def in_another_layout(self) -> frozenset[str]:
@@ -80,30 +86,47 @@ class AdaptedModel:
     """Number of rows that the embeddings were resized to, as for the training. None if they were not."""
 
 
-def model_class(adapter: Adapter, base: Path) -> Any:
+def model_class(adapter: Adapter, base: Path, weights: Iterable[str]) -> Any:
     """Find the class of transformers that the base was trained as.
 
     Args:
         adapter: The adapter.
         base: Folder of the base.
+        weights: Names of the adapter's tensors. They decide if the task, PEFT's record and the base differ.
 
     Raises:
-        ValueError: If neither names a class.
+        ValueError: If none of them names a class.
     """
     import transformers
 
     task = adapter.config.get("task_type")
     # Without a task, as for masked language models, PEFT records the class.
     mapping = adapter.config.get("auto_mapping") or {}
-    architectures = read_json(base / "config.json").get("architectures") or [None]
-    name = _AUTO_CLASSES.get(str(task)) or mapping.get("base_model_class") or architectures[0]
-    found = getattr(transformers, str(name), None)
-    if found is None:
+    architectures = read_json(base / MODEL_CONFIG).get("architectures") or [None]
+    names = dict.fromkeys((_AUTO_CLASSES.get(str(task)), mapping.get("base_model_class"), architectures[0]))
+    classes = [found for name in names if (found := getattr(transformers, str(name), None)) is not None]
+    if not classes:
         raise ValueError(
             f"neither {adapter.folder} (task_type={task}) nor {base} names the base's class in transformers. Add it "
-            f"to {base / 'config.json'}, as architectures"
+            f"to {base / MODEL_CONFIG}, as architectures"
         )
-    return found
+    named = map(base_name, weights)
+    paths = {name.split(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] for name in named}
+    fitting = (each for each in classes if paths <= _modules_of(each, base))
+    return classes[0] if len(classes) == 1 else next(fitting, classes[0])
+
+
+def _modules_of(made_by: Any, base: Path) -> set[str]:
+    """Return the paths of all modules of a class's model; none if the class has no such model."""
+    from transformers import AutoConfig
+
+    from slivertune.core.empty_model import make_empty
+
+    try:
+        model = make_empty(made_by, AutoConfig.from_pretrained(base), torch.float32)
+    except (AttributeError, OSError, TypeError, ValueError):
+        return set()
+    return {path for path, _ in model.named_modules()}
 
 
 def load_base(adapter: Adapter, base: PlainCheckpoint) -> tuple[Any, LoadedBase]:
@@ -129,10 +152,24 @@ def load_base(adapter: Adapter, base: PlainCheckpoint) -> tuple[Any, LoadedBase]
         names=frozenset(model.state_dict()),
         missing=frozenset(report["missing_keys"]),
         random=tuple(sorted(name for name in report["missing_keys"] if held.find(name) is None)),
-        unread=tuple(sorted(report["unexpected_keys"])),
+        unread=tuple(sorted({*report["unexpected_keys"], *_ignored(model, base)})),
         stored=_same_values(model, base),
         tied=_tied_names(model),
+        model_class=type(model),
     )
+
+
+def _ignored(model: Any, base: PlainCheckpoint) -> list[str]:
+    """List the weights in files that the model's class ignores without a report, such as another tower's."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    held = NameIndex(model.state_dict())
+    return [
+        name
+        for name in base.tensors
+        if any(re.search(pattern, name) for pattern in patterns)
+        and not name.endswith(_BUFFERS)
+        and held.find(name) is None
+    ]
 
 
 def load_model(
@@ -154,7 +191,7 @@ def load_model(
     """
     try:
         options = _head_options(adapter, weights)
-        loaded: tuple[Any, dict[str, Any]] = model_class(adapter, base).from_pretrained(
+        loaded: tuple[Any, dict[str, Any]] = model_class(adapter, base, weights).from_pretrained(
             base, dtype=dtype, output_loading_info=True, **options
         )
     except (OSError, ValueError) as error:
@@ -238,7 +275,7 @@ def _head_options(adapter: Adapter, weights: Mapping[str, Any]) -> dict[str, Any
     if adapter.config.get("task_type") not in ("SEQ_CLS", "TOKEN_CLS"):
         return {}
     if adapter.model_config is not None:
-        names = ("id2label", "label2id", "pad_token_id")
+        names = ("id2label", "label2id", "pad_token_id", "problem_type")
         return {name: adapter.model_config[name] for name in names if adapter.model_config.get(name) is not None}
     heads = [each for name, each in weights.items() if set(_HEADS).intersection(name.split(".")) and each.ndim == 2]
     # A head may have several layers; the last one has a row per class.
@@ -283,6 +320,37 @@ def _check_tokens(model: Any, adapter: Adapter, base: Path) -> None:
     rows = min((len(each.get_parameter("weight")) for each in _embeddings(model).values()), default=0)
     if tokens and max(tokens) >= rows:
         raise ValueError(f"{base} has {rows} tokens, and {adapter.folder} trained token {max(tokens)}. {_RESIZED}")
+
+
+def check_tokens(model: Any, adapter: Adapter, base: PlainCheckpoint) -> None:
+    """Refuse a tokenizer whose tokens have no rows, unless the base's own has them too (Gemma 3's, of images).
+
+    Args:
+        model: The merged model.
+        adapter: The adapter, with a tokenizer in its folder.
+        base: The base.
+
+    Raises:
+        ValueError: If a token has no row.
+    """
+    rows = min((len(each.get_parameter("weight")) for each in _embeddings(model).values()), default=None)
+    if rows is None:
+        return
+    beyond = _tokens_beyond(rows, adapter.folder, model.config)
+    if beyond and tokenizer_files(base.folder):
+        beyond -= _tokens_beyond(rows, base.folder, model.config)
+    if beyond:
+        raise ValueError(
+            f"the embeddings have {rows} rows, and none of them is for {min(beyond)!r}, which the tokenizer in "
+            f"{adapter.folder} has. {_RESIZED}"
+        )
+
+
+def _tokens_beyond(num_rows: int, folder: Path, config: Any) -> set[str]:
+    from transformers import AutoTokenizer
+
+    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder, config=config).get_vocab()
+    return {token for token, row in vocabulary.items() if row >= num_rows}
 
 
 def trained_tokens(adapter: Adapter) -> list[int]:

@@ -11,8 +11,6 @@ places to their one shared tensor. The folder gets its name after three checks:
 """
 
 import gc
-import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,10 +28,10 @@ from slivertune.deltas.adapter_folder import MODEL_CONFIG, Adapter, is_adapter, 
 from slivertune.deltas.adapter_load import (
     AdaptedModel,
     LoadedBase,
+    check_tokens,
     load_adapter,
     load_base,
     load_model,
-    model_class,
     quiet_peft,
     trained_tokens,
     wrapped_modules,
@@ -46,14 +44,13 @@ from slivertune.deltas.adapter_outputs import (
     outputs_of_layers,
 )
 from slivertune.deltas.adapter_sums import AdapterSums
+from slivertune.deltas.beside_weights import copy_others, differing_settings, write_config
 from slivertune.deltas.delta_file import PLAIN_DTYPES, name_of
 from slivertune.deltas.names import NameIndex
 from slivertune.deltas.plain_checkpoint import PlainCheckpoint, open_checkpoint
 
-_OF_TOKENIZER = re.compile(
-    r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|.*\.(model|tiktoken|spm|bpe|jinja)$"
-)
-"""Pattern of file names that belong to a tokenizer."""
+_OF_TRAINING = frozenset({"quantization_config", "tie_word_embeddings", "use_cache"})
+"""Settings of the trained model that a merged one does not need: its own say what its weights are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +70,12 @@ class MergedAdapter:
     has_tokenizer: bool
     random: tuple[str, ...]
     """Names of weights that neither the base nor the adapter has, and that do not affect the outputs."""
-    left_out: tuple[str, ...]
+    unread: tuple[str, ...]
     """Names of tensors in the base's files that its class has no place for."""
+    not_copied: tuple[Path, ...]
+    """Files of the base that may hold its weights in other forms."""
+    other_settings: tuple[str, ...]
+    """Settings of the trained model's configuration, if that was saved, that the new configuration does not have."""
 
 
 def merge_adapter(adapter: Adapter, base: Path, output: Path) -> MergedAdapter:
@@ -137,23 +138,36 @@ def _write(adapter: Adapter, stored: PlainCheckpoint, new: Path) -> tuple[Merged
     num_adapted, replaced = _count(adapted.model)
     with _naming(adapter, base):
         merged, untied = _merge(adapted, loaded.tied)
-        merged.config.save_pretrained(new)
+        write_config(base, merged, new)
         check_layers(layers, merged)
-        run.check(_model_of(model_class(adapter, base), new, merged))
+        run.check(_model_of(loaded.model_class, new, merged))
         _round(merged, stored)
         merged.save_pretrained(new)
-        has_tokenizer = _save_tokenizer((adapter.folder, base), new)
-        _copy_rest(stored, new)
+        write_config(base, merged, new)
+        tokenizer = copy_others(stored, adapter.folder, new)
+        if tokenizer == adapter.folder:
+            check_tokens(merged, adapter, stored)
     return MergedAdapter(
         num_adapted=num_adapted,
         replaced=replaced,
         untied=untied,
         vocabulary=adapted.vocabulary,
         not_run=run.not_run,
-        has_tokenizer=has_tokenizer,
+        has_tokenizer=tokenizer is not None,
         random=loaded.random,
-        left_out=loaded.unread,
+        unread=loaded.unread,
+        not_copied=tuple(stored.left_out),
+        other_settings=_other_settings(adapter, merged),
     ), loaded
+
+
+def _other_settings(adapter: Adapter, merged: Any) -> tuple[str, ...]:
+    """List what the training set beside the weights, such as a scaling of positions."""
+    trained, config = adapter.model_config, merged.config
+    if trained is None or trained.get("model_type") != config.model_type:
+        return ()
+    wanted = type(config).from_dict(dict(trained)).to_dict()
+    return tuple(sorted(set(differing_settings(config.to_dict(), wanted)) - _OF_TRAINING))
 
 
 @contextmanager
@@ -328,7 +342,7 @@ def _check_written(adapter: Adapter, loaded: LoadedBase, base: PlainCheckpoint, 
     # Tensors in another layout can only be read by transformers, and must not be rounded on the way.
     converted = {new.tensors[each].dtype for each in new.tensors.keys() - set(files.values())}
     dtype = "auto" if not converted else torch.float32 if len(converted) > 1 else converted.pop()
-    model, report = model_class(adapter, base.folder).from_pretrained(new.folder, dtype=dtype, output_loading_info=True)
+    model, report = loaded.model_class.from_pretrained(new.folder, dtype=dtype, output_loading_info=True)
     state = model.state_dict()
     if lost := sorted((state.keys() ^ loaded.names) | set(report["missing_keys"])):
         raise ValueError(f"transformers do not load {lost[0]!r} from the new files. Use the adapter by PEFT instead")
@@ -375,26 +389,3 @@ def _count(model: Any) -> tuple[int, tuple[str, ...]]:
     adapted = sum(isinstance(each, LoraLayer) for each in model.modules())
     whole = (name for name, each in model.named_modules() if isinstance(each, ModulesToSaveWrapper))
     return adapted, tuple(name.removeprefix("base_model.model.") for name in whole)
-
-
-def _copy_rest(stored: PlainCheckpoint, output: Path) -> None:
-    """Copy the files that `save_pretrained` does not write: settings of images and sounds, code, a licence."""
-    shards = {each.shard for each in stored.tensors.values()}
-    for relative in stored.files:
-        source, target = stored.folder / relative, output / relative
-        is_weight = source in shards or relative.name.endswith(".index.json")
-        # The tokenizer may be the adapter's, to which files of the base's would not belong.
-        if not is_weight and not target.exists() and not _OF_TOKENIZER.match(relative.name):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-
-
-def _save_tokenizer(folders: tuple[Path, ...], output: Path) -> bool:
-    """Save the tokenizer of the first folder that has one. Return whether there is one."""
-    from transformers import AutoTokenizer
-
-    for folder in folders:
-        if any(folder.glob("tokenizer*")) or any(folder.glob("vocab*")):
-            AutoTokenizer.from_pretrained(folder).save_pretrained(output)
-            return True
-    return False

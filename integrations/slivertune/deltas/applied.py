@@ -58,7 +58,7 @@ def apply(
         has_copies=False,
     )
     additions = add_up(read_sources(deltas), _weights_of(model), target_info, hash_base=check_base)
-    applied = AppliedDeltas({addition.target.name: addition.overlap for addition in additions})
+    applied = AppliedDeltas(model, {addition.target.name: addition.overlap for addition in additions})
     try:
         for addition in additions:
             applied._add(addition)
@@ -72,10 +72,12 @@ class AppliedDeltas:
     """Deltas on a model, until they are removed.
 
     Args:
+        model: The model.
         overlap_of: Overlap of each changed tensor.
     """
 
-    def __init__(self, overlap_of: dict[str, Overlap]) -> None:
+    def __init__(self, model: nn.Module, overlap_of: dict[str, Overlap]) -> None:
+        self._model = model
         self.overlap_of = overlap_of
         """Overlap of each changed tensor: number of touched weights, and of those that several deltas touch."""
         self._changes: list[_Change] = []
@@ -89,9 +91,15 @@ class AppliedDeltas:
         """Restore the pretrained bits of the touched weights. A second call does nothing.
 
         Raises:
-            RuntimeError: If weights have changed since; nothing is restored then.
+            RuntimeError: If weights have changed or were replaced since; nothing is restored then.
         """
+        held = {id(each) for each in self._model.parameters()}
         for change in self._changes:
+            if id(change.weight) not in held:
+                raise RuntimeError(
+                    f"{change.name!r} is another tensor now than deltas were applied to. Remove them before the model "
+                    "is sharded or loaded by assignment, or load it again"
+                )
             change.check()
         self._restore()
 

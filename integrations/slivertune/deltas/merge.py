@@ -11,11 +11,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slivertune.core.atomic import atomic_new_folder, check_absent
 from slivertune.deltas.additions import Addition, Source, TargetInfo, add_rounded, add_up, read_sources
+from slivertune.deltas.beside_weights import copy_files, tokenizer_files
 from slivertune.deltas.delta import Overlap, total_overlap
 from slivertune.deltas.delta_file import DeltaFile, name_of
 from slivertune.deltas.hashes import CHUNK_BYTES
@@ -29,6 +31,8 @@ REPORT_FILE = "merged.json"
 """Name of the report: the merged deltas, and the overlap of each tensor."""
 VERSION = 2
 """Version of the undo file's format."""
+BASE_FILES = "base_files"
+"""Name of the folder, beside the undo file, with the base's tokenizer if the deltas have one of their own."""
 _KIND = "slivertune.sft_undo"
 
 Progress = Callable[[str, int, int], None]
@@ -42,7 +46,11 @@ class Merged:
     overlap_of: dict[str, Overlap]
     """Overlap of each tensor: touched weights, and those that two or more deltas touch."""
     left_out: list[Path]
-    """Files of the base with other forms of its weights, which were not copied."""
+    """Files of the base that may hold its weights in other forms, which were not copied."""
+    over_codes: list[str]
+    """Deltas that were trained over quantised weights, so that the base was not compared with theirs."""
+    tokenizer_of: str | None
+    """Deltas whose tokenizer took the place of the base's."""
 
     @property
     def overlap(self) -> Overlap:
@@ -105,8 +113,16 @@ def merge(
         progress("checking", 0, 0)
         check_written(base, open_checkpoint(new), {each.target.name: each.delta for each in additions})
         progress("writing", 0, 0)
-        _write_undo(new / UNDO_FOLDER, hashes, files, additions, merged)
-    return Merged({addition.target.name: addition.overlap for addition in additions}, base.left_out)
+        (new / UNDO_FOLDER).mkdir()
+        trained = _trained_tokenizer(files)
+        tokenizer = [] if trained is None else _replace_tokenizer(Path(trained.source), new)
+        _write_undo(new / UNDO_FOLDER, {"base_files": hashes, "tokenizer": tokenizer}, files, additions, merged)
+    return Merged(
+        {addition.target.name: addition.overlap for addition in additions},
+        base.left_out,
+        over_codes=[file.source for file in files if any(each.is_quantized for each in file.base.values())],
+        tokenizer_of=None if trained is None else trained.source,
+    )
 
 
 def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = lambda *_: None) -> None:
@@ -147,8 +163,23 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
         for name in {str(merged.tensors[name].shard.relative_to(checkpoint)) for name in undo.entries}:
             with (new / name).open("rb") as file:
                 found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        _restore_tokenizer(checkpoint, undo.fields.get("tokenizer"), new, found)
         _check_files(checkpoint, hashes, found)
         progress("writing", 0, 0)
+
+
+def _restore_tokenizer(checkpoint: Path, replaced: object, new: Path, found: dict[str, str]) -> None:
+    """Put the base's tokenizer in the place of that of the deltas, and hash its files."""
+    # Other names than a tokenizer's would be a damaged file's.
+    files = [each for each in tokenizer_files(new) if isinstance(replaced, list) and str(each) in replaced]
+    for file in files:
+        (new / file).unlink()
+        found.pop(str(file), None)
+    kept = checkpoint / UNDO_FOLDER / BASE_FILES
+    own = tokenizer_files(kept) if files and kept.is_dir() else []
+    copy_files(kept, own, new)
+    for file in own:
+        found[str(file)] = hashlib.sha256((new / file).read_bytes()).hexdigest()
 
 
 def _check_copies(base: PlainCheckpoint, additions: Sequence[Addition[StoredTensor]]) -> None:
@@ -201,9 +232,28 @@ def _copy(base: PlainCheckpoint, new: Path, progress: Progress) -> dict[str, str
     return hashes
 
 
+def _trained_tokenizer(files: Sequence[DeltaFile]) -> DeltaFile | None:
+    """Return deltas with the tokenizer and the chat template of their training. None if they have none or differ."""
+    with_one = [file for file in files if Path(file.source).is_dir() and tokenizer_files(Path(file.source))]
+    contents = [
+        {each: (Path(file.source) / each).read_bytes() for each in tokenizer_files(Path(file.source))}
+        for file in with_one
+    ]
+    return with_one[0] if contents and all(each == contents[0] for each in contents) else None
+
+
+def _replace_tokenizer(source: Path, new: Path) -> list[str]:
+    """Replace a checkpoint's tokenizer, and keep its own for `unmerge`. Return the names of the new files."""
+    copy_files(new, (own := tokenizer_files(new)), new / UNDO_FOLDER / BASE_FILES)
+    for file in own:
+        (new / file).unlink()
+    copy_files(source, (files := tokenizer_files(source)), new)
+    return list(map(str, files))
+
+
 def _write_undo(
     folder: Path,
-    hashes: Mapping[str, str],
+    fields: Mapping[str, Any],
     files: Sequence[DeltaFile],
     additions: Sequence[Addition[StoredTensor]],
     merged: Sequence[tuple[StoredTensor, torch.Tensor, str, str]],
@@ -211,14 +261,13 @@ def _write_undo(
     """Write the undo file and a report.
 
     Args:
-        folder: Folder of both, which is made here.
-        hashes: SHA-256 of every file of the base.
+        folder: Folder of both.
+        fields: SHA-256 of every file of the base, and the names of the tokenizer's files if they are not the base's.
         files: The deltas.
         additions: Sums that were added.
         merged: For each addition, the tensor with the sum, the base's values of the touched entries, and the hashes of
             the base's tensor and of the sum.
     """
-    folder.mkdir()
     added = [(addition, *pair) for addition, pair in zip(additions, merged, strict=True)]
     write_sparse_file(
         folder / UNDO_FILE,
@@ -234,7 +283,7 @@ def _write_undo(
             }
             for _, tensor, _, before, after in added
         },
-        fields={"base_files": hashes},
+        fields=fields,
     )
     report = {
         "deltas": [file.source for file in files],

@@ -38,6 +38,11 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
     check_absent(Path(output))
     adapters = [folder for folder in deltas if is_adapter(Path(folder))]
     if adapters:
+        if (Path(adapters[0]) / DELTA_FILE).is_file():
+            raise ValueError(
+                f"{adapters[0]} holds a LoRA adapter and SFT's deltas, and one of them is merged at a time. Move "
+                f"{DELTA_FILE} into a folder of its own"
+            )
         _merge_one_adapter(adapters[0], deltas, Path(output), base, allow_quantized_base)
         return
     for folder in deltas:
@@ -53,6 +58,13 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
         merged = merge(checkpoint, files, output, allow_quantized_base=allow_quantized_base, progress=show)
     overlap = merged.overlap
     print(f"{output}: {overlap.num_touched:,} weights of {len(merged.overlap_of)} tensors changed")
+    if merged.tokenizer_of is not None:
+        print(f"the tokenizer and its chat template are those of {merged.tokenizer_of}")
+    if merged.over_codes:
+        print(
+            f"trained over quantised weights: {', '.join(merged.over_codes)}. Results are close, not identical, and it "
+            f"was not checked that {checkpoint} is their base"
+        )
     if len(files) > 1:
         name, most = max(merged.overlap_of.items(), key=lambda item: item[1].share)
         print(
@@ -60,8 +72,12 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
             f"{len(files)} deltas, most of them in {name} ({most.num_shared:,}, {most.share:.2%}). For each tensor, "
             f"see {Path(output) / UNDO_FOLDER / REPORT_FILE}"
         )
-    if merged.left_out:
-        print(f"not copied, since they hold the base's weights: {', '.join(map(str, merged.left_out))}")
+    _tell_not_copied(merged.left_out)
+
+
+def _tell_not_copied(files: Sequence[Path]) -> None:
+    if files:
+        print(f"not copied, since they may hold the base's weights: {', '.join(map(str, files))}")
 
 
 def _check_deltas(folder: Path) -> None:
@@ -92,7 +108,8 @@ def _merge_one_adapter(
     name = base or adapter.base_name
     if name is None:
         raise ValueError(f"{folder} does not name its base. Name it with --model_name_or_path")
-    merged = merge_adapter(adapter, find_checkpoint(name, None if base else adapter.config.get("revision")), output)
+    revision = adapter.config.get("revision") if name == adapter.base_name else None
+    merged = merge_adapter(adapter, find_checkpoint(name, revision), output)
     print(f"{output}: {name} with the LoRA of {folder} added to {merged.num_adapted} matrices")
     if base and adapter.base_name and Path(base).resolve() != Path(adapter.base_name).resolve():
         print(f"not checked: whether {base} has the weights of {adapter.base_name}, the adapter's base")
@@ -106,9 +123,12 @@ def _merge_one_adapter(
         print(f"the vocabulary was resized to {merged.vocabulary} rows, as in the training")
     if merged.random:
         print(f"random, since the base's files lack them, and not needed for outputs: {', '.join(merged.random)}")
-    if merged.left_out:
-        more = f" and {len(merged.left_out) - 1} more" if len(merged.left_out) > 1 else ""
-        print(f"not copied, since the model's class has no such weights: {merged.left_out[0]}{more}")
+    if merged.unread:
+        more = f" and {len(merged.unread) - 1} more" if len(merged.unread) > 1 else ""
+        print(f"not copied, since the model's class has no such weights: {merged.unread[0]}{more}")
+    _tell_not_copied(merged.not_copied)
+    if merged.other_settings:
+        print(f"not set, though the trained model's configuration has other values: {', '.join(merged.other_settings)}")
     if merged.not_run is not None:
         print(f"outputs were not compared, tensors were: {merged.not_run}")
     if adapter.was_quantized:

@@ -34,7 +34,10 @@ _DTYPES = {
 # Read at once. Small, because a comparison of two tensors holds two chunks of each while the next are read.
 _PIECE_BYTES = 2**21
 # Other forms of the weights, which a merge would leave at the base's values, and a training's own state.
-_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt", ".gguf", ".onnx", ".onnx_data")
+_WEIGHT_ENDINGS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt", ".gguf", ".onnx", ".onnx_data"),
+    *(".ot", ".tflite", ".mlmodel", ".npz", ".pdparams"),
+)
 _WEIGHT_INDICES = (".safetensors.index.json", ".bin.index.json")
 
 
@@ -105,7 +108,7 @@ class PlainCheckpoint:
     files: list[Path]
     """Paths of the checkpoint's files, relative to the folder: shards, their index, configuration, tokenizer."""
     left_out: list[Path]
-    """Other forms of the same weights, relative to the folder, which a change of the shards makes stale."""
+    """Files that may be other forms of the same weights, relative to the folder, which a change makes stale."""
 
     def tied_copies(self, name: str) -> list[str]:
         """Find other tensors that are copies of an embedding, unless the configuration rules tied embeddings out.
@@ -150,8 +153,13 @@ def open_checkpoint(folder: Path) -> PlainCheckpoint:
     shard_of = _shards(folder)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(shard_of.values())):
-        # If a tensor is in two shards, the index decides.
-        tensors |= {name: it for name, it in _tensors(folder / shard).items() if shard_of.get(name, shard) == shard}
+        found = _tensors(folder / shard)
+        for name in sorted(tensors.keys() & found.keys()):
+            raise ValueError(
+                f"{folder} holds {name!r} in two shards, {tensors[name].shard.name} and {shard}, and it is not certain "
+                "which one is read. Load the model and save it with save_pretrained"
+            )
+        tensors |= found
     lost = sorted(set(shard_of) - set(tensors) - {""})
     if lost:
         raise ValueError(f"{folder / INDEX_FILE} names {lost[0]!r}, which its shard lacks. Get the checkpoint again")
@@ -216,13 +224,24 @@ def _other_files(folder: Path, shards: set[str]) -> tuple[list[Path], list[Path]
     files: list[Path] = []
     left_out: list[Path] = []
     own = shards if shards == {SINGLE_FILE} else shards | {INDEX_FILE}
+    modules = _module_folders(folder)
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         # Leaves out a training's checkpoints beside its result, and version control.
         if path.is_file() and not any(p.startswith((".", "checkpoint-")) or p == UNDO_FOLDER for p in relative.parts):
             is_weight = path.name.endswith(_WEIGHT_ENDINGS + _WEIGHT_INDICES)
-            (left_out if is_weight and str(relative) not in own else files).append(relative)
+            is_own = str(relative) in own or relative.parts[0] in modules
+            (left_out if is_weight and not is_own else files).append(relative)
     return files, left_out
+
+
+def _module_folders(folder: Path) -> set[str]:
+    """Return the folders of the other modules of a sentence-transformers model, such as a dense layer's."""
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        return {Path(each["path"]).parts[0] for each in modules if each["path"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -204,9 +204,11 @@ class SFTMethod(SliverMethod):
         return {**self.values(), "num_tensors": len(self.optimizer.num_elements)}
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
-        """Save the deltas, and also the merged model if the weights hold the sums."""
+        """Save the deltas with the tokenizer, and also the merged model if the weights hold the sums."""
         folder = output_folder / "delta"
         self.optimizer.save_pretrained(folder, base_model_name=base_name)
+        if coordinator.is_first and trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)
         if self._is_merged:
             saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)
             return Saved(model_folder=saved.model_folder, delta_folder=folder)
