@@ -117,7 +117,7 @@ def model_class(adapter: Adapter, base: Path, weights: Iterable[str]) -> Any:
 
 
 def _modules_of(made_by: Any, base: Path) -> set[str]:
-    """Return the paths of all modules of a class's model; none if the class has no such model."""
+    """Return the paths of all modules of a class's model. There are none if the class has no such model."""
     from transformers import AutoConfig
 
     from slivertune.core.empty_model import make_empty

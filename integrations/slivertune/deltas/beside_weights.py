@@ -39,7 +39,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def copy_others(base: PlainCheckpoint, trained: Path, output: Path) -> Path | None:
-    """Copy all files of a base but its weights and configuration. Those of a training replace them.
+    """Copy all files of a base but its weights and configuration. Files of the training replace its own.
 
     Args:
         base: The base.
