@@ -12,9 +12,10 @@ from transformers import Trainer
 
 import slivertune
 from slivertune import HiFTConfig, TokenTune
+from slivertune.training.embedded.base_model import VOCABULARY_SIZE
 from tests.helpers.models import tiny_bert, tiny_llama, weights
 from tests.helpers.tolerance import assert_step_close, exact_sums, with_exact
-from tests.interop.trainer_runs import recorded_draws
+from tests.interop.trainer_runs import as_in_training, recorded_draws
 from tests.interop.trl_runs import (
     SFT_MODES,
     SFT_TAKES_TOKENS,
@@ -194,12 +195,12 @@ def first_batch(trainer: Any) -> Any:
 @needs_fused_head
 def test_the_head_scores_the_selected_rows_alone(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path)
-    handle = slivertune.attach(trainer, TUNE).tokens
     seen: list[Any] = []
     trainer.model.register_forward_hook(lambda module, args, output: seen.append(output))
     trainer.model.train()
-    loss = trainer.compute_loss(trainer.model, first_batch(trainer))
-    assert handle is not None and handle.last_selection is not None
+    with as_in_training(slivertune.attach(trainer, TUNE)) as handle:
+        loss = trainer.compute_loss(trainer.model, first_batch(trainer))
+    assert handle.last_selection is not None
     assert seen[0].log_probs.shape == seen[0].label_mask.shape == handle.last_selection.shape
     # Without a number of items it is the plain mean over the selected labels.
     assert torch.equal(loss, -seen[0].log_probs.sum() / seen[0].label_mask.sum())
@@ -208,12 +209,12 @@ def test_the_head_scores_the_selected_rows_alone(tmp_path: Path) -> None:
 @needs_fused_head
 def test_a_draw_without_a_label_gives_a_loss_of_zero(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path)
-    slivertune.attach(trainer, TUNE)
     trainer.model.train()
     batch = first_batch(trainer)
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(40))
-    loss.backward()
+    with as_in_training(slivertune.attach(trainer, TUNE)):
+        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(40))
+        loss.backward()
     assert loss.item() == 0.0
     assert all(bool((each.grad == 0).all()) for each in trainer.model.parameters() if each.grad is not None)
 
@@ -221,11 +222,12 @@ def test_a_draw_without_a_label_gives_a_loss_of_zero(tmp_path: Path) -> None:
 @needs_fused_head
 def test_evaluation_is_that_of_the_trainer_alone(tmp_path: Path) -> None:
     alone, trainer = sft_trainer(tmp_path), sft_trainer(tmp_path)
-    slivertune.attach(trainer, TUNE)
     trainer.model.train()
-    trainer.compute_loss(trainer.model, first_batch(trainer))  # its selection is not the evaluation's
-    trainer._metrics["train"].clear()
-    expected, found = alone.evaluate(), trainer.evaluate()
+    expected = alone.evaluate()
+    with as_in_training(slivertune.attach(trainer, TUNE)):
+        trainer.compute_loss(trainer.model, first_batch(trainer))  # its selection is not the evaluation's
+        trainer._metrics["train"].clear()
+        found = trainer.evaluate()
     for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
         assert found[name] == expected[name], name
 
@@ -234,11 +236,21 @@ def test_evaluation_is_that_of_the_trainer_alone(tmp_path: Path) -> None:
 def test_the_trainer_has_its_own_loss_again_when_the_training_ends(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path, max_steps=2)
     attachment = slivertune.attach(trainer, HiFTConfig.paper(), TUNE)
-    assert "compute_loss" in vars(trainer)
     for _ in range(2):
         trainer.train()
         assert "compute_loss" not in vars(trainer)
     assert attachment.tokens is not None and attachment.tokens.num_draws == 8
+
+
+@needs_fused_head
+def test_another_trainer_of_a_hooked_model_does_not_divide_by_all_labels(tmp_path: Path) -> None:
+    model = tiny_llama(vocab=VOCABULARY_SIZE)
+    first, second = (sft_trainer(tmp_path / name, model=model, max_steps=1) for name in ("first", "second"))
+    with (
+        as_in_training(slivertune.attach(first, TUNE)),
+        pytest.raises(ValueError, match="by a trainer of TRL that computes its loss from log-probabilities itself"),
+    ):
+        second.train()
 
 
 @needs_fused_head
@@ -247,11 +259,11 @@ def test_a_compute_loss_of_the_instance_is_kept(tmp_path: Path) -> None:
     calls: list[Any] = []
     own = trainer.compute_loss
     trainer.compute_loss = mine = lambda *args, **kwargs: calls.append(None) or own(*args, **kwargs)
-    attachment = slivertune.attach(trainer, TUNE)
     trainer.model.train()
-    trainer.compute_loss(trainer.model, first_batch(trainer))
+    with as_in_training(slivertune.attach(trainer, TUNE)):
+        assert trainer.compute_loss is not mine
+        trainer.compute_loss(trainer.model, first_batch(trainer))
     assert len(calls) == 1
-    attachment.detach()
     assert trainer.compute_loss is mine
 
 

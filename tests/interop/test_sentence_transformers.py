@@ -16,7 +16,7 @@ from tests.helpers.models import differing
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.interop.by_hand import HandRotated
 from tests.interop.sentence_runs import KINDS, sentence_trainer
-from tests.interop.trainer_runs import recorded_draws
+from tests.interop.trainer_runs import as_in_training, recorded_draws
 from tests.tokentune.families import FAMILIES
 from tests.tokentune.reference import unselected_are_constants
 from tests.training.test_callbacks import StopAfter
@@ -222,19 +222,19 @@ def test_the_model_has_its_own_forward_again_and_a_copy_is_not_hooked(tmp_path: 
     trainer = sentence_trainer("mnrl", tmp_path)
     bert = trainer.model[0].model
     attachment = slivertune.attach(trainer, TUNE)
-    assert "forward" in vars(bert)
     trainer.model.train()
 
     def embed(model: Any) -> torch.Tensor:
         embedding: torch.Tensor = model(model.preprocess(["the cat sat on the mat"]))["sentence_embedding"]
         return embedding
 
-    copied = copy.deepcopy(trainer.model)
-    embed(copied).sum().backward()
-    assert attachment.tokens is not None and attachment.tokens.num_draws == 0
-    embed(trainer.model).sum().backward()
-    assert attachment.tokens.num_draws == 1
-    attachment.detach()
+    with as_in_training(attachment) as tokens:
+        assert "forward" in vars(bert)
+        copied = copy.deepcopy(trainer.model)
+        embed(copied).sum().backward()
+        assert tokens.num_draws == 0
+        embed(trainer.model).sum().backward()
+        assert tokens.num_draws == 1
     assert "forward" not in vars(bert)
     trainer.model.zero_grad()
     embed(trainer.model).sum().backward()

@@ -215,6 +215,16 @@ def assert_ended_with_the_best(found: dict[str, Any]) -> None:
 
 
 @contextmanager
+def as_in_training(attachment: Any) -> Iterator[Any]:
+    """Inside, what was attached is on the model, as while `trainer.train()` runs. Gives the token selection."""
+    attachment._begin()
+    try:
+        yield attachment.tokens
+    finally:
+        attachment._end()
+
+
+@contextmanager
 def recorded_draws() -> Iterator[list[torch.Tensor]]:
     """What is selected inside, one tensor a forward."""
     seen: list[torch.Tensor] = []

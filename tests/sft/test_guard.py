@@ -480,7 +480,9 @@ def test_a_tensor_that_no_batch_reaches_keeps_its_positions_and_bits(selection: 
     options = {"targets": ["image", "text"], "density": 0.25, "replacement_rate": 1.0}
     model, optimizer = made(TwoTowers(), selection=selection, packed=packed, **options)
     before, first = weights(model), optimizer.deltas()
-    train(model, optimizer, tower_batches(20))
+    train(model, optimizer, tower_batches(19))
+    with pytest.warns(UserWarning, match=r"no gradient has reached image\.weight in the first 20 updates"):
+        train(model, optimizer, tower_batches(1))
     after = optimizer.deltas()
     assert optimizer.updates == 20
     assert torch.equal(after["image.weight"].indices, first["image.weight"].indices)

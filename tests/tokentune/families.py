@@ -465,6 +465,7 @@ FAMILIES: dict[str, Family] = {
         {**ENCODER, "num_attention_heads": 8},
         length=8,
     ),
+    "eurobert, masked": llama_like("EuroBertForMaskedLM", "EuroBertConfig", GROUPED, head="token", masks=BOTH_SIDES),
     "roberta, masked": bert_like("roberta", "token", "RobertaForMaskedLM", "RobertaConfig", ENCODER),
     "roberta, sequences": bert_like("roberta", "pooled", "RobertaForSequenceClassification", "RobertaConfig", ENCODER),
     "distilbert, masked": distilbert("DistilBertForMaskedLM", "token", BOTH_SIDES),

@@ -397,8 +397,9 @@ def trainer_rows(count: int) -> list[dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("num_items", [1, 7, torch.tensor(50)], ids=["one", "an int", "a tensor"])
-def test_num_items_in_batch_counts_for_the_selected_share(num_items: Any) -> None:
-    assert_is_the_reference(make_model(LLAMA), LLAMA, make_batch(LLAMA, "padded right"), num_items=num_items)
+@pytest.mark.parametrize("family", families("llama, grouped", "eurobert, masked"))
+def test_num_items_in_batch_counts_for_the_selected_share(family: Family, num_items: Any) -> None:
+    assert_is_the_reference(make_model(family), family, make_batch(family, "padded right"), num_items=num_items)
 
 
 # ---- HiFT

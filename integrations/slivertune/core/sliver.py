@@ -65,6 +65,11 @@ class Sliver(torch.optim.Optimizer, ABC):
     def uses_sidecar(self) -> bool:
         """Whether `state_dict` is a placeholder, and the state is saved in its own folder."""
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether it trains the model, until `detach`."""
+        return True
+
     @abstractmethod
     def identity(self) -> dict[str, object]:
         """Return the values that a saved state shares with every optimizer that it fits, in plain containers."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.anchor import Anchor
 from slivertune.core.foreign_steps import forget_steps, refuse_step_of_other, watch_steps
 from slivertune.core.layers import Layer
 from slivertune.core.module_hook import ModuleHook
@@ -94,7 +95,7 @@ class ModelHooks:
         self._outermost: nn.Module | None = None
         self._thread = 0
         """Thread that runs the outermost forward."""
-        self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        self._anchor = Anchor(self._begin_backward)
         self._has_warned_of_compilation = False
         self._reentrant: ReentrantBlocks
         """Set by `attach`."""
@@ -354,14 +355,8 @@ class ModelHooks:
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._begin_backward)
-        anchored = with_tensors_replaced(output, self._lead_through_anchor)
+        anchored = with_tensors_replaced(output, self._anchor.lead)
         return None if anchored is output else anchored
-
-    def _lead_through_anchor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Lead a tensor through the anchor, unless it has a gradient or can't have one."""
-        if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
-            return tensor
-        return _Anchor.apply(tensor, self._anchor, self._begin_backward)  # type: ignore[no-any-return, no-untyped-call]
 
     def _begin_backward(self, gradient: torch.Tensor | None = None) -> None:
         task = running_backward()
@@ -420,17 +415,3 @@ def _entry_modules(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]
         if any(first in own and len(own) > len(names) and names <= own for first, names in first_of.items()):
             found.append(module)
     return found
-
-
-class _Anchor(torch.autograd.Function):
-    """Identity on a tensor without a gradient, whose backward reports that it ran."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, tell: Callable[[], None]) -> torch.Tensor:
-        ctx.tell = tell
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.tell()
-        return None, None, None

@@ -368,6 +368,15 @@ class HiFT(CheckpointedSliver):
             # It lasts longer than this optimizer: a function that trained the model may return it.
             self._end_inference = self.turns.parked.attach_for_inference(self.turns.hooks.model)
 
+    def forget_held_lr(self) -> None:
+        """Read the learning rate at the next step, in the middle of a cycle too, for instance from a new schedule."""
+        self.rotation.held_lr = []
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it trains the model: not between `detach` and `reattach`."""
+        return not self.is_detached
+
     def reattach(self) -> None:
         """Continue after `detach`, with the same groups, masters and state.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.core import atomic
 from slivertune.core.saved_state import refuse_damage
@@ -35,6 +35,12 @@ def with_loss(trainer: Any, model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the loss has weights and there are several ranks, which would not share them.
     """
+    for path, module in _other_models(trainer, model).items():
+        if any(each.requires_grad for each in module.parameters()):
+            raise ValueError(
+                f"the loss of this {type(trainer).__name__} holds another model ({path}), such as a guide or teacher, "
+                "whose weights would count as trained. Freeze it before slivertune.attach (requires_grad_(False))"
+            )
     weights = loss_weights(trainer, model)
     if not any(weight.requires_grad for weight in weights.values()):
         return model
@@ -58,9 +64,21 @@ def loss_weights(trainer: Any, model: nn.Module) -> dict[str, nn.Parameter]:
     if not isinstance(loss, nn.Module | dict):
         return {}
     whole, known = _loss_module(trainer), set(model.parameters())
+    known.update(each for module in _other_models(trainer, model).values() for each in module.parameters())
     # SFT's deltas are parameters of the modules that they train, but no weights of a saved model.
     saved = whole.state_dict().keys()
     return {name: each for name, each in whole.named_parameters() if each not in known and name in saved}
+
+
+def _other_models(trainer: Any, model: nn.Module) -> dict[str, PreTrainedModel]:
+    """Return the models of transformers in a Trainer's loss, if any, that share no weight with its own, by path."""
+    if not isinstance(getattr(trainer, "loss", None), nn.Module | dict):
+        return {}
+    return {
+        path: module
+        for path, module in _loss_module(trainer).named_modules()
+        if isinstance(module, PreTrainedModel) and set(module.parameters()).isdisjoint(model.parameters())
+    }
 
 
 def _loss_module(trainer: Any) -> nn.Module:
@@ -100,7 +118,7 @@ def load_loss_weights(trainer: Trainer, checkpoint: Path) -> None:
 
 
 class KeepLossWeights(TrainerCallback):
-    """Writes the loss's own weights into every checkpoint.
+    """Writes the loss's own weights into every checkpoint, and loads those of the best model.
 
     Args:
         trainer: The Trainer; its loss may have no weights.
@@ -116,3 +134,10 @@ class KeepLossWeights(TrainerCallback):
         if weights and state.is_world_process_zero:
             with atomic.atomic_file(checkpoint_folder(args, state) / LOSS_NAME) as path:
                 save_file({name: each.detach().contiguous() for name, each in weights.items()}, path)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Load the weights that belong to the best model, which the Trainer has just loaded."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            load_loss_weights(self._trainer, Path(state.best_model_checkpoint))

@@ -59,7 +59,6 @@ def attach_tokens(trainer: Trainer, tune: TokenTune, model: Any) -> TokenTuneHan
     _check_loss(trainer, trl_kind, by_token=find_head_kind(find_model(model)) in ("causal", "token"))
     handle = tune.attach(model)
     if trl_kind == "SFTTrainer":
-        handle.is_scored_outside = True
         handle.on_remove(_override_loss(trainer, lambda own: _divided_by_selected(own, handle)))
     elif type(trainer).compute_loss is not Trainer.compute_loss:
         handle.on_remove(_override_loss(trainer, lambda own: _explained(own, handle, type(trainer).__name__)))
@@ -127,21 +126,26 @@ def _divided_by_selected(own: ComputeLoss, handle: TokenTuneHandle) -> ComputeLo
     def compute_loss(
         model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        if num_items_in_batch is None or not model.training:
-            return own(model, inputs, return_outputs, num_items_in_batch, **kwargs)
-        # The trainer divides after its forward, in which the selection is drawn.
-        num_items = torch.as_tensor(num_items_in_batch, dtype=torch.float32).clone()
-
-        def fill(*_: Any) -> None:
-            if handle.last_targets is not None:
-                num_items.copy_(handle.last_targets.selected_items(num_items_in_batch))
-
-        filling = model.register_forward_hook(fill)
+        # Of another Trainer over this model, the hook refuses the loss.
+        handle.is_scored_outside = True
         try:
-            return own(model, inputs, return_outputs, num_items, **kwargs)
+            if num_items_in_batch is None or not model.training:
+                return own(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+            # The trainer divides after its forward, in which the selection is drawn.
+            num_items = torch.as_tensor(num_items_in_batch, dtype=torch.float32).clone()
+
+            def fill(*_: Any) -> None:
+                if handle.last_targets is not None:
+                    num_items.copy_(handle.last_targets.selected_items(num_items_in_batch))
+
+            filling = model.register_forward_hook(fill)
+            try:
+                return own(model, inputs, return_outputs, num_items, **kwargs)
+            finally:
+                filling.remove()
+                handle.last_targets = None
         finally:
-            filling.remove()
-            handle.last_targets = None
+            handle.is_scored_outside = False
 
     return compute_loss
 

@@ -13,6 +13,7 @@ from slivertune.core.options import enum_value
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.core.sliver import Sliver
 from slivertune.core.typed_command import setting_name
+from slivertune.deltas.delta_file import DELTA_FILE
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.unsupported import STEPPED_ONCE
 from slivertune.hift.unsupported_optimizers import refuse_name
@@ -63,6 +64,23 @@ def check_synced_reference(training: TrainingArguments, reason: str) -> None:
         raise ValueError(
             f"sync_ref_model=True copies all parameters of the model to the reference between steps, and {reason}. Set "
             "sync_ref_model=False"
+        )
+
+
+def check_one_norm(max_grad_norm: float | None, training: TrainingArguments) -> None:
+    """Refuse a second limit of the gradient's norm beside the Trainer's, which clips first.
+
+    Args:
+        max_grad_norm: Limit in the settings of a method.
+        training: The Trainer's arguments.
+
+    Raises:
+        ValueError: If both have a limit.
+    """
+    if max_grad_norm is not None and training.max_grad_norm > 0:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm:g} of slivertune's settings and max_grad_norm={training.max_grad_norm:g} of "
+            "the Trainer's arguments would both clip. Leave out the former, or set the Trainer's to 0"
         )
 
 
@@ -158,6 +176,23 @@ class TrainerMethod:
     def begin(self, optimizer: Any) -> None:
         """Attach to the model again, after `end`, before another training."""
 
+    def start(self, optimizer: Any, num_updates: int) -> None:
+        """Adapt to a training that begins, and is not resumed.
+
+        Args:
+            optimizer: The optimizer in use, which may have trained before.
+            num_updates: Updates of the training.
+        """
+
+    def save_beside(self, optimizer: Any, folder: Path, base_name: str | None) -> None:
+        """Save what `trainer.save_model` leaves out. A collective.
+
+        Args:
+            optimizer: The optimizer in use.
+            folder: Folder of the saved model.
+            base_name: Folder or hub id of the model before the training, if known.
+        """
+
     def end(self, optimizer: Any) -> None:
         """Detach from the model after a training, even a failed one."""
 
@@ -190,6 +225,13 @@ class TrainerHiFT(TrainerMethod):
         check_base_optimizer(training)
         if config.waiting is not None:
             check_synced_reference(training, f"waiting={config.waiting!r} holds NaN there in place of idle weights")
+            if getattr(training, "use_vllm", False):
+                raise ValueError(
+                    f"use_vllm=True copies all parameters of the model to vLLM between steps, and "
+                    f"waiting={config.waiting!r} holds NaN in place of idle weights. Set use_vllm=False, or train "
+                    "without waiting"
+                )
+        check_one_norm(config.max_grad_norm, training)
         check_hift_settings(config, training, "{}={!r}".format)
 
     def settle(self, trainer: Trainer, model: nn.Module, config: HiFTConfig, tune: TokenTune | None) -> HiFTConfig:
@@ -214,6 +256,10 @@ class TrainerHiFT(TrainerMethod):
         """Freeze the parameters of inactive groups again."""
         optimizer.reattach()
 
+    def start(self, optimizer: HiFT, num_updates: int) -> None:
+        """Read the learning rate anew, since a new training has a new schedule, also in the middle of a cycle."""
+        optimizer.forget_held_lr()
+
     def end(self, optimizer: HiFT) -> None:
         """Make all parameters require a gradient again. Evaluation goes on, also with weights on the host."""
         try:
@@ -235,6 +281,7 @@ class TrainerSFT(TrainerMethod):
     def check(self, config: SFTConfig, training: TrainingArguments) -> None:
         """Refuse to load best weights whose deltas are not saved, and to copy deltas to a reference model."""
         check_best_model(training)
+        check_one_norm(config.max_grad_norm, training)
         check_synced_reference(training, "SFT's deltas are parameters that the reference does not have")
 
     def check_loss_weights(self, config: SFTConfig, names: Sequence[str]) -> None:
@@ -260,6 +307,37 @@ class TrainerSFT(TrainerMethod):
             weight_decay=arguments.weight_decay,
             momentum=momentum,
             **(adam if config.selection == "accumulated_gradient" else {}),
+        )
+
+    def start(self, optimizer: SFT, num_updates: int) -> None:
+        """Let the replacement rate fall to zero over this training, which may have another length than was expected.
+
+        Its batch size or its arguments may have changed since. A second training goes on with the first one's schedule.
+        """
+        if num_updates != optimizer.total_steps and not optimizer.updates:
+            optimizer.set_total_steps(num_updates)
+
+    def notes(self, optimizer: SFT, num_updates: int, num_warmup: int) -> list[str]:
+        """Warn of a second training whose updates the schedule of the first one does not cover."""
+        last, total = optimizer.updates + num_updates, optimizer.total_steps
+        if last <= total or not optimizer.config.reselection_interval:
+            return []
+        note = (
+            f"SFT reselects weights up to update {total}, and this training goes on to {last}: its choice stays as it "
+            "is from there. Attach SFT to a new Trainer to choose again"
+        )
+        return [note]
+
+    def save_beside(self, optimizer: SFT, folder: Path, base_name: str | None) -> None:
+        """Save the deltas beside a model whose weights do not hold them."""
+        if optimizer.is_merged or not optimizer.is_attached:
+            return
+        optimizer.save_pretrained(folder, base_model_name=base_name)
+        warnings.warn(
+            f"the model in {folder} has its pretrained weights, and the deltas are beside it ({DELTA_FILE}). "
+            f"slivertune.deltas.apply(model, {str(folder)!r}) adds them",
+            UserWarning,
+            stacklevel=3,
         )
 
     def load_best(self, optimizer: SFT, checkpoint: Path) -> None:
@@ -289,8 +367,8 @@ _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
 """Schedules that do not read `warmup_steps`."""
 
 
-class Notes(TrainerCallback):
-    """Warns on the first rank at the start of a training, and not of a resumed one.
+class AtStart(TrainerCallback):
+    """Adapts a method to a training that begins and is not resumed, and warns of its notes on the first rank.
 
     Args:
         method: Method that has the notes.
@@ -304,10 +382,13 @@ class Notes(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Warn of each note."""
+        """Adapt the method, and warn of each note."""
         optimizer = self._optimizer()
         is_resumed = state.global_step > 0
-        if is_resumed or optimizer is None or not state.is_world_process_zero:  # None: it could not be attached
+        if is_resumed or optimizer is None:  # it could not be attached
+            return
+        self._method.start(optimizer, state.max_steps)
+        if not state.is_world_process_zero:
             return
         schedule = enum_value(args.lr_scheduler_type)
         num_warmup = 0 if schedule in _WITHOUT_WARMUP else args.get_warmup_steps(state.max_steps)

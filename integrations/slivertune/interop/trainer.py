@@ -6,6 +6,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import Trainer
 
@@ -23,9 +24,11 @@ from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.kbit_note import cost_of_fp32
 from slivertune.interop.loss_weights import KeepLossWeights, load_loss_weights, loss_weights, with_loss
 from slivertune.interop.losses import attach_tokens
-from slivertune.interop.methods import Notes, method_of
+from slivertune.interop.methods import AtStart, method_of
 from slivertune.interop.optim_args import set_passed_over
 from slivertune.interop.training_metrics import metrics_of
+from slivertune.interop.unsupported import check_has_no_optimizer, check_trainer, check_unchanged, read_arguments
+from slivertune.parallel.accelerate_internals import mark_while_attached
 from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.prepare import prepare
@@ -60,6 +63,11 @@ class Attachment:
         self._tokens_at_rest: dict[str, Any] | None = None
         """State of the token selection between two trainings, while it is detached from the model."""
         self._model: nn.Module | None = None
+        self._made_with: dict[str, Any] = {}
+        """The Trainer's arguments that the optimizer was made with."""
+        self._trained: Any = None
+        """The Trainer's model at the end of the last training, or at `attach`."""
+        self._is_detached = False
         self.checkpoint: Path | None = None
         """Checkpoint that the current run continues from."""
         # With HiFT or a token selection, blocks are compiled whole or not at all.
@@ -84,17 +92,32 @@ class Attachment:
         stop_at_the_end(trainer)
 
     def detach(self) -> None:
-        """Detach everything from the model. Trained weights stay."""
+        """Detach everything from the model, for good. Trained weights stay."""
+        self._is_detached = True
+        self.take_off()
+
+    def take_off(self) -> None:
+        """Take everything off the model, such as after an error of `attach`."""
         if self.tokens is not None:
             self.tokens.remove()
         if self.optimizer is not None:
             self.optimizer.detach()
 
     def _begin(self) -> None:
-        """Attach to the model again, after the end of an earlier training."""
+        """Attach to the model again, after the end of an earlier training.
+
+        Raises:
+            RuntimeError: If what was attached is not what would train.
+        """
+        if self._is_detached:
+            raise RuntimeError(
+                "what slivertune.attach had attached was detached from this Trainer, which can't train without it. "
+                "Make a new Trainer, and attach to that if not all weights are to be trained"
+            )
         self._compilation.begin()
         if self.trainer.model_init is not None or self._model is None:
             return  # this training makes its own model
+        check_unchanged(self.trainer, self._trained, self._made_with)
         if self._method is not None:
             self._method.begin(self.optimizer)
         if self._tune is not None and self._tokens_at_rest is not None:
@@ -102,12 +125,17 @@ class Attachment:
             self.tokens.load_state_dict(self._tokens_at_rest)
             self._tokens_at_rest = None
 
-    def _end(self) -> None:
-        """Detach from the model after a training, even a failed one: nothing stays frozen or hooked."""
-        self._compilation.end()
+    def rest(self) -> None:
+        """Keep the token selection off the model until a training begins."""
+        self._trained = self.trainer.model
         if self.tokens is not None and self._tokens_at_rest is None:
             self._tokens_at_rest = self.tokens.state_dict()
             self.tokens.remove()
+
+    def _end(self) -> None:
+        """Detach from the model after a training, even a failed one: nothing stays frozen or hooked."""
+        self._compilation.end()
+        self.rest()
         if self._method is not None and self.optimizer is not None:
             self._method.end(self.optimizer)
 
@@ -125,8 +153,9 @@ class Attachment:
         """
         if model is self._model:
             return self.optimizer
-        self.detach()
+        self.take_off()
         self._model = None
+        self._made_with = read_arguments(self.trainer) if self._method is not None else {}
         if self._method is not None:
             trained = with_loss(self.trainer, model)
             if trained is not model:
@@ -152,6 +181,15 @@ class Attachment:
         """
         if self._method is not None and self.optimizer is not None:
             self._method.load_best(self.optimizer, checkpoint)
+
+    def save_beside(self, folder: Path) -> None:
+        """Save what `trainer.save_model` leaves out. A collective.
+
+        Args:
+            folder: Folder of the saved model.
+        """
+        if self._method is not None and self.optimizer is not None:
+            self._method.save_beside(self.optimizer, folder, getattr(self._model, "name_or_path", None) or None)
 
     def _make_base(self) -> Any:
         """Make the Trainer's own optimizer, with its class and its rules for weight decay."""
@@ -228,6 +266,12 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
         >>> trainer.train()
     """
     config, tune = _sort(settings)
+    if momentum and not isinstance(config, SFTConfig):
+        raise ValueError(
+            f"momentum={momentum:g} is that of SM3 under SFT, which does not train here. Leave it out; the Trainer's "
+            "optim_args set another optimizer's"
+        )
+    check_trainer(trainer)
     attachment = Attachment(trainer, config, tune, momentum)
     model: Any = trainer.model
     cost = cost_of_fp32(model)
@@ -237,19 +281,22 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
     if method is None:
         attachment.build(model)
     else:
-        _check_trainer(trainer, method.name)
+        check_has_no_optimizer(trainer, method.name)
         method.check(config, trainer.args)
         metrics_of(trainer).watch(lambda: attachment.optimizer)
         trainer.add_callback(KeepState(attachment))
         trainer.add_callback(KeepLossWeights(trainer))
-        trainer.add_callback(Notes(method, lambda: attachment.optimizer))
+        trainer.add_callback(AtStart(method, lambda: attachment.optimizer))
         _prepare_by_slivertune(trainer.accelerator)
         explain(trainer, "_save_checkpoint", "saving a checkpoint")
         explain(trainer, "save_model", "saving the model")
         _let_make(trainer, attachment)
+        _save_beside(trainer, attachment)
     if tune is not None:
         metrics_of(trainer)
         trainer.add_callback(KeepTokens(attachment))
+    if trainer.model_init is None:
+        attachment.rest()
     keep_manifest_last(trainer, KeepManifest())
     return attachment
 
@@ -268,26 +315,6 @@ def _sort(settings: tuple[Setting, ...]) -> tuple[HiFTConfig | SFTConfig | None,
     return methods[0] if methods else None, tunes[0] if tunes else None
 
 
-def _check_trainer(trainer: Trainer, name: str) -> None:
-    """Refuse Trainers that have an optimizer, or whose layout or DeepSpeed config HiFT and SFT do not support."""
-    if trainer.optimizer is not None:
-        raise RuntimeError(
-            f"the Trainer has an optimizer already. Give it none, and attach {name} once, before it trains"
-        )
-    if trainer.args.n_gpu > 1:
-        raise ValueError(
-            f"{trainer.args.n_gpu} GPUs are visible to one process, and the Trainer would spread each batch over them "
-            "by DataParallel. Start one process per GPU (torchrun, accelerate launch), or set CUDA_VISIBLE_DEVICES to "
-            "one GPU"
-        )
-    plugin: Any = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    if layout_of(trainer.accelerator).startswith("zero") and "optimizer" in plugin.deepspeed_config:
-        raise ValueError(
-            f"the DeepSpeed config has an optimizer of its own, and {name} can't train beside it. Remove that section: "
-            "the Trainer's arguments name the optimizer"
-        )
-
-
 def _let_make(trainer: Trainer, attachment: Attachment) -> None:
     """Let the Trainer make the optimizer now, so that errors appear at once."""
     theirs = trainer.optimizer_cls_and_kwargs
@@ -295,7 +322,7 @@ def _let_make(trainer: Trainer, attachment: Attachment) -> None:
     try:
         made = trainer.create_optimizer()
     except BaseException:
-        attachment.detach()
+        attachment.take_off()
         trainer.optimizer, trainer.optimizer_cls_and_kwargs = None, theirs
         raise
     if made is not attachment.optimizer or made is None:
@@ -303,6 +330,19 @@ def _let_make(trainer: Trainer, attachment: Attachment) -> None:
             f"{type(trainer).__name__} builds its optimizer by itself, without optimizer_cls_and_kwargs. Build the "
             "optimizer yourself (HiFT.wrap(optimizer, model)), and give it to the Trainer as optimizers=(it, None)"
         )
+
+
+def _save_beside(trainer: Trainer, attachment: Attachment) -> None:
+    """Let `trainer.save_model` save the deltas beside a model whose weights do not hold them."""
+    save: Callable[..., None] = trainer.save_model
+
+    @wraps(save)
+    def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
+        save(output_dir, _internal_call)
+        if not _internal_call:  # a checkpoint has the optimizer's state
+            attachment.save_beside(Path(output_dir or str(trainer.args.output_dir)))
+
+    trainer.save_model = save_model  # type: ignore[method-assign]
 
 
 def _prepare_by_slivertune(accelerator: Any) -> None:
@@ -314,7 +354,9 @@ def _prepare_by_slivertune(accelerator: Any) -> None:
         nonlocal is_inside
         slivers = [each for each in objects if isinstance(each, Sliver)]
         if is_inside or not slivers:
-            return own_prepare(*objects, **options)
+            prepared = own_prepare(*objects, **options)
+            _mark_again(accelerator, objects)
+            return prepared
         if options:
             raise ValueError(f"{options} has no effect on {type(slivers[0]).__name__}'s training. Leave it out")
         is_inside = True
@@ -324,3 +366,12 @@ def _prepare_by_slivertune(accelerator: Any) -> None:
             is_inside = False
 
     accelerator.prepare = prepare_by_layout
+
+
+def _mark_again(accelerator: Any, objects: tuple[Any, ...]) -> None:
+    """Renew a model's mark for another training, in which accelerate has marked it as prepared for good."""
+    if layout_of(accelerator) != "ddp":
+        return
+    for sliver in (each.optimizer for each in objects if isinstance(each, AcceleratedOptimizer)):
+        for model in (each for each in objects if isinstance(each, nn.Module) and isinstance(sliver, Sliver)):
+            mark_while_attached(model, sliver)

@@ -4,10 +4,13 @@ The rest of the library reaches them through this file. `RELIED_ON` lists each i
 test can name the one that has moved.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
 from accelerate.state import AcceleratorState, GradientState
+
+from slivertune.core.sliver import Sliver
 
 RELIED_ON: Mapping[str, str] = {
     "accelerate.Accelerator()._optimizers": "which optimizers a checkpoint has",
@@ -26,6 +29,34 @@ def mark_prepared(*objects: Any) -> None:
     """Mark objects as prepared, so that accelerate leaves them unchanged."""
     for each in objects:
         each._is_accelerate_prepared = True
+
+
+class _WhileAttached:
+    """Mark of a model that accelerate leaves as it is while an optimizer trains it. A copy's mark is False.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Sliver) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __bool__(self) -> bool:
+        optimizer = self._optimizer()
+        return optimizer is not None and optimizer.is_attached
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (False,)
+
+
+def mark_while_attached(model: Any, optimizer: Sliver) -> None:
+    """Let accelerate leave a model as it is while an optimizer is attached, and wrap it in DDP afterwards.
+
+    Args:
+        model: Model that DDP has not wrapped.
+        optimizer: Optimizer that synchronises its gradients.
+    """
+    model._is_accelerate_prepared = _WhileAttached(optimizer)
 
 
 def is_on_last_batch() -> bool | None:

@@ -5,9 +5,10 @@ from typing import Any
 from torch import nn
 
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.accelerate_internals import mark_prepared
+from slivertune.parallel.accelerate_internals import mark_prepared, mark_while_attached
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import explain_saving
+from slivertune.parallel.layout import layout_of
 
 
 def prepare_rest(
@@ -28,6 +29,8 @@ def prepare_rest(
     # Prepared before the others, so that schedulers find it.
     wrapped = accelerator.prepare_optimizer(optimizer)
     mark_prepared(wrapped, placed)
+    if layout_of(accelerator) == "ddp":
+        mark_while_attached(placed, optimizer)
     explain_saving(accelerator)
     keep_sidecar(accelerator, optimizer)
     prepared = {id(model): placed, id(optimizer): wrapped}

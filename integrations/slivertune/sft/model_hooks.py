@@ -6,6 +6,7 @@ gradient. Another optimizer that steps the deltas, or holds the trained weights,
 cost a walk over the model's modules per training forward and per `step`, and read no tensor.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.anchor import Anchor
 from slivertune.core.foreign_steps import forget_steps, refuse_step_of_other, watch_steps
 from slivertune.core.module_hook import ModuleHook
-from slivertune.core.outputs import tensors_of
+from slivertune.core.outputs import tensors_of, with_tensors_replaced
 from slivertune.core.parameters import held_parameters, settle_requires_grad
 from slivertune.core.reentrant import RecordingCheck, ReentrantBlocks
+from slivertune.core.sliver import IDLE_STEPS
 from slivertune.core.torch_internals import at_end_of_backward, version_of
 from slivertune.deltas.names import name_before
 from slivertune.sft.config import PhiGradient
@@ -66,8 +69,11 @@ class ModelHooks:
         self._trained: dict[int, str] = {}
         self._versions: list[int] = []
         self._recording = RecordingCheck()
+        self._anchor = Anchor(self._begin_backward)
         self._not_reached = list(weights)
         """Tensors without a gradient in the last step, or all of them before the first."""
+        self._never_reached = {weight.name: None for weight in weights}
+        self._num_noted = 0
 
     def put_on(self, *, with_delta_parameters: bool = True) -> None:
         """Freeze the model, and put a gradient hook or layer on each trained tensor.
@@ -205,22 +211,41 @@ class ModelHooks:
     def note_gradients(self) -> None:
         """Record the tensors without a gradient in the step that begins, whose modules the next forward watches."""
         self._not_reached = [weight for weight in self._weights if weight.phi.grad is None]
+        if self._never_reached and len(self._not_reached) < len(self._weights):
+            self._note_never_reached()
 
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _note_never_reached(self) -> None:
+        """Warn once of tensors that no gradient has reached in the first updates."""
+        idle = {weight.name for weight in self._not_reached}
+        self._never_reached = {name: None for name in self._never_reached if name in idle}
+        self._num_noted += 1
+        if self._never_reached and self._num_noted == IDLE_STEPS:
+            first, *others = self._never_reached
+            warnings.warn(
+                f"no gradient has reached {first}{f' and {len(others)} more trained tensors' if others else ''} in the "
+                f"first {IDLE_STEPS} updates, so their share of the trained weights learns nothing. The loss does not "
+                "depend on them, or reads their weights without calling their layers. Leave them out of "
+                "SFTConfig(targets=...), or use form='optimizer'",
+                UserWarning,
+                stacklevel=6,
+            )
+            self._never_reached = {}
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Freeze the model again when the backward begins, since checkpointed layers run once more in it.
 
         If a training forward reached no trained weight, its outputs are made to require gradients: a backward runs.
         """
         self._recording.end()
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        tensors = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]
-        followed = [leaf for leaf in tensors if leaf.requires_grad]
-        if not followed and module.training:
-            ends = (each for each in tensors if each.is_leaf and not each.is_inference())
-            followed = [each.requires_grad_(True) for each in ends if not isinstance(each, nn.Parameter)]
-        for leaf in followed:
-            leaf.register_hook(lambda gradient: self._begin_backward())
+            return None
+        followed = [each for each in tensors_of(output) if each.is_floating_point() and each.requires_grad]
+        for each in followed:
+            each.register_hook(lambda gradient: self._begin_backward())
+        if followed or not module.training:
+            return None
+        anchored = with_tensors_replaced(output, self._anchor.lead)
+        return None if anchored is output else anchored
 
     def _begin_backward(self) -> None:
         settle_requires_grad(self._required.values())

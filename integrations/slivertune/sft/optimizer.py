@@ -329,6 +329,36 @@ class SFT(CheckpointedSliver):
             stacklevel=4,
         )
 
+    def set_total_steps(self, total_steps: int) -> None:
+        """Set the updates of the whole run (T) before the first one, if the run has another length than was expected.
+
+        Args:
+            total_steps: As in the constructor. With several ranks, the same on all of them.
+
+        Raises:
+            RuntimeError: After the first update.
+            ValueError: If it is not positive.
+        """
+        if self._updates:
+            raise RuntimeError(
+                f"SFT has made {self._updates} of {self.total_steps} updates, and reselections have followed their "
+                "schedule. Set total_steps before the first update, or build a new SFT"
+            )
+        self._schedule = self._reselection.schedule = Schedule.of(self.config, total_steps)
+        for weight in self._weights:
+            weight.estimators.clear()
+        self._reselection.open_phases(0)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the weights hold the sums, and not the pretrained values beside the deltas (layer form)."""
+        return all(weight.merged for weight in self._weights)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it trains the model, until `detach`."""
+        return self._hooks.is_on
+
     def detach(self, *, merge: bool = True) -> None:
         """Remove everything that SFT put on the model, and restore `requires_grad`.
 

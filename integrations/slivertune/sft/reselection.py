@@ -186,7 +186,8 @@ class Reselection:
     ) -> None:
         self._weights = weights
         self._shares = {weight.name: share for weight, share in zip(weights, shares, strict=True)}
-        self._schedule = schedule
+        self.schedule = schedule
+        """Times of reselection, and numbers of replaced weights."""
         self._config = config
 
     def open_phases(self, updates: int) -> None:
@@ -195,7 +196,7 @@ class Reselection:
         Args:
             updates: Number of finished updates (t).
         """
-        for number, end in enumerate(self._schedule.open_phases(updates)):
+        for number, end in enumerate(self.schedule.open_phases(updates)):
             for weight in self._weights:
                 if self._can_grow(weight, end) and end not in weight.estimators:
                     # An earlier phase may grow `num_active` candidates. A later reselection needs this many.
@@ -207,7 +208,7 @@ class Reselection:
     def _can_grow(self, weight: SparseWeight, end: int) -> bool:
         """Return whether the reselection at `end` may replace weights of a tensor."""
         return weight.num_active < weight.target.num_elements and (
-            self._schedule.num_replaced(end, weight.num_active) > 0
+            self.schedule.num_replaced(end, weight.num_active) > 0
         )
 
     def end_estimates(self, updates: int, delta_parameters: DeltaParameters) -> None:
@@ -218,7 +219,7 @@ class Reselection:
             delta_parameters: Source of the running update's number, and of the factor applied to its gradients.
         """
         scale = delta_parameters.scale()
-        for end in self._schedule.open_phases(updates):
+        for end in self.schedule.open_phases(updates):
             found = {each.name: each.estimators[end] for each in self._weights if end in each.estimators}
             if self._config.redistribute:
                 self._share_candidates(found)
@@ -245,12 +246,12 @@ class Reselection:
         """
         proposals: list[tuple[SparseWeight, Proposal]] = []
         breadth = POOL_FACTOR if self._config.redistribute else 1
-        grew_in_phase = self._schedule.grew_in_phase(updates)
+        grew_in_phase = self.schedule.grew_in_phase(updates)
         for weight in self._weights:
             proposal = propose(
                 weight,
                 weight.estimators.pop(updates, None),  # which nothing else holds, so that its sums are freed
-                self._schedule.num_replaced(updates, weight.num_active),
+                self.schedule.num_replaced(updates, weight.num_active),
                 grew_in_phase=grew_in_phase,
                 breadth=breadth,
             )

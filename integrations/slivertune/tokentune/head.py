@@ -17,6 +17,8 @@ from slivertune.tokentune.selection import shift_labels
 HeadKind = Literal["causal", "token", "pooled", "other"]
 """Kind of a head: scored on the next token, on each token, on one output per sequence, or unknown (a bare backbone)."""
 
+NUM_ITEMS = "num_items_in_batch"
+"""Argument of a forward with the number of labels in all forwards of an update."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TOKEN = ("ForMaskedLM", "ForTokenClassification")
 _POOLED = ("ForSequenceClassification", "ForImageClassification")
@@ -149,7 +151,7 @@ class ScaledLoss(StandIn):
             return dense
         targets.was_scored = True
         selected = targets.selected
-        num_items = targets.selected_items(kwargs.pop("num_items_in_batch", None))
+        num_items = targets.selected_items(kwargs.pop(NUM_ITEMS, None))
         kwargs |= {"num_items_in_batch": num_items, "shift_labels": selected}
         loss: torch.Tensor = self.function(logits, selected, *args, **kwargs)
         return loss

@@ -19,6 +19,7 @@ from slivertune.core.transformers_internals import attention_of, find_transforme
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.head import (
+    NUM_ITEMS,
     Call,
     HeadKind,
     Targets,
@@ -250,6 +251,9 @@ class TokenTuneHandle(ModelHandle):
         labels = call.targets.select(rows)
         if is_scored_outside:
             return args, with_selected_labels(kwargs, labels)
+        if self._head == "token" and kwargs.get(NUM_ITEMS) is not None:
+            # Such a head divides by itself; a causal one's loss function is replaced.
+            kwargs = {**kwargs, NUM_ITEMS: call.targets.selected_items(kwargs[NUM_ITEMS])}
         if "labels" in kwargs:
             return args, {**kwargs, "labels": labels}
         place = list(self._signature.parameters).index("labels") - 1  # the signature begins with self
