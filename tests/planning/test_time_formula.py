@@ -126,13 +126,6 @@ def test_copies_in_fp32_that_are_no_masters_make_pieces_smaller() -> None:
     assert waits(run) == pytest.approx(10 * 9 + 2 - 20)
 
 
-def test_with_half_duplex_a_load_and_a_write_back_share_the_bus() -> None:
-    run = run_of(seconds_of(50), seconds_of(100), seconds_of(20), prefetch_bytes=4 * PIECE)
-    assert waits(run, replace(RATES, duplex="half")) == pytest.approx((2 + 24) + 6 * 24 + 2 - 20)
-    # The host's memory gives and takes 10 bytes a second of both.
-    assert waits(run, replace(RATES, host_bandwidth=10.0)) == pytest.approx((2 + 24) + 6 * 24 + 2 - 20)
-
-
 def test_gradients_leave_under_the_backward_and_come_back_with_their_pieces() -> None:
     def run(backward: int, number: int, *, largest: int = 80, forward: int = 50) -> Plan:
         settings = {"gradients": "host", "gradient_accumulation_steps": number, "prefetch_bytes": 0}
@@ -205,7 +198,6 @@ def test_the_disk_reads_and_writes_under_the_updates_meanwhile() -> None:
     assert "the disk" not in mean_update(run, replace(RATES, disk_bandwidth=2400 / 170)).waiting
     slow = replace(RATES, disk_bandwidth=2400 / 200)
     assert mean_update(run, slow).waiting["the disk"] == pytest.approx(30)
-    assert "the disk" not in mean_update(run, replace(slow, disk_duplex="full")).waiting
     longer = replace(run, request=replace(run.request, steps_per_group=4))
     assert disk_bytes_per_update(longer) == 300
     in_memory = replace(run, request=replace(run.request, state_ram_bytes=2**40))

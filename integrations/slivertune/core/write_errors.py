@@ -7,6 +7,7 @@ error in a text, and Python's own error of a full disk has no path.
 import errno
 import os
 import re
+import resource
 import shutil
 import traceback
 from collections.abc import Iterator
@@ -14,11 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 _PARTIAL = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -113,8 +109,6 @@ def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, st
 def _number_of_short_write(folder: Path) -> int:
     if shutil.disk_usage(folder).free < _LITTLE_BYTES:
         return errno.ENOSPC
-    if resource is None:
-        return errno.EIO
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return errno.EIO if limit == resource.RLIM_INFINITY else errno.EFBIG
 

@@ -6,32 +6,19 @@ tensors at once, are refused.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.copy_streams import Event
 from slivertune.core.torch_internals import arguments_of, multi_tensor_norm, tree_map
 from slivertune.hift.gradient_placeholder import GradientPlaceholder
 
+if TYPE_CHECKING:
+    from slivertune.hift.host_gradients import GradientMemory
+
 _aten = torch.ops.aten
 _Factor = torch.Tensor | float
-
-
-class GradientOwner(Protocol):
-    """Owner that copies gradients to the host, see `GradientMemory`."""
-
-    streams: CopyStreams
-    adds_in_step: bool
-
-    def offload(self, offloaded: "OffloadedGradient", values: torch.Tensor) -> None:
-        """Replace the values on the host with values on the device."""
-
-    def accumulate(self, offloaded: "OffloadedGradient", gradient: torch.Tensor) -> None:
-        """Add a gradient on the device to one on the host."""
-
-    def store(self, host: torch.Tensor, values: torch.Tensor) -> Event:
-        """Copy values from the device to a part of the host memory, and return the event of their arrival."""
 
 
 class OffloadedGradient(GradientPlaceholder):
@@ -43,7 +30,7 @@ class OffloadedGradient(GradientPlaceholder):
         owner: Owner that copies it.
     """
 
-    def __init__(self, gradient: torch.Tensor, host: torch.Tensor, owner: "GradientOwner") -> None:
+    def __init__(self, gradient: torch.Tensor, host: torch.Tensor, owner: "GradientMemory") -> None:
         self._host: torch.Tensor | None = host
         self._owner = owner
         self.stored: Event = None

@@ -1,12 +1,14 @@
 """Additional content of a Trainer's checkpoints, beside the files that the Trainer itself writes and reads."""
 
+from __future__ import annotations
+
 import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
@@ -23,30 +25,13 @@ from slivertune.parallel.consistency.explain import compare_now
 from slivertune.parallel.layout import layout_of
 from slivertune.tokentune import TokenTuneHandle
 
+if TYPE_CHECKING:
+    from slivertune.interop.trainer import Attachment
+
 TOKENS_NAME = "slivertune_tokens.json"
 """Name of the checkpoint file with the position in the random draws of the token selection."""
 # State files of one process and of DeepSpeed. DDP and FSDP2 keep HiFT's state in its own folder.
 _STATE_PATTERNS = ("optimizer.pt", "optimizer.bin", "global_step*")
-
-
-class Attached(Protocol):
-    """A method or a token selection that is attached to a Trainer, as the callbacks here see it."""
-
-    trainer: Trainer
-    optimizer: Any
-    """HiFT or SFT. None if neither trains."""
-    checkpoint: Path | None
-    """Checkpoint that the current run continues from."""
-
-    def load_best(self, checkpoint: Path) -> None:
-        """Load the state of the best model, whose weights the Trainer has loaded.
-
-        Args:
-            checkpoint: Its checkpoint.
-        """
-
-    def current_tokens(self) -> TokenTuneHandle:
-        """Return the token selection in use."""
 
 
 def load_tokens(handle: TokenTuneHandle, path: Path) -> None:
@@ -209,7 +194,7 @@ class KeepState(TrainerCallback):
         attachment: Result of `attach`; has the optimizer, and the checkpoint that a run continues from.
     """
 
-    def __init__(self, attachment: Attached) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
 
     def on_train_begin(
@@ -255,7 +240,7 @@ class KeepTokens(TrainerCallback):
         attachment: Result of `attach`; has the selection, and the checkpoint that a run continues from.
     """
 
-    def __init__(self, attachment: Attached) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
 
     def on_train_begin(

@@ -4,42 +4,33 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Literal, get_args
 
 import torch
 
 from slivertune.core.setting_checks import check_choice
 from slivertune.hift.tiled_steps import TILE_BYTES
 
-Duplex = Literal["full", "half"]
-"""Whether a bus or disk has its full rate each way, or shares the rate between both ways."""
-
 EFFICIENCY = 0.6
 """Share of the peak that the matrix products of training reach. It is an assumption, which `--efficiency` replaces."""
 BUS_EFFICIENCY = 0.8
-"""Share of the bus's rate that large copies from pinned memory reach. `Card.rates` can replace this assumption."""
+"""Share of the bus's rate that large copies from pinned memory reach. It is an assumption."""
 CACHE_RATIO = 4
 """Rate of the L2 cache over that of the memory. It is an assumption."""
 LAUNCH_SECONDS = 5e-6
 """Least time of an operator on a tile. It is an assumption."""
 HOST_BANDWIDTH = 40e9
-"""Bytes/s that an optimizer on the host reads and writes by default. This assumes 80 % of 2 channels of DDR4-3200."""
+"""Bytes/s that an optimizer on the host reads and writes. This assumes 80 % of 2 channels of DDR4-3200."""
 DISK_BANDWIDTH = 5e9
-"""Bytes/s that a disk reads or writes by default. This assumes a fast NVMe disk."""
+"""Bytes/s that a disk reads and writes by default, both together. This assumes a fast NVMe disk."""
 
 
 _LARGEST_SHARE = 1.1
 """Memory of a card by its vendor, over the memory that its driver reports, at most."""
-_MAY_BE_NONE = ("cache_bandwidth", "host_bandwidth", "link_bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Rates that a run is assumed to reach.
-
-    Raises:
-        ValueError: If a rate or share is not greater than 0, or a duplex is unknown.
-    """
+    """Rates that a run is assumed to reach, each above 0."""
 
     flops: float
     """Floating-point operations per second."""
@@ -50,37 +41,14 @@ class Rates:
     cache_bandwidth: float | None = None
     """Bytes/s of the L2 cache, if it has room for the temporaries of a tile. None if it does not."""
     bus_bandwidth: float
-    """Bytes/s of the bus each way, or with half duplex of both ways together."""
-    duplex: Duplex = "full"
-    """Whether the bus has its full rate each way."""
-    host_bandwidth: float | None = None
-    """Bytes/s of the host's memory, reads and writes together. None if it bounds nothing."""
+    """Bytes/s of the bus each way."""
     link_bandwidth: float | None = None
     """Bytes/s each way between GPUs. None if they communicate over the bus."""
     disk_bandwidth: float = DISK_BANDWIDTH
-    """Bytes/s that the disk reads or writes."""
-    disk_duplex: Duplex = "half"
-    """Whether the disk has its full rate for reads and for writes, or shares it between both, as NVMe drives do."""
+    """Bytes/s that the disk reads and writes, both together."""
     is_compiled: bool = False
     """Whether forward and backward are compiled. Operators between matrix products are then assumed to be fused and to
     cost nothing, which is a lower bound."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "flops",
-            "efficiency",
-            "memory_bandwidth",
-            "cache_bandwidth",
-            "bus_bandwidth",
-            "host_bandwidth",
-            "link_bandwidth",
-            "disk_bandwidth",
-        ):
-            value = getattr(self, name)
-            if not (value is None and name in _MAY_BE_NONE) and not value > 0:
-                raise ValueError(f"{name}={value} must be greater than 0. Give the card's rate per second")
-        for name in ("duplex", "disk_duplex"):
-            check_choice(name, getattr(self, name), get_args(Duplex))
 
     def at(self, efficiency: float) -> "Rates":
         """Return the same rates with another share of the peak.
@@ -122,11 +90,7 @@ class Card:
         *,
         in_fp32: bool = False,
         efficiency: float = EFFICIENCY,
-        bus_bandwidth: float | None = None,
-        duplex: Duplex = "full",
-        host_bandwidth: float | None = None,
         disk_bandwidth: float = DISK_BANDWIDTH,
-        disk_duplex: Duplex = "half",
         is_compiled: bool = False,
     ) -> Rates:
         """Return the rates that a run is assumed to reach on the card.
@@ -134,11 +98,7 @@ class Card:
         Args:
             in_fp32: Whether matrix products run in fp32 instead of bf16.
             efficiency: Share of the peak that matrix products reach.
-            bus_bandwidth: Bytes/s each way; None for `BUS_EFFICIENCY` of the bus's rate.
-            duplex: As in `Rates`.
-            host_bandwidth: Bytes/s of the host's memory; None if it bounds nothing.
-            disk_bandwidth: Bytes/s that the disk reads or writes.
-            disk_duplex: As in `Rates`.
+            disk_bandwidth: As in `Rates`.
             is_compiled: As in `Rates`.
         """
         return Rates(
@@ -146,12 +106,9 @@ class Card:
             efficiency=efficiency,
             memory_bandwidth=self.memory_bandwidth,
             cache_bandwidth=CACHE_RATIO * self.memory_bandwidth if self.l2_bytes >= 4 * TILE_BYTES else None,
-            bus_bandwidth=BUS_EFFICIENCY * self.bus_bandwidth if bus_bandwidth is None else bus_bandwidth,
-            duplex=duplex,
-            host_bandwidth=host_bandwidth,
+            bus_bandwidth=BUS_EFFICIENCY * self.bus_bandwidth,
             link_bandwidth=None if self.link_bandwidth is None else BUS_EFFICIENCY * self.link_bandwidth,
             disk_bandwidth=disk_bandwidth,
-            disk_duplex=disk_duplex,
             is_compiled=is_compiled,
         )
 

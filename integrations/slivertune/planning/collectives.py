@@ -97,8 +97,7 @@ def _offloaded(plan: Plan, rates: Rates, weights: int) -> list[Owed]:
         Owed(reason="weights from the host", phase="backward", seconds=seconds, window=window),
     ]
     if not planned(request.method).steps_itself:
-        host_bytes = _HOST_STEP_BYTES * mean_trained(plan) / request.num_gpus
-        seconds = host_bytes / (rates.host_bandwidth or HOST_BANDWIDTH)
+        seconds = _HOST_STEP_BYTES * mean_trained(plan) / request.num_gpus / HOST_BANDWIDTH
         found.append(Owed(reason="the host's update", phase="step", seconds=seconds, window=0))
     return found
 

@@ -89,11 +89,8 @@ class PlannedTime:
                 "memory_bandwidth": self.rates.memory_bandwidth,
                 "cache_bandwidth": self.rates.cache_bandwidth,
                 "bus_bandwidth": self.rates.bus_bandwidth,
-                "duplex": self.rates.duplex,
-                "host_bandwidth": self.rates.host_bandwidth,
                 "link_bandwidth": self.rates.link_bandwidth,
                 "disk_bandwidth": self.rates.disk_bandwidth,
-                "disk_duplex": self.rates.disk_duplex,
             },
         }
 

@@ -73,7 +73,7 @@ def mean_update(plan: Plan, rates: Rates) -> MeanUpdate:
     for each in owed(plan, rates):
         waiting[each.reason] = waiting.get(each.reason, 0.0) + each.waited_for(together[each.phase])
     # A group is read into the buffer from which another was written. Both overlap with the updates.
-    moved = (2 if rates.disk_duplex == "half" else 1) * disk_bytes_per_update(plan) / rates.disk_bandwidth
+    moved = 2 * disk_bytes_per_update(plan) / rates.disk_bandwidth
     waiting["the disk"] = moved - sum(computing.values()) - sum(waiting.values())
     return MeanUpdate(computing=computing, waiting={reason: each for reason, each in waiting.items() if each > 0})
 
@@ -175,10 +175,7 @@ class _Update:
 
     def _copying(self, inbound: float, outbound: float = 0.0) -> float:
         """Return the seconds of copies in both directions at the same time."""
-        both, rates = inbound + outbound, self._rates
-        slowest = both if rates.duplex == "half" else max(inbound, outbound)
-        of_host = 0.0 if rates.host_bandwidth is None else both / rates.host_bandwidth
-        return max(slowest / rates.bus_bandwidth, of_host)
+        return max(inbound, outbound) / self._rates.bus_bandwidth
 
     def with_copies(self) -> dict[Phase, float]:
         """Return the seconds of each phase, including stalls for copies."""

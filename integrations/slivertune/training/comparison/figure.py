@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slivertune.planning.plot import style_axes
+from slivertune.planning.plot import make_figure, style_axes
 from slivertune.training.comparison.comparison import RowResult
 from slivertune.training.comparison.outcome import Outcome
 from slivertune.training.run_report.figure import decimal_unit
@@ -26,11 +26,7 @@ def comparison_figure(results: Sequence[RowResult], title: str) -> Figure:
         results: Results of all rows.
         title: Description of the equal budget.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(13, 4.6)
     by_update, by_second, by_byte = figure.subplots(1, 3)
     drawn = [(place, each.row.name, each.outcomes[0]) for place, each in enumerate(results) if each.outcomes]
     for place, name, outcome in drawn:

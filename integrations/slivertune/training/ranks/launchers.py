@@ -25,7 +25,7 @@ def describe_second_interrupt() -> str:
     shell then has the terminal, so Ctrl-C no longer reaches this process. The agent of torchrun stays.
     """
     again = "Ctrl-C again ends at once"
-    if not is_started_by_launcher() or "TORCHELASTIC_RUN_ID" in os.environ or not hasattr(os, "getpgrp"):
+    if not is_started_by_launcher() or "TORCHELASTIC_RUN_ID" in os.environ:
         return again
     return f"{again}; if the shell is back already, kill -s INT -- -{os.getpgrp()} does"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slivertune.interop.training_metrics import SCHEDULED_LR, TOKENS_PER_SECOND
-from slivertune.planning.plot import LIMIT_COLOUR, style_axes
+from slivertune.planning.plot import LIMIT_COLOUR, make_figure, style_axes
 from slivertune.training.run_report.run_log import Points, RunLog
 
 if TYPE_CHECKING:
@@ -31,13 +31,9 @@ def run_figure(log: RunLog) -> Figure:
     Args:
         log: Log of the run.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = _panels(log)
     num_rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(11, 0.9 + 2.6 * num_rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(11, 0.9 + 2.6 * num_rows)
     for place, panel in enumerate(panels):
         axes = figure.add_subplot(num_rows, 2, place + 1)
         panel(axes, log)
