@@ -59,9 +59,9 @@ class Attachment:
         self.optimizer: Any = None
         """HiFT or SFT, built over the model. None if only TokenTune was attached."""
         self.tokens: TokenTuneHandle | None = None
-        """The token selection, or None if there is none."""
-        self._tokens_at_rest: dict[str, Any] | None = None
-        """State of the token selection between two trainings, while it is detached from the model."""
+        """The token selection, or None if there is none. Each training makes a new one, which continues the last."""
+        self._is_at_rest = False
+        """Whether the token selection is off the model, between two trainings."""
         self._model: nn.Module | None = None
         self._made_with: dict[str, Any] = {}
         """The Trainer's arguments that the optimizer was made with."""
@@ -120,17 +120,18 @@ class Attachment:
         check_unchanged(self.trainer, self._trained, self._made_with)
         if self._method is not None:
             self._method.begin(self.optimizer)
-        if self._tune is not None and self._tokens_at_rest is not None:
+        if self._tune is not None and self.tokens is not None and self._is_at_rest:
+            state = self.tokens.state_dict()
             self.tokens = attach_tokens(self.trainer, self._tune, self._model)
-            self.tokens.load_state_dict(self._tokens_at_rest)
-            self._tokens_at_rest = None
+            self.tokens.load_state_dict(state)
+            self._is_at_rest = False
 
     def rest(self) -> None:
         """Keep the token selection off the model until a training begins."""
         self._trained = self.trainer.model
-        if self.tokens is not None and self._tokens_at_rest is None:
-            self._tokens_at_rest = self.tokens.state_dict()
+        if self.tokens is not None:
             self.tokens.remove()
+            self._is_at_rest = True
 
     def _end(self) -> None:
         """Detach from the model after a training, even a failed one: nothing stays frozen or hooked."""
@@ -168,7 +169,7 @@ class Attachment:
         # After SFT: TokenTune wraps the current forward of a layer, and SFT's layer form replaces that forward.
         if self._tune is not None:
             self.tokens = attach_tokens(self.trainer, self._tune, model)
-            self._tokens_at_rest = None
+            self._is_at_rest = False
         self._compilation.compile(model)
         self._model = model
         return self.optimizer

@@ -12,6 +12,7 @@ from slivertune.training.callbacks import CheckpointMarker
 from slivertune.training.methods.tokens import attach_tokens, tokens_line
 from slivertune.training.options.arguments import TokenArguments
 from tests.helpers.models import tiny_bert, tiny_llama
+from tests.interop.trainer_runs import recorded_draws
 from tests.training.test_callbacks import make_trainer
 
 HALF = TokenArguments(token_ratio=0.5)
@@ -24,9 +25,9 @@ def attach(trainer: Any, arguments: TokenArguments = HALF, **options: Any) -> An
 def test_a_training_forward_selects_the_share_asked_for(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=3)
     tokens = attach(trainer)
-    trainer.train()
-    assert tokens.num_draws == 3
-    assert tokens.last_selection.shape == (2, 4), "two rows of eight tokens"
+    with recorded_draws() as draws:
+        trainer.train()
+    assert [tuple(each.shape) for each in draws] == 3 * [(2, 4)], "two rows of eight tokens"
     assert (tokens.settings.ratio, tokens.pattern) == (0.5, "chunks")
 
 
@@ -73,7 +74,7 @@ def test_a_checkpoint_holds_the_selections_state_and_gives_it_back(tmp_path: Pat
 def test_what_is_not_selected_carries_no_gradient(tmp_path: Path) -> None:
     model: Any = tiny_llama()
     arguments = TokenArguments(token_ratio=0.25, token_pattern="random")
-    tokens = attach(make_trainer(tmp_path, model=model), arguments)
+    tokens = attach(make_trainer(tmp_path, model=model), arguments).settings.attach(model)
     ids = torch.arange(16).reshape(2, 8)
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     model.train()(inputs_embeds=embedded, labels=ids).loss.backward()
