@@ -526,3 +526,36 @@ def test_weights_without_data_are_refused(move: Callable[[nn.Module, str], objec
     move(model, str(tmp_path / "weights"))
     with pytest.raises(ValueError, match=r"q_proj\.weight is on the meta device.*cpu_offload, disk_offload"):
         make(model)
+
+
+def test_an_optimizer_of_what_sft_has_frozen_is_refused() -> None:
+    model, optimizer = made(TwoTowers(), targets=["image"], density=0.5)
+    other = torch.optim.SGD(model.text.parameters(), lr=0.1)
+    train(lambda batch: model(batch, batch), optimizer, tower_batches(1))
+    with pytest.raises(RuntimeError, match=r"SGD would step text\.weight, which SFT has frozen"):
+        other.step()
+    optimizer.detach()
+    model(*tower_batches(2)).backward()
+    other.step()
+
+
+def test_momentum_that_a_scheduler_sets_has_to_be_sfts() -> None:
+    model, optimizer = made(TwoTowers(), targets=["image"], density=0.5, selection="momentum")
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+    with pytest.raises(RuntimeError, match=r"momentum was set to 0\.95 after SFT was built without it"):
+        train(lambda batch: model(batch, batch), optimizer, tower_batches(1))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_update_whose_gradients_are_zeroed_in_place_is_abandoned(set_to_none: bool) -> None:
+    positions = []
+    for abandons in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = made(small_decoder(), total_steps=40)
+        for number, batch in enumerate(token_batches(8)):
+            if abandons and number in (1, 2):
+                model(**token_batches(3)[2]).loss.backward()
+                model.zero_grad(set_to_none=set_to_none)
+            train(model, optimizer, [batch])
+        positions.append({name: each.indices for name, each in optimizer.deltas().items()})
+    assert differing(*positions) == []

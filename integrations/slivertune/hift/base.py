@@ -47,6 +47,17 @@ _TORCHAO_TENSORWISE = frozenset({"Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit",
 CUT_MULTIPLE = 256
 
 
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""torch's own tables of an optimizer's hooks."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slicing:
     """Cuts of a group into chunks that do not change the base optimizer's results."""
@@ -105,6 +116,11 @@ class BaseOptimizer:
                 "to HiFT(model, optimizer_class)"
             )
         refuse_instance(optimizer)
+        if found := [name for name in _HOOKS if getattr(optimizer, name, None)]:
+            raise ValueError(
+                f"the {type(optimizer).__name__} to wrap has hooks ({found[0]}), and HiFT would run none of them. "
+                "Register hooks on steps with the HiFT, and change states after state_dict()"
+            )
         arguments = _arguments_of(optimizer)
         rebuilt = _rebuilt(optimizer, arguments)
         made_at_once: dict[str, Any] = next(iter(rebuilt.state.values()), {})

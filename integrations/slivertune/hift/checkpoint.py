@@ -84,11 +84,6 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}. Use another checkpoint")
     if not isinstance(theirs["held_lr"], (list, tuple)) or not all(map(is_rate, theirs["held_lr"])):
         raise StateMismatchError(f"the saved state is damaged: held_lr={theirs['held_lr']!r}. Use another checkpoint")
-    if len(theirs["held_lr"]) not in (0, len(own["param_groups"])):
-        raise StateMismatchError(
-            f"the saved state is damaged: held_lr has {len(theirs['held_lr'])} values for "
-            f"{len(own['param_groups'])} param groups. Use another checkpoint"
-        )
     for key in _SINCE_2:
         _check_counts(key, theirs.get(key, {}), len(theirs["groups"]))
     _same_names(theirs["groups"], ours["groups"])
@@ -102,6 +97,11 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"the param_groups of the saved state ({[len(names) for names in saved_params]} params) are not those "
             f"of this optimizer ({[len(group['params']) for group in own['param_groups']]}). "
             "Build the base optimizer with the param groups of the saved run"
+        )
+    if len(theirs["held_lr"]) not in (0, len(own["param_groups"])):
+        raise StateMismatchError(
+            f"the saved state is damaged: held_lr has {len(theirs['held_lr'])} values for "
+            f"{len(own['param_groups'])} param groups. Use another checkpoint"
         )
     check_hyperparameters(saved["param_groups"], own["param_groups"])
     _check_own(saved.get("own", {}), own["param_groups"], len(theirs["groups"]))

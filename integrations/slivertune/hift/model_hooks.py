@@ -32,6 +32,7 @@ from slivertune.core.torch_internals import (
     is_called,
     is_without_data,
     running_backward,
+    version_of,
 )
 from slivertune.hift.chunk import Weight
 
@@ -92,6 +93,7 @@ class ModelHooks:
         """Gradient that arrived last in a backward."""
         self._task = -1
         self._witness: nn.Parameter | None = None
+        self._zeros: torch.Tensor | None = None
         self._outermost: nn.Module | None = None
         self._thread = 0
         """Thread that runs the outermost forward."""
@@ -214,11 +216,18 @@ class ModelHooks:
 
     def has_gradient(self) -> bool:
         """Return whether a parameter of the active group has a gradient other than the zeros for a GradScaler."""
-        return any(each.grad is not None and each is not self._witness for each in self._active.values())
+        return any(each.grad is not None and not self._is_zeros(each) for each in self._active.values())
+
+    def _is_zeros(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient is the zeros for a GradScaler, which others may replace or add to."""
+        zeros = self._zeros
+        if parameter is not self._witness or zeros is None or parameter.grad is not zeros:
+            return False
+        return version_of(zeros) == 0 or not bool(zeros.any())  # a GradScaler writes to them, too
 
     def end_update(self) -> bool:
         """End an update, stepped or given up. Return whether a backward has run, and none reached the group."""
-        missed = self._ran and not self._reached
+        missed = self._ran and not self._reached and not self.has_gradient()  # which may be set by hand
         if self._ran:
             self._not_reached = (self._not_reached | self._active.keys()) - self._reached_now
         self._reached_now.clear()
@@ -383,12 +392,13 @@ class ModelHooks:
         """
         if self._active and not self._reached and self._witness is None and not self.has_gradient():
             self._witness = min(self._active.values(), key=lambda parameter: parameter.numel())
-            self._witness.grad = torch.zeros_like(self._witness)
+            self._witness.grad = self._zeros = torch.zeros_like(self._witness)
 
     def _drop_witness(self) -> None:
         if self._witness is not None:
-            self._witness.grad = None
-            self._witness = None
+            if self._is_zeros(self._witness):
+                self._witness.grad = None
+            self._witness = self._zeros = None
 
     def _truncate_backward(self, model: nn.Module, inputs: Any) -> None:
         """Undo `enable_input_require_grads`, which transformers 5 calls along with checkpointing.

@@ -98,7 +98,7 @@ class HiFT(CheckpointedSliver):
         Its param groups are kept: weight-decay splits, learning rates by group. The instance itself is not used.
 
         Args:
-            optimizer: The optimizer, or the wrapper that `accelerator.prepare` returned for it.
+            optimizer: The optimizer, which no Accelerator has prepared.
             model: Model whose parameters it was built over.
             config: Settings; by default those of `HiFTConfig()`.
 
@@ -116,7 +116,10 @@ class HiFT(CheckpointedSliver):
         config = config or HiFTConfig()
         inner: Any = optimizer
         if type(optimizer).__module__.startswith("accelerate."):
-            inner = optimizer.optimizer  # type: ignore[attr-defined]
+            raise ValueError(
+                "accelerator.prepare has wrapped this optimizer, whose accumulation, scaling and checkpoints would not "
+                "reach HiFT. Wrap it by HiFT before, and pass the HiFT to slivertune.prepare(accelerator, ...)"
+            )
         if isinstance(inner, HiFT):
             raise ValueError("the optimizer to wrap is HiFT already. Wrap the base optimizer once")
         base = BaseOptimizer.of_instance(inner, config.elementwise)
@@ -315,6 +318,11 @@ class HiFT(CheckpointedSliver):
         """Refuse a step that the other ranks would not know of, or that is not HiFT's."""
         self._check_not_delegated()
         self._check_param_groups()
+        if self.param_groups is not self.turns.param_groups:
+            raise RuntimeError(
+                "optimizer.param_groups was replaced by another list, and HiFT trains by the one that it was built "
+                "with. Change the values in its groups instead (optimizer.param_groups[0]['lr'] = ...)"
+            )
         if self._layout is None and world_size() > 1:
             raise RuntimeError(
                 f"HiFT runs on {world_size()} ranks, and nothing averages their gradients. Prepare it "

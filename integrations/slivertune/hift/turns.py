@@ -66,7 +66,8 @@ class Turns:
         checks_model: bool,
     ) -> None:
         self._groups = groups
-        self._param_groups = param_groups
+        self.param_groups = param_groups
+        """Param groups, whose learning rates and hyperparameters a step reads."""
         self._rotation = rotation
         self._meter = meter
         self._guard = guard
@@ -191,7 +192,7 @@ class Turns:
         if self._room is not None:
             self._room.take()
             self._room = None
-        update = Update(rotation.updates, rotation.to_apply(scheduled_lr(self._param_groups)))
+        update = Update(rotation.updates, rotation.to_apply(scheduled_lr(self.param_groups)))
         for begin_step in self._told["begin_step"]:
             begin_step(update)
         self.states[rotation.active_group].begin(stays=not rotation.ends_turn, update=update.number)
@@ -199,7 +200,7 @@ class Turns:
 
     @torch.no_grad()
     def _step_weights(self, weights: Sequence[Weight]) -> None:
-        self.states[self._rotation.active_group].step(weights, self._param_groups, self._rates)
+        self.states[self._rotation.active_group].step(weights, self.param_groups, self._rates)
 
     def _stepping(self) -> AbstractContextManager[None]:
         return self.hooks.stepping()
@@ -232,7 +233,7 @@ class Turns:
         if is_stepped:
             rotation.advance(self._rates, is_reached=is_reached)
         else:
-            rotation.skip(scheduled_lr(self._param_groups))
+            rotation.skip(scheduled_lr(self.param_groups))
         if self.states[rotation.active_group] is not state:
             if not is_stepped:
                 state.release()

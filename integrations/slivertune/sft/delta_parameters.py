@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.torch_internals import version_of
+
 DELTA_PARAMETERS_NAME = "slivertune_sft"
 """Name of the deltas' module in the first target's layer while SFT is attached."""
 
@@ -34,6 +36,7 @@ class DeltaParameters(nn.Module):
         self.witness = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
         self.serial = 0
         """Number of the running update."""
+        self._version = 0
         self._idle: torch.Tensor | None = None
         """Zero gradient that `give_zero` set last."""
 
@@ -44,10 +47,21 @@ class DeltaParameters(nn.Module):
             Number of the gradient's update. It is a new one if the last update's gradients are gone, after `step` or
             because the training loop dropped them.
         """
-        if self.witness.grad is None or self.witness.grad is self._idle:
+        if self._is_gone():
             self.witness.grad = torch.full_like(self.witness, _WITNESS_GRADIENT)
+            self._version = version_of(self.witness.grad)
             self.serial += 1
         return self.serial
+
+    def _is_gone(self) -> bool:
+        """Return whether the last update's gradients are gone. A loop may have zeroed them in place."""
+        gradient = self.witness.grad
+        if gradient is None or gradient is self._idle:
+            return True
+        if version_of(gradient) == self._version:
+            return False  # without a wait for the device
+        self._version = version_of(gradient)
+        return not bool(gradient)
 
     def give_zero(self) -> None:
         """Set a zero gradient if there is none, since a GradScaler fails without any. No update begins."""

@@ -67,6 +67,8 @@ class ModelHooks:
         self._required: dict[int, tuple[nn.Parameter, bool]] = {}
         """Parameters of the model, by identity, each with whether it is to require a gradient."""
         self._trained: dict[int, str] = {}
+        self._frozen: dict[int, str] = {}
+        """Names of the parameters that required a gradient before, and do not now."""
         self._versions: list[int] = []
         self._recording = RecordingCheck()
         self._anchor = Anchor(self._begin_backward)
@@ -105,6 +107,11 @@ class ModelHooks:
         written = {id(weight.target.parameter) for weight in self._weights if weight.merged}
         self._required = {id(each): (each, id(each) in written) for each in self._model.parameters()}
         self._required |= {id(each): (each, True) for each in (*deltas, self._delta_parameters.witness)}
+        self._frozen = {
+            id(each): name
+            for name, each in self._model.named_parameters()
+            if self._was_trainable.get(name) and id(each) not in self._trained
+        }
         # SFT's own writes leave the versions of the deltas unchanged.
         self._versions = [version_of(delta) for delta in deltas]
         self._handles += [
@@ -267,3 +274,10 @@ class ModelHooks:
             lambda: {id(weight.phi): weight.name for weight in self._weights} | self._trained,
             "SFT",
         )
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if id(parameter) in self._frozen:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} would step {self._frozen[id(parameter)]}, which SFT has frozen, so it "
+                    "never gets a gradient. Name it in SFTConfig(targets=...), or call detach() on the SFT before "
+                    "anything else trains the model"
+                )

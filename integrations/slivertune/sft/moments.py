@@ -214,6 +214,11 @@ class SM3Accumulators(Moments):
         generator: torch.Generator | None = None,
     ) -> None:
         """Apply one SM3-II update."""
+        if options["momentum"] > 0 and self.momentum_buffer is None:
+            raise RuntimeError(
+                f"momentum was set to {options['momentum']:g} after SFT was built without it, maybe by a scheduler "
+                "that cycles it. Pass cycle_momentum=False to the scheduler, or build SFT with momentum"
+            )
         momentum_buffer = None if self.momentum_buffer is None else self.momentum_buffer.float()
         sm3_(
             delta,
