@@ -22,7 +22,7 @@ from slivertune.cli import main
 from slivertune.deltas import merge_command
 from slivertune.deltas.adapter_folder import TRAINED_CONFIG
 from slivertune.deltas.delta_file import DELTA_FILE
-from slivertune.deltas.merge import merge, unmerge
+from slivertune.deltas.merge import unmerge
 from tests.deltas.adapters import save_adapter, save_base
 from tests.deltas.files import UP, files_in, write_deltas
 from tests.helpers.models import tiny_llama
@@ -92,13 +92,14 @@ def test_what_the_training_saved_takes_the_place_of_the_bases() -> None:
     save_both(vocab_size=300)
     write("base", BESIDE)
     tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{{ messages }} of the run"
     tokenizer.save_pretrained("adapter")
     write("adapter", {"preprocessor_config.json": '{"size": 3}'})
     assert merge_adapter() == 0
     merged = {str(each.relative_to("merged")) for each in Path("merged").rglob("*") if each.is_file()}
-    own = {"chat_template.json", "generation_config.json", "own.py", "config.json", "model.safetensors"}
+    own = {"generation_config.json", "own.py", "config.json", "model.safetensors", "chat_template.jinja"}
     assert merged == {*own, "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"}
-    for name in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert Path("merged", name).read_bytes() == Path("adapter", name).read_bytes()
 
 
@@ -114,7 +115,7 @@ def test_a_token_without_a_row_is_refused_unless_the_base_has_it(
     tokenizer.add_tokens(["<image>"])
     tokenizer.save_pretrained("adapter")
     assert merge_adapter() == (0 if of_base else 2)
-    said = f"the embeddings have {len(tokenizer) - 1} rows, and none of them is for '<image>', which the tokenizer in"
+    said = f"the embeddings of base have {len(tokenizer) - 1} rows, and none of them is for '<image>', which"
     err = capfd.readouterr().err
     assert (said in err) is not of_base, err[-330:]
 
@@ -244,28 +245,37 @@ def save_deltas() -> None:
     write_deltas(Path("deltas"), model, UP)
 
 
-def test_deltas_bring_their_tokenizer_and_unmerging_gives_the_bases_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_deltas_bring_their_chat_template_and_unmerging_gives_the_bases_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     save_deltas()
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{{ messages }} of the run"
-    tokenizer.save_pretrained("deltas")
+    word_tokenizer().save_pretrained("base")
+    before = files_in(Path("base"))
+    write("deltas", {"chat_template.jinja": "{{ messages }} of the run"})
     assert main(["merge", "deltas", "--model_name_or_path", "base", "--output_dir", "merged"]) == 0
-    assert "the tokenizer and its chat template are those of deltas\n" in capsys.readouterr().out
-    assert AutoTokenizer.from_pretrained("merged").chat_template == tokenizer.chat_template
-    assert not Path("merged/additional_chat_templates/tools.jinja").exists()
+    assert "the chat template is that of deltas\n" in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained("merged")
+    assert tokenizer.chat_template == "{{ messages }} of the run"
+    assert tokenizer.get_vocab() == word_tokenizer().get_vocab()
+    gone = {"chat_template.json", "additional_chat_templates/tools.jinja"}
+    assert not gone & {str(each.relative_to("merged")) for each in Path("merged").rglob("*")}
     unmerge("merged", "again")
-    assert files_in(Path("again")) == files_in(Path("base"))
+    assert files_in(Path("again")) == before
 
 
-def test_deltas_of_different_tokenizers_keep_the_bases() -> None:
+@pytest.mark.parametrize("templates", [(BESIDE["chat_template.jinja"],), ("one", "other")], ids=["the base's", "two"])
+def test_a_chat_template_of_the_base_or_of_several_deltas_changes_nothing(
+    templates: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     save_deltas()
-    shutil.copytree("deltas", "other")
-    for folder in ("deltas", "other"):
-        tokenizer = word_tokenizer()
-        tokenizer.chat_template = folder
-        tokenizer.save_pretrained(folder)
-    assert merge("base", ["deltas", "other"], "merged").tokenizer_of is None
-    assert Path("merged/tokenizer.json").read_text(encoding="utf-8") == BESIDE["tokenizer.json"]
+    folders = [f"deltas{index}" for index in range(len(templates))]
+    for folder, template in zip(folders, templates, strict=True):
+        shutil.copytree("deltas", folder)
+        write(folder, {"chat_template.jinja": template})
+    assert main(["merge", *folders, "--model_name_or_path", "base", "--output_dir", "merged"]) == 0
+    said = "the chat template is the base's, since those of deltas0, deltas1 differ\n"
+    assert (said in capsys.readouterr().out) == (len(templates) == 2)
+    assert {name: Path("merged", name).read_text(encoding="utf-8") for name in BESIDE} == BESIDE
 
 
 def test_other_modules_of_a_sentence_model_are_copied_and_weights_of_unknown_use_are_named(
@@ -273,7 +283,7 @@ def test_other_modules_of_a_sentence_model_are_copied_and_weights_of_unknown_use
 ) -> None:
     save_deltas()
     dense = {"2_Dense/model.safetensors": "weights", "2_Dense/config.json": "{}"}
-    modules = json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}])
+    modules = json.dumps([{"path": "."}, {"path": "1_Pooling"}, {"path": "2_Dense"}])
     write("base", {**dense, "modules.json": modules, "onnx/model.onnx": "", "voices/en.pt": ""})
     assert main(["merge", "deltas", "--model_name_or_path", "base", "--output_dir", "merged"]) == 0
     said = "not copied, since they may hold the base's weights: onnx/model.onnx, voices/en.pt\n"

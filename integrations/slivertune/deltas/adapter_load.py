@@ -240,6 +240,7 @@ def load_adapter(model: Any, weights: Mapping[str, torch.Tensor], adapter: Adapt
 
     vocabulary = _resize(model, weights)
     _check_tokens(model, adapter, base)
+    _check_vocabulary(model, adapter, base)
     before = [(name, each, hash_tensor(each)) for name, each in model.named_parameters()]
     names = dict(model.named_parameters(remove_duplicate=False))
     try:
@@ -322,34 +323,30 @@ def _check_tokens(model: Any, adapter: Adapter, base: Path) -> None:
         raise ValueError(f"{base} has {rows} tokens, and {adapter.folder} trained token {max(tokens)}. {_RESIZED}")
 
 
-def check_tokens(model: Any, adapter: Adapter, base: PlainCheckpoint) -> None:
-    """Refuse a tokenizer whose tokens have no rows, unless the base's own has them too (Gemma 3's, of images).
-
-    Args:
-        model: The merged model.
-        adapter: The adapter, with a tokenizer in its folder.
-        base: The base.
-
-    Raises:
-        ValueError: If a token has no row.
-    """
+def _check_vocabulary(model: Any, adapter: Adapter, base: Path) -> None:
+    """Refuse a tokenizer whose tokens have no rows, unless the base's own has them too (Gemma 3's, of images)."""
     rows = min((len(each.get_parameter("weight")) for each in _embeddings(model).values()), default=None)
-    if rows is None:
+    if rows is None or not tokenizer_files(adapter.folder):
         return
     beyond = _tokens_beyond(rows, adapter.folder, model.config)
-    if beyond and tokenizer_files(base.folder):
-        beyond -= _tokens_beyond(rows, base.folder, model.config)
+    if beyond and tokenizer_files(base):
+        beyond -= _tokens_beyond(rows, base, model.config)
     if beyond:
         raise ValueError(
-            f"the embeddings have {rows} rows, and none of them is for {min(beyond)!r}, which the tokenizer in "
-            f"{adapter.folder} has. {_RESIZED}"
+            f"the embeddings of {base} have {rows} rows, and none of them is for {min(beyond)!r}, which the tokenizer "
+            f"in {adapter.folder} has. {_RESIZED}"
         )
 
 
 def _tokens_beyond(num_rows: int, folder: Path, config: Any) -> set[str]:
+    """Return the tokens whose ids are beyond a number of rows. There are none of a tokenizer that can't be loaded."""
     from transformers import AutoTokenizer
 
-    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder, config=config).get_vocab()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+    except Exception:  # code of its own, or a library that is missing: its files are only copied
+        return set()
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
     return {token for token, row in vocabulary.items() if row >= num_rows}
 
 

@@ -28,7 +28,6 @@ from slivertune.deltas.adapter_folder import MODEL_CONFIG, Adapter, is_adapter, 
 from slivertune.deltas.adapter_load import (
     AdaptedModel,
     LoadedBase,
-    check_tokens,
     load_adapter,
     load_base,
     load_model,
@@ -44,7 +43,7 @@ from slivertune.deltas.adapter_outputs import (
     outputs_of_layers,
 )
 from slivertune.deltas.adapter_sums import AdapterSums
-from slivertune.deltas.beside_weights import copy_others, differing_settings, write_config
+from slivertune.deltas.beside_weights import copy_others, differing_settings, tokenizer_files, write_config
 from slivertune.deltas.delta_file import PLAIN_DTYPES, name_of
 from slivertune.deltas.names import NameIndex
 from slivertune.deltas.plain_checkpoint import PlainCheckpoint, open_checkpoint
@@ -144,16 +143,14 @@ def _write(adapter: Adapter, stored: PlainCheckpoint, new: Path) -> tuple[Merged
         _round(merged, stored)
         merged.save_pretrained(new)
         write_config(base, merged, new)
-        tokenizer = copy_others(stored, adapter.folder, new)
-        if tokenizer == adapter.folder:
-            check_tokens(merged, adapter, stored)
+        copy_others(stored, adapter.folder, new)
     return MergedAdapter(
         num_adapted=num_adapted,
         replaced=replaced,
         untied=untied,
         vocabulary=adapted.vocabulary,
         not_run=run.not_run,
-        has_tokenizer=tokenizer is not None,
+        has_tokenizer=any(new.glob("tokenizer*")) or bool(tokenizer_files(new)),
         random=loaded.random,
         unread=loaded.unread,
         not_copied=tuple(stored.left_out),
@@ -166,8 +163,9 @@ def _other_settings(adapter: Adapter, merged: Any) -> tuple[str, ...]:
     trained, config = adapter.model_config, merged.config
     if trained is None or trained.get("model_type") != config.model_type:
         return ()
-    wanted = type(config).from_dict(dict(trained)).to_dict()
-    return tuple(sorted(set(differing_settings(config.to_dict(), wanted)) - _OF_TRAINING))
+    wanted, found = type(config).from_dict(dict(trained)).to_dict(), config.to_dict()
+    names = [name for name in differing_settings(found, wanted) if name not in _OF_TRAINING]
+    return tuple(sorted(names))
 
 
 @contextmanager

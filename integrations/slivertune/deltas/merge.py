@@ -17,7 +17,7 @@ import torch
 
 from slivertune.core.atomic import atomic_new_folder, check_absent
 from slivertune.deltas.additions import Addition, Source, TargetInfo, add_rounded, add_up, read_sources
-from slivertune.deltas.beside_weights import copy_files, tokenizer_files
+from slivertune.deltas.beside_weights import TEMPLATE, chat_template, copy_files, template_files
 from slivertune.deltas.delta import Overlap, total_overlap
 from slivertune.deltas.delta_file import DeltaFile, name_of
 from slivertune.deltas.hashes import CHUNK_BYTES
@@ -32,7 +32,7 @@ REPORT_FILE = "merged.json"
 VERSION = 2
 """Version of the undo file's format."""
 BASE_FILES = "base_files"
-"""Name of the folder, beside the undo file, with the base's tokenizer if the deltas have one of their own."""
+"""Name of the folder, beside the undo file, with the base's chat template if the deltas have one of their own."""
 _KIND = "slivertune.sft_undo"
 
 Progress = Callable[[str, int, int], None]
@@ -49,8 +49,9 @@ class Merged:
     """Files of the base that may hold its weights in other forms, which were not copied."""
     over_codes: list[str]
     """Deltas that were trained over quantised weights, so that the base was not compared with theirs."""
-    tokenizer_of: str | None
-    """Deltas whose tokenizer took the place of the base's."""
+    templates_of: list[str]
+    """Deltas with different chat templates, which are not the base's either. A single one took the place of the
+    base's."""
 
     @property
     def overlap(self) -> Overlap:
@@ -114,14 +115,16 @@ def merge(
         check_written(base, open_checkpoint(new), {each.target.name: each.delta for each in additions})
         progress("writing", 0, 0)
         (new / UNDO_FOLDER).mkdir()
-        trained = _trained_tokenizer(files)
-        tokenizer = [] if trained is None else _replace_tokenizer(Path(trained.source), new)
-        _write_undo(new / UNDO_FOLDER, {"base_files": hashes, "tokenizer": tokenizer}, files, additions, merged)
+        templates = {text: file.source for file in files if (text := _own_template(file, checkpoint)) is not None}
+        if len(templates) == 1:
+            _replace_template(next(iter(templates)), new)
+        fields = {"base_files": hashes, "has_template": len(templates) == 1}
+        _write_undo(new / UNDO_FOLDER, fields, files, additions, merged)
     return Merged(
         {addition.target.name: addition.overlap for addition in additions},
         base.left_out,
         over_codes=[file.source for file in files if any(each.is_quantized for each in file.base.values())],
-        tokenizer_of=None if trained is None else trained.source,
+        templates_of=list(templates.values()),
     )
 
 
@@ -163,20 +166,18 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
         for name in {str(merged.tensors[name].shard.relative_to(checkpoint)) for name in undo.entries}:
             with (new / name).open("rb") as file:
                 found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        _restore_tokenizer(checkpoint, undo.fields.get("tokenizer"), new, found)
+        if undo.fields.get("has_template") is True:
+            _restore_template(checkpoint, new, found)
         _check_files(checkpoint, hashes, found)
         progress("writing", 0, 0)
 
 
-def _restore_tokenizer(checkpoint: Path, replaced: object, new: Path, found: dict[str, str]) -> None:
-    """Put the base's tokenizer in the place of that of the deltas, and hash its files."""
-    # Other names than a tokenizer's would be a damaged file's.
-    files = [each for each in tokenizer_files(new) if isinstance(replaced, list) and str(each) in replaced]
-    for file in files:
-        (new / file).unlink()
-        found.pop(str(file), None)
+def _restore_template(checkpoint: Path, new: Path, found: dict[str, str]) -> None:
+    """Put the base's chat template in the place of that of the deltas, and hash its files."""
+    (new / TEMPLATE).unlink(missing_ok=True)
+    found.pop(TEMPLATE, None)
     kept = checkpoint / UNDO_FOLDER / BASE_FILES
-    own = tokenizer_files(kept) if files and kept.is_dir() else []
+    own = template_files(kept)
     copy_files(kept, own, new)
     for file in own:
         found[str(file)] = hashlib.sha256((new / file).read_bytes()).hexdigest()
@@ -232,23 +233,18 @@ def _copy(base: PlainCheckpoint, new: Path, progress: Progress) -> dict[str, str
     return hashes
 
 
-def _trained_tokenizer(files: Sequence[DeltaFile]) -> DeltaFile | None:
-    """Return deltas with the tokenizer and the chat template of their training. None if they have none or differ."""
-    with_one = [file for file in files if Path(file.source).is_dir() and tokenizer_files(Path(file.source))]
-    contents = [
-        {each: (Path(file.source) / each).read_bytes() for each in tokenizer_files(Path(file.source))}
-        for file in with_one
-    ]
-    return with_one[0] if contents and all(each == contents[0] for each in contents) else None
+def _own_template(file: DeltaFile, base: Path) -> str | None:
+    """Return the chat template that was saved with deltas. None if there is none, or it is the base's."""
+    template = chat_template(Path(file.source)) if Path(file.source).is_dir() else None
+    return None if template == chat_template(base) else template
 
 
-def _replace_tokenizer(source: Path, new: Path) -> list[str]:
-    """Replace a checkpoint's tokenizer, and keep its own for `unmerge`. Return the names of the new files."""
-    copy_files(new, (own := tokenizer_files(new)), new / UNDO_FOLDER / BASE_FILES)
+def _replace_template(template: str, new: Path) -> None:
+    """Replace a checkpoint's chat template, and keep its own files for `unmerge`."""
+    copy_files(new, (own := template_files(new)), new / UNDO_FOLDER / BASE_FILES)
     for file in own:
         (new / file).unlink()
-    copy_files(source, (files := tokenizer_files(source)), new)
-    return list(map(str, files))
+    (new / TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def _write_undo(
@@ -262,7 +258,7 @@ def _write_undo(
 
     Args:
         folder: Folder of both.
-        fields: SHA-256 of every file of the base, and the names of the tokenizer's files if they are not the base's.
+        fields: SHA-256 of every file of the base, and whether the chat template is not the base's.
         files: The deltas.
         additions: Sums that were added.
         merged: For each addition, the tensor with the sum, the base's values of the touched entries, and the hashes of

@@ -58,8 +58,10 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
         merged = merge(checkpoint, files, output, allow_quantized_base=allow_quantized_base, progress=show)
     overlap = merged.overlap
     print(f"{output}: {overlap.num_touched:,} weights of {len(merged.overlap_of)} tensors changed")
-    if merged.tokenizer_of is not None:
-        print(f"the tokenizer and its chat template are those of {merged.tokenizer_of}")
+    if len(merged.templates_of) == 1:
+        print(f"the chat template is that of {merged.templates_of[0]}")
+    elif merged.templates_of:
+        print(f"the chat template is the base's, since those of {', '.join(merged.templates_of)} differ")
     if merged.over_codes:
         print(
             f"trained over quantised weights: {', '.join(merged.over_codes)}. Results are close, not identical, and it "

@@ -239,7 +239,7 @@ def _module_folders(folder: Path) -> set[str]:
     """Return the folders of the other modules of a sentence-transformers model, such as a dense layer's."""
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
-        return {Path(each["path"]).parts[0] for each in modules if each["path"]}
+        return {part for each in modules for part in Path(each["path"]).parts[:1]}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 

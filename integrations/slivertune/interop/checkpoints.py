@@ -251,6 +251,7 @@ class KeepTokens(TrainerCallback):
         Raises:
             ValueError: If that run had another seed.
         """
+        self._attachment.put_on_tokens()  # a subclass may begin a training past `train`
         tokens, checkpoint = self._attachment.current_tokens(), self._attachment.checkpoint
         if checkpoint is not None and (checkpoint / TOKENS_NAME).is_file():
             load_tokens(tokens, checkpoint / TOKENS_NAME)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.core import atomic
+from slivertune.core.reentrant import is_trainable
 from slivertune.core.saved_state import refuse_damage
 from slivertune.core.saved_values import check_finite
 from slivertune.interop.checkpoints import checkpoint_folder
@@ -35,12 +36,6 @@ def with_loss(trainer: Any, model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the loss has weights and there are several ranks, which would not share them.
     """
-    for path, module in _other_models(trainer, model).items():
-        if any(each.requires_grad for each in module.parameters()):
-            raise ValueError(
-                f"the loss of this {type(trainer).__name__} holds another model ({path}), such as a guide or teacher, "
-                "whose weights would count as trained. Freeze it before slivertune.attach (requires_grad_(False))"
-            )
     weights = loss_weights(trainer, model)
     if not any(weight.requires_grad for weight in weights.values()):
         return model
@@ -64,21 +59,12 @@ def loss_weights(trainer: Any, model: nn.Module) -> dict[str, nn.Parameter]:
     if not isinstance(loss, nn.Module | dict):
         return {}
     whole, known = _loss_module(trainer), set(model.parameters())
-    known.update(each for module in _other_models(trainer, model).values() for each in module.parameters())
+    # A guide or a teacher belongs to its own checkpoint.
+    frozen = (each for each in whole.modules() if isinstance(each, PreTrainedModel) and not is_trainable(each))
+    known.update(each for module in frozen for each in module.parameters())
     # SFT's deltas are parameters of the modules that they train, but no weights of a saved model.
     saved = whole.state_dict().keys()
     return {name: each for name, each in whole.named_parameters() if each not in known and name in saved}
-
-
-def _other_models(trainer: Any, model: nn.Module) -> dict[str, PreTrainedModel]:
-    """Return the models of transformers in a Trainer's loss, if any, that share no weight with its own, by path."""
-    if not isinstance(getattr(trainer, "loss", None), nn.Module | dict):
-        return {}
-    return {
-        path: module
-        for path, module in _loss_module(trainer).named_modules()
-        if isinstance(module, PreTrainedModel) and set(module.parameters()).isdisjoint(model.parameters())
-    }
 
 
 def _loss_module(trainer: Any) -> nn.Module:

@@ -79,6 +79,7 @@ class Attachment:
 
         @wraps(train)
         def train_attached(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+            self._check()
             try:
                 self._begin()
                 with resuming(trainer, resume_from_checkpoint, needs_manifest=config is not None) as self.checkpoint:
@@ -103,23 +104,36 @@ class Attachment:
         if self.optimizer is not None:
             self.optimizer.detach()
 
-    def _begin(self) -> None:
-        """Attach to the model again, after the end of an earlier training.
+    def _check(self) -> None:
+        """Refuse a training of something else than what was attached.
 
         Raises:
-            RuntimeError: If what was attached is not what would train.
+            RuntimeError: If it was detached, or the model or the arguments of the Trainer were changed.
         """
         if self._is_detached:
             raise RuntimeError(
                 "what slivertune.attach had attached was detached from this Trainer, which can't train without it. "
                 "Make a new Trainer, and attach to that if not all weights are to be trained"
             )
+        if not self._makes_own_model:
+            check_unchanged(self.trainer, self._trained, self._made_with)
+
+    @property
+    def _makes_own_model(self) -> bool:
+        """Whether each training makes its own model."""
+        return self.trainer.model_init is not None or self._model is None
+
+    def _begin(self) -> None:
+        """Attach to the model again, after the end of an earlier training."""
         self._compilation.begin()
-        if self.trainer.model_init is not None or self._model is None:
-            return  # this training makes its own model
-        check_unchanged(self.trainer, self._trained, self._made_with)
+        if self._makes_own_model:
+            return
         if self._method is not None:
             self._method.begin(self.optimizer)
+        self.put_on_tokens()
+
+    def put_on_tokens(self) -> None:
+        """Put the token selection on the model, if it is off. Its draws go on."""
         if self._tune is not None and self.tokens is not None and self._is_at_rest:
             state = self.tokens.state_dict()
             self.tokens = attach_tokens(self.trainer, self._tune, self._model)
@@ -127,7 +141,7 @@ class Attachment:
             self._is_at_rest = False
 
     def rest(self) -> None:
-        """Keep the token selection off the model until a training begins."""
+        """Keep the token selection off the model until a training begins, and expect the model that is there now."""
         self._trained = self.trainer.model
         if self.tokens is not None:
             self.tokens.remove()

@@ -54,7 +54,8 @@ class Candidate:
     needs: tuple[str, ...] = ()
     """Fields that it also changes if they prevent it. If the user set such a field, the search skips the candidate."""
     may_hinder: bool = False
-    """Whether it also makes something larger, so that the run may need less without it once others are changed."""
+    """Whether it also makes something on the GPU larger, so that the run may need less without it once others are
+    changed."""
     shrinks_weights: bool = False
     """Whether it makes the weights on the GPU smaller. If these alone do not fit, no other candidate helps."""
 

@@ -258,7 +258,9 @@ class _Search:
         self, request: PlanRequest, taken: Sequence[_Taken], *, moves_to_host: bool
     ) -> list[_Taken] | None:
         """Return the changes without one, or without all of the same fields, that hinder a later one, or None."""
-        earlier = [candidate for candidate, _ in taken[:-1] if candidate.may_hinder]
+        has_bounds = self._limits.host_bytes is not None or self._limits.disk_bytes is not None
+        # Most changes that relieve the GPU make something larger elsewhere.
+        earlier = [candidate for candidate, _ in taken[:-1] if candidate.may_hinder or has_bounds]
         alike = [[each for each in earlier if each.fields == candidate.fields] for candidate in earlier]
         for left_out in [[candidate] for candidate in earlier] + [each for each in alike if len(each) > 1]:
             fewer = self._apply(request, [candidate for candidate, _ in taken if candidate not in left_out])

@@ -230,9 +230,9 @@ class ModelHooks:
             first, *others = self._never_reached
             warnings.warn(
                 f"no gradient has reached {first}{f' and {len(others)} more trained tensors' if others else ''} in the "
-                f"first {IDLE_STEPS} updates, so their share of the trained weights learns nothing. The loss does not "
-                "depend on them, or reads their weights without calling their layers. Leave them out of "
-                "SFTConfig(targets=...), or use form='optimizer'",
+                f"first {IDLE_STEPS} updates, so their share of the trained weights has learnt nothing so far. If the "
+                "loss does not depend on them, leave them out of SFTConfig(targets=...). If it reads their weights "
+                "without calling their layers, use form='optimizer'",
                 UserWarning,
                 stacklevel=6,
             )

@@ -198,6 +198,10 @@ class StateMover:
         for _, tensor in self._tensors():
             claim(tensor.data, "state")
 
+    def device_bytes(self) -> int:
+        """Return the bytes of masters and state that are resident on the device."""
+        return sum(tensor.untyped_storage().nbytes() for key, tensor in self._tensors() if not self._waits(key, tensor))
+
     def offloaded_bytes(self) -> int:
         """Return the bytes of masters and state that are offloaded."""
         return sum(tensor.nbytes for key, tensor in self._tensors() if self._waits(key, tensor))

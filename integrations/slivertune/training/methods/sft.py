@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
+from slivertune.core.atomic import atomic_file
+from slivertune.deltas.beside_weights import TEMPLATE
 from slivertune.interop.checkpoints import holds_state
 from slivertune.interop.methods import check_best_model
 from slivertune.parallel.layout import layout_of
@@ -204,11 +206,13 @@ class SFTMethod(SliverMethod):
         return {**self.values(), "num_tensors": len(self.optimizer.num_elements)}
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
-        """Save the deltas with the tokenizer, and also the merged model if the weights hold the sums."""
+        """Save the deltas with the chat template, and also the merged model if the weights hold the sums."""
         folder = output_folder / "delta"
         self.optimizer.save_pretrained(folder, base_model_name=base_name)
-        if coordinator.is_first and trainer.processing_class is not None:
-            trainer.processing_class.save_pretrained(folder)
+        template = getattr(trainer.processing_class, "chat_template", None)
+        if coordinator.is_first and isinstance(template, str):
+            with atomic_file(folder / TEMPLATE) as path:
+                path.write_text(template, encoding="utf-8")
         if self._is_merged:
             saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)
             return Saved(model_folder=saved.model_folder, delta_folder=folder)
