@@ -1,32 +1,28 @@
 """An identity that tells when the backward of tensors without a gradient runs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 
-class Anchor:
-    """Leads tensors without a gradient through an identity, so that their backward runs, and tells of it.
+def anchor(tell: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that leads tensors without a gradient through an identity, so that their backward runs.
+
+    Tensors that have a gradient, or can't have one, are returned as they are.
 
     Args:
         tell: Function that is called when such a backward begins.
     """
+    return partial(_lead, torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True), tell)
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-        self._scalar = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
-    def lead(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself if it has a gradient or can't have one. Otherwise return its identity.
-
-        Args:
-            tensor: Any tensor.
-        """
-        can_have_one = (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()
-        if tensor.requires_grad or not can_have_one:
-            return tensor
-        return _Identity.apply(tensor, self._scalar, self._tell)  # type: ignore[no-any-return, no-untyped-call]
+def _lead(scalar: torch.Tensor, tell: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
+    can_have_one = (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()
+    if tensor.requires_grad or not can_have_one:
+        return tensor
+    return _Identity.apply(tensor, scalar, tell)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Identity(torch.autograd.Function):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.core.anchor import Anchor
+from slivertune.core.anchor import anchor
 from slivertune.core.foreign_steps import forget_steps, refuse_step_of_other, watch_steps
 from slivertune.core.layers import Layer
 from slivertune.core.module_hook import ModuleHook
@@ -97,7 +97,7 @@ class ModelHooks:
         self._outermost: nn.Module | None = None
         self._thread = 0
         """Thread that runs the outermost forward."""
-        self._anchor = Anchor(self._begin_backward)
+        self._anchor = anchor(self._begin_backward)
         self._has_warned_of_compilation = False
         self._reentrant: ReentrantBlocks
         """Set by `attach`."""
@@ -364,7 +364,7 @@ class ModelHooks:
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._begin_backward)
-        anchored = with_tensors_replaced(output, self._anchor.lead)
+        anchored = with_tensors_replaced(output, self._anchor)
         return None if anchored is output else anchored
 
     def _begin_backward(self, gradient: torch.Tensor | None = None) -> None:

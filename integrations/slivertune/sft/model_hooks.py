@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.core.anchor import Anchor
+from slivertune.core.anchor import anchor
 from slivertune.core.foreign_steps import forget_steps, refuse_step_of_other, watch_steps
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of, with_tensors_replaced
@@ -71,7 +71,7 @@ class ModelHooks:
         """Names of the parameters that required a gradient before, and do not now."""
         self._versions: list[int] = []
         self._recording = RecordingCheck()
-        self._anchor = Anchor(self._begin_backward)
+        self._anchor = anchor(self._begin_backward)
         self._not_reached = list(weights)
         """Tensors without a gradient in the last step, or all of them before the first."""
         self._never_reached = {weight.name: None for weight in weights}
@@ -251,7 +251,7 @@ class ModelHooks:
             each.register_hook(lambda gradient: self._begin_backward())
         if followed or not module.training:
             return None
-        anchored = with_tensors_replaced(output, self._anchor.lead)
+        anchored = with_tensors_replaced(output, self._anchor)
         return None if anchored is output else anchored
 
     def _begin_backward(self) -> None:
