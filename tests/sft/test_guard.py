@@ -559,3 +559,20 @@ def test_an_update_whose_gradients_are_zeroed_in_place_is_abandoned(set_to_none:
             train(model, optimizer, [batch])
         positions.append({name: each.indices for name, each in optimizer.deltas().items()})
     assert differing(*positions) == []
+
+
+@pytest.mark.parametrize("edit", [lambda g: g.add_(1e-6), torch.Tensor.sign_, lambda g: g.div_(g.norm() + 1e-12)])
+def test_gradients_that_are_changed_without_a_common_factor_are_estimated_as_they_came(edit: Any) -> None:
+    model, optimizer = over(small_decoder())
+    for batch in token_batches(4):
+        assert optimizer.is_estimating
+        model(**batch).loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                edit(parameter.grad)
+        optimizer.step()
+    assert optimizer.metrics()["reselections"] == 1
+    states = optimizer.state_dict()["state"].values()
+    assert all(each["exp_avg_sq"].isfinite().all() and each["exp_avg_sq"].max() < 1 for each in states)
+    train(model, optimizer, token_batches(1))
+    assert all(each.values.ne(0).any() for each in optimizer.deltas().values())

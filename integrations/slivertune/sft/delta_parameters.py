@@ -15,6 +15,8 @@ DELTA_PARAMETERS_NAME = "slivertune_sft"
 
 _WITNESS_GRADIENT = 2.0**-100
 """Gradient of the witness. Its square vanishes in an fp32 norm, and scaling it by any factor above 2^-26 is exact."""
+_LARGEST_FACTOR = 2.0**26
+"""Factor above which a change of the witness is no scaling: noise or a sign are many times its gradient."""
 
 
 class DeltaParameters(nn.Module):
@@ -74,11 +76,15 @@ class DeltaParameters(nn.Module):
         return self._idle is not None and self.witness.grad is self._idle
 
     def scale(self) -> torch.Tensor:
-        """Return the factor that clipping or unscaling applied to all gradients since they arrived, an fp32 scalar."""
+        """Return the factor that clipping or unscaling applied to all gradients since they arrived, an fp32 scalar.
+
+        It is 1 if they were changed otherwise, such as by noise, which has no common factor.
+        """
         gradient = self.witness.grad
         if gradient is None or self.is_idle:
             return torch.ones_like(self.witness)
-        return gradient / _WITNESS_GRADIENT
+        factor = gradient / _WITNESS_GRADIENT
+        return torch.where((factor > 0) & (factor <= _LARGEST_FACTOR), factor, 1.0)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass
