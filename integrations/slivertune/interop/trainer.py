@@ -28,7 +28,6 @@ from slivertune.interop.methods import AtStart, method_of
 from slivertune.interop.optim_args import set_passed_over
 from slivertune.interop.training_metrics import metrics_of
 from slivertune.interop.unsupported import check_has_no_optimizer, check_trainer, check_unchanged, read_arguments
-from slivertune.parallel.accelerate_internals import mark_while_attached
 from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.prepare import prepare
@@ -368,10 +367,11 @@ def _prepare_by_slivertune(accelerator: Any) -> None:
     def prepare_by_layout(*objects: Any, **options: Any) -> Any:
         nonlocal is_inside
         slivers = [each for each in objects if isinstance(each, Sliver)]
+        kept = _prepared_before(accelerator, objects)
+        if kept and not is_inside:
+            return tuple(each if id(each) in kept else own_prepare(each, **options) for each in objects)
         if is_inside or not slivers:
-            prepared = own_prepare(*objects, **options)
-            _mark_again(accelerator, objects)
-            return prepared
+            return own_prepare(*objects, **options)
         if options:
             raise ValueError(f"{options} has no effect on {type(slivers[0]).__name__}'s training. Leave it out")
         is_inside = True
@@ -383,10 +383,12 @@ def _prepare_by_slivertune(accelerator: Any) -> None:
     accelerator.prepare = prepare_by_layout
 
 
-def _mark_again(accelerator: Any, objects: tuple[Any, ...]) -> None:
-    """Renew a model's mark for another training, in which accelerate has marked it as prepared for good."""
-    if layout_of(accelerator) != "ddp":
-        return
-    for sliver in (each.optimizer for each in objects if isinstance(each, AcceleratedOptimizer)):
-        for model in (each for each in objects if isinstance(each, nn.Module) and isinstance(sliver, Sliver)):
-            mark_while_attached(model, sliver)
+def _prepared_before(accelerator: Any, objects: tuple[Any, ...]) -> set[int]:
+    """Return the identities of an optimizer and its model under DDP that an earlier training has prepared.
+
+    Accelerate would wrap the model in DDP now, or mark it as prepared for good.
+    """
+    optimizers = [each for each in objects if isinstance(each, AcceleratedOptimizer)]
+    if layout_of(accelerator) != "ddp" or not any(isinstance(each.optimizer, Sliver) for each in optimizers):
+        return set()
+    return {id(each) for each in (*optimizers, *objects) if isinstance(each, AcceleratedOptimizer | nn.Module)}
