@@ -166,8 +166,8 @@ HUB = "what the weights on the hub add up to"
 # Numbers of parameters as published with the weights, tied ones once, and where: the presets of keras-hub, a registry
 # of the hub's own counts of safetensors, and for some the weights on the hub themselves. Those of the RoBERTas are of
 # the model with a classifier's head for two classes, as the HiFT paper has them (124.65 and 355.36 million). keras-hub
-# is no source for all: it counts the head of the Llama 3.2 twice, leaves a few rows out of Gemma 3's vocabulary, and
-# gives SmolLM3 norms of its own.
+# is no source for all: it counts the head of the Llama 3.2 twice, leaves a few rows out of Gemma 3's vocabulary, ties
+# the embeddings of Qwen2.5-7B, and gives SmolLM3 norms of its own.
 PUBLISHED: dict[str, tuple[int, str]] = {
     "llama-2-7b": (6_738_415_616, PAPER),
     "llama-2-13b": (13_015_864_320, HUB),
@@ -177,6 +177,13 @@ PUBLISHED: dict[str, tuple[int, str]] = {
     "llama-3.1-70b": (70_553_706_496, KVFIT),
     "llama-3.2-1b": (1_235_814_400, "TestsParameterCount in https://github.com/ModelCloud/GPTQModel"),
     "llama-3.2-3b": (3_212_749_824, KVFIT),
+    "qwen2.5-0.5b": (494_032_768, KERAS.format("qwen")),
+    "qwen2.5-1.5b": (1_543_714_304, HUB),
+    "qwen2.5-3b": (3_085_938_688, KERAS.format("qwen")),
+    "qwen2.5-7b": (7_615_616_512, KVFIT),
+    "qwen2.5-14b": (14_770_033_664, HUB),
+    "qwen2.5-32b": (32_763_876_352, KERAS.format("qwen")),
+    "qwen2.5-72b": (72_706_203_648, KERAS.format("qwen")),
     "qwen3-0.6b": (596_049_920, KERAS.format("qwen3")),
     "qwen3-1.7b": (1_720_574_976, KERAS.format("qwen3")),
     "qwen3-4b": (4_022_468_096, KERAS.format("qwen3")),
