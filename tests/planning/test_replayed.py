@@ -7,11 +7,11 @@ import torch
 
 from slivertune.core.ledger import Census, Ledger, claim
 from slivertune.core.sized import sized
-from slivertune.planning import sft_run
+from slivertune.planning import make
 from slivertune.planning.counter import WorkCounter
 from slivertune.planning.fake import without_data
 from slivertune.planning.make import make_plan
-from slivertune.planning.replayed import VectorSize, replaying
+from slivertune.planning.replayed import Calls, VectorSize, replaying
 from tests.helpers.plan_requests import paper_request
 from tests.planning.real import LLAMA
 
@@ -29,7 +29,7 @@ def search(values: torch.Tensor) -> torch.Tensor:
 def census_and_work(function: Any, num_calls: int = 3) -> list[tuple[Census, Any]]:
     """Count each call's bytes at its peak, beside the results of those before, and its operators."""
     found, results = [], []
-    with without_data(), replaying(), Ledger() as ledger:
+    with without_data(), replaying({}), Ledger() as ledger:
         values = torch.empty(SIZE)
         for _ in range(num_calls):
             counter = WorkCounter()
@@ -58,13 +58,18 @@ def test_other_sizes_are_another_call_and_outside_all_are_run() -> None:
 
     with without_data():
         long, short = torch.empty(SIZE), torch.empty(SIZE // 2)
-        with replaying():
+        known: Calls = {}
+        with replaying(known):
             assert [num_runs(long, 1), num_runs(long, 1), num_runs(torch.empty(SIZE), 1)] == [1, 0, 0]
             assert [num_runs(short, 1), num_runs(long, 2), num_runs(long.int(), 1)] == [1, 1, 1]
             assert [num_runs(1, [long]), num_runs(1, [long]), num_runs(1, [long, short])] == [1, 0, 1]
             assert [num_runs(long, 1, more=compute), num_runs(long, 1, more=compute)] == [1, 1]
+            claim(long, "parameters", "host")
+            assert [num_runs(long, 1), num_runs(long, 1)] == [1, 0]
         assert num_runs(long, 1) == 1
-        with replaying():
+        with replaying(known):
+            assert [num_runs(long, 1), num_runs(short, 1)] == [0, 0]
+        with replaying({}):
             assert num_runs(long, 1) == 1
 
 
@@ -92,5 +97,5 @@ def test_a_plan_with_replayed_searches_has_the_bytes_of_one_that_runs_all(
 ) -> None:
     request = paper_request(method="sft", precision="bf16", density=0.1, batch_size=2, seq_length=64, **settings)
     replayed = make_plan(request, LLAMA)
-    monkeypatch.setattr(sft_run, "replaying", nullcontext)
+    monkeypatch.setattr(make, "replaying", nullcontext)
     assert make_plan(request, LLAMA) == replayed

@@ -11,11 +11,13 @@ from slivertune.core.torch_internals import outside_of_modes
 from slivertune.planning.extension import ExtensionError
 from slivertune.planning.fake import without_data
 from slivertune.planning.fewer_blocks import FewerBlocks, fewer_blocks, shorter
+from slivertune.planning.kernels import Kernels
 from slivertune.planning.layouts import sizes_of, spread, standing_in
 from slivertune.planning.methods import MeasuredSteps, Measurer, planned
 from slivertune.planning.model import build_model, forward_of, give_sizes
 from slivertune.planning.operator_cache import CachedFakeTensorMode
 from slivertune.planning.plan import Plan
+from slivertune.planning.replayed import Calls, replaying
 from slivertune.planning.request import PlanRequest
 
 _OF_BATCHES = frozenset(
@@ -61,6 +63,7 @@ class Planner:
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
         self._fake = CachedFakeTensorMode()
+        self._calls: dict[Kernels, Calls] = {}
         self._runs: dict[str, Runs] = {}
         """Runs by all that they have in common, the last planned last."""
 
@@ -78,7 +81,8 @@ class Planner:
         common = _common_settings(request)
         # A plan that fails leaves its model half changed, so that it is not kept.
         runs = self._runs.pop(common, None) or Runs(self._config)
-        with without_data(request.kernels, self._fake):
+        calls = self._calls.setdefault(request.kernels, {})
+        with without_data(request.kernels, self._fake), replaying(calls):
             plan = runs.plan(request)
         self._runs[common] = runs
         if len(self._runs) > _MOST_KEPT:
@@ -112,7 +116,7 @@ def on_one_gpu(request: PlanRequest) -> PlanRequest:
 
 
 def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanRequest, bucket_elements: int) -> Plan:
-    with without_data(request.kernels):
+    with without_data(request.kernels), replaying({}):
         whole = SizedModel(config)
         with standing_in(shared, whole.build(request), bucket_elements):
             return _plan(request, *whole.measure(request, shared))

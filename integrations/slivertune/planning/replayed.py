@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slivertune.core.ledger import Kind, Ledger, claimed_at_birth
+from slivertune.core.ledger import Kind, Ledger, claimed_as, claimed_at_birth
 from slivertune.core.sized import run_by
 from slivertune.planning.counter import WorkCounter
 from slivertune.planning.kernels import tell_listeners
@@ -45,13 +45,17 @@ class _Taken:
         return self.left.make()
 
 
+Calls = dict[Hashable, "_Taken"]
+"""Recorded calls, by all that decides what they take."""
+
+
 @contextmanager
-def replaying() -> Iterator[None]:
+def replaying(known: Calls) -> Iterator[None]:
     """Replay the functions that `sized` declares inside this context. Outside, each call runs.
 
-    All recorded calls are forgotten at the end.
+    Args:
+        known: Calls that were recorded before, with the same kernels. New ones are added.
     """
-    known: dict[Hashable, _Taken] = {}
 
     def replay(function: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
         there: list[torch.Tensor] = []
@@ -81,7 +85,7 @@ def _size_of(argument: Any, there: list[torch.Tensor]) -> Hashable:
     """Return what decides a call's memory, and note the tensors that exist before it."""
     if isinstance(argument, torch.Tensor):
         there.append(argument)
-        return argument.dtype, tuple(argument.shape)
+        return argument.dtype, tuple(argument.shape), claimed_as(argument)  # work on host memory takes no time
     if isinstance(argument, list | tuple):
         return tuple(_size_of(each, there) for each in argument)
     known: Hashable = argument

@@ -22,7 +22,6 @@ from slivertune.planning.four_bit import num_weights
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.model import attached
 from slivertune.planning.parked_weights import PARKING, num_streamed, park
-from slivertune.planning.replayed import replaying
 from slivertune.planning.request import COUNTS, PlanRequest
 from slivertune.planning.slow_streams import planned_streams
 from slivertune.planning.step import Forward, MeasuredGroup, measure_step, weight_bytes
@@ -180,7 +179,7 @@ class _Updates(Measurer):
 
     @override
     def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
-        with _nothing_kept(), replaying():
+        with _nothing_kept():
             return self._measure(request, forward)
 
     def _measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
