@@ -313,7 +313,12 @@ def test_a_target_beyond_the_classes_is_an_error_as_it_is_in_torch() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"chunk_bytes": 0}, "chunk_bytes=0 must be positive"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0 must be at least 1"),
+        ({"chunk_bytes": 1.5}, "chunk_bytes=1.5 must be an integer"),
+        ({"chunk_bytes": "64MiB"}, "chunk_bytes='64MiB' must be an integer"),
+        ({"targets": targets().float()}, "targets in torch.float32 name no classes.*int64"),
+        ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch of shape \(2,\) must be one number"),
+        ({"weight": torch.zeros(0, SIZE)}, "at least one class"),
         ({"targets": torch.zeros(3, dtype=torch.int64)}, "Give one target for each"),
         ({"weight": torch.zeros(CLASSES, SIZE + 1)}, r"Pass a weight of shape \(classes"),
         ({"weight": torch.zeros(CLASSES, SIZE, dtype=torch.bfloat16)}, "Use one dtype, or autocast"),

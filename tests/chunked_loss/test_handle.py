@@ -78,6 +78,7 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
     "bamba without its own term": bamba,
     "llama that scores no pads": lambda: LlamaWithoutPadsForCausalLM(hf.LlamaConfig(**DECODER)),
     "mamba, bf16": lambda: mamba().to(torch.bfloat16),
+    "a hook that scales the head's input": lambda: with_scaled_input(),
 }
 
 
@@ -146,7 +147,6 @@ NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
             ("its size alone", lambda logits: 0.5 * logits.numel(), "its loss of two tokens is "),
         )
     },
-    "a hook that scales the head's input": (with_scaled_input, "its loss of two tokens is "),
     "bart": (
         lambda: hf.BartForCausalLM(hf.BartConfig(**{**BART, "decoder_layers": 2})),
         READ,
@@ -458,9 +458,12 @@ def test_a_forward_that_failed_leaves_the_head_as_it_is(model: Any) -> None:
 def test_a_copy_of_the_model_has_no_handle(model: Any) -> None:
     expected = step(model)
     with attach_chunked_cross_entropy(model):
-        found = step(copy.deepcopy(model))
+        other = copy.deepcopy(model)
+        found = step(other)
         assert found[2].logits.shape == (2, 12, 32)
         assert_same_tree(found[:2], expected[:2])
+        with attach_chunked_cross_entropy(other):
+            assert step(other)[2].logits.shape == (2, 12, 0)
     with TokenTune(ratio=0.5).attach(model), attach_chunked_cross_entropy(model):
         other = copy.deepcopy(model)
         assert other.loss_function is ForCausalLMLoss, "a copy must not hold the handle of its original"

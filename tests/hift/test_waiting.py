@@ -454,7 +454,7 @@ def tied(model: nn.Module) -> None:
         (
             tiny_mixtral,
             {"waiting": "int8"},
-            r"mlp\.experts.* stacks of experts of [0-9,]+ bytes.*Leave the weights exact",
+            r"mlp\.experts.* stacks of experts \([0-9,]+ bytes\).*Leave the weights exact",
         ),
         (lambda: tiny_llama().half(), {"waiting": "int8"}, "float16"),
     ],

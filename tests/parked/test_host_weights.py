@@ -212,6 +212,31 @@ def test_whoever_writes_a_weight_between_steps_is_heard(way: str) -> None:
         assert_same_bits(streamed, resident_and_halved())
 
 
+@pytest.mark.parametrize("way", ["data", "other data", "copy_", "load_state_dict"])
+def test_whoever_writes_a_weight_after_ctrl_c_is_heard(way: str) -> None:
+    # The block of the last turn is on its way to the host while the first one runs; a state dict waits for it.
+    begin = 0 if way == "load_state_dict" else 1
+
+    def trained_after_ctrl_c(**config: Any) -> Any:
+        model, hift = hift_over(model_of(torch.bfloat16, "plain"), "AdamW", **config)
+        train(model, hift, BATCHES, 3)
+
+        def interrupt(*ignored: Any) -> None:
+            raise KeyboardInterrupt
+
+        for layer in model.model.layers[begin:]:
+            hook = layer.mlp.register_forward_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(**BATCHES[0])
+            hook.remove()
+            halve(model, way)
+        train(model, hift, BATCHES, LAYERS, start=3)
+        return model
+
+    with delayed(None):
+        assert_same_bits(trained_after_ctrl_c(weights="host", resident_bytes=0), trained_after_ctrl_c())
+
+
 def test_a_run_resumes_in_mid_cycle_with_the_same_bits() -> None:
     model = model_of(torch.bfloat16, "plain")
     expected = trained(model, 2 * LAYERS)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.pytorch_utils import Conv1D
 
 from slivertune import SFT, HiFT, HiFTConfig, SFTConfig, TokenTune, park_layers
@@ -147,7 +148,7 @@ def is_legal(row: Any) -> bool:
     return (row.get("way"), row.get("family")) != ("sft", "gpt2")  # the layer form takes no Conv1D
 
 
-@pytest.mark.filterwarnings("ignore:.*are stacks of experts of .* and stay exact:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*are stacks of experts .* and stay exact:UserWarning")
 @pytest.mark.parametrize(
     "row", row_params(pairwise_rows(FACTORS, is_legal), drawn_rows(FACTORS, is_legal, num_rows=60, seed=0))
 )
@@ -343,18 +344,44 @@ def load(model: Any, name: str, value: torch.Tensor) -> None:
     model.load_state_dict({name: value}, strict=False)
 
 
-@pytest.mark.parametrize("write", [assign, load])
+def copy_in_place(model: Any, name: str, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        model.get_parameter(name).copy_(value)
+
+
+def break_off(model: Any, moment: str, error: type[BaseException] = KeyboardInterrupt) -> None:
+    """End a training step in the feed-forward part of the second block."""
+
+    def fail(*ignored: Any) -> None:
+        raise error
+
+    part: Any = model.get_submodule("base_model.model.model.layers.1.mlp")
+    hook = part.register_forward_hook(fail) if moment == "forward" else part.register_full_backward_hook(fail)
+    with pytest.raises(error):
+        model(**BATCHES[0]).loss.backward()
+    hook.remove()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("moment", ["between steps", "forward", "backward"])
+@pytest.mark.parametrize("write", [assign, load, copy_in_place])
 @pytest.mark.parametrize("settings", [{}, {"form": "int8", "place": "device"}, {"form": "nf4"}], ids=str)
-def test_values_that_others_write_count_and_are_saved(settings: Any, write: Any) -> None:
+def test_values_that_others_write_count_and_are_saved(settings: Any, write: Any, moment: str) -> None:
     model = lora_llama()
-    name = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+    linear = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+    # A quantised weight refuses to be written in place.
+    norm = "base_model.model.model.layers.1.input_layernorm.weight"
+    name = norm if write is copy_in_place and settings.get("form") else linear
     new = torch.randn_like(model.get_parameter(name))
     dense = copy.deepcopy(model)
     dense.get_parameter(name).data = new.clone()
     dense = by_hand(dense, settings.get("form", "exact"))
     handle = park_layers(model, **settings)
     loss_of(model)
+    if moment != "between steps":
+        break_off(model, moment)
     write(model, name, new.clone())
+    assert torch.equal(model.state_dict()[name] + 0, new)
     assert torch.equal(loss_of(model), loss_of(dense))
     assert torch.equal(model.state_dict()[name] + 0, new)
     handle.remove()
@@ -406,17 +433,7 @@ def test_after_a_broken_pass_training_goes_on(moment: str, error: type[BaseExcep
     model = lora_llama()
     dense = copy.deepcopy(model)
     park_layers(model)
-
-    def break_off(*ignored: Any) -> None:
-        raise error
-
-    block: Any = model.get_submodule("base_model.model.model.layers.2")
-    register = block.register_forward_hook if moment == "forward" else block.register_full_backward_hook
-    handle = register(break_off)
-    with pytest.raises(error):
-        model(**BATCHES[0]).loss.backward()
-    handle.remove()
-    model.zero_grad()
+    break_off(model, moment, error)
     own, plain = optimizer_of(model, "lora"), optimizer_of(dense, "lora")
     assert same(trained(model, own, 4), trained(dense, plain, 4))
 
@@ -541,29 +558,140 @@ def test_a_second_thread_is_refused_while_the_first_runs(settings: Any) -> None:
     handle.remove()
 
 
-def test_after_ctrl_c_any_part_of_the_model_begins_anew() -> None:
+@pytest.mark.parametrize("entry", ["model", "base model"])
+def test_after_ctrl_c_any_part_of_the_model_begins_anew(entry: str) -> None:
     model = lora_llama()
     dense = copy.deepcopy(model)
     park_layers(model)
-    name = "model.layers.0.self_attn.q_proj.base_layer.weight"
-    block: Any = model.get_submodule("base_model.model.model.layers.1.mlp")
-
-    def interrupt(*ignored: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = block.register_forward_hook(interrupt)
+    called, plain = (each if entry == "model" else each.get_base_model() for each in (model, dense))
     for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            model(**BATCHES[0])
-    hook.remove()
+        break_off(model, "forward")
+    seen: list[torch.Tensor] = []
     for each in (model, dense):
         with torch.no_grad():
-            each.get_base_model().get_parameter(name).mul_(2)
-    assert torch.equal(loss_of(model.get_base_model()), loss_of(dense.get_base_model()))
+            each.get_base_model().get_parameter("model.layers.0.self_attn.q_proj.base_layer.weight").mul_(2)
+    with saved_tensors_hooks(lambda saved: seen.append(saved) or saved, lambda saved: saved):
+        loss = called(**BATCHES[0]).loss
+        num_seen = len(seen)
+        called(**BATCHES[0])
+        assert len(seen) == 2 * num_seen > 0  # whoever began a context since keeps it
+    assert torch.equal(loss.detach(), loss_of(plain))
     assert saved_tensors_hooks_now() is None
-    model.get_base_model().get_parameter(name).requires_grad_(True)
+    model.get_base_model().get_parameter("model.layers.0.self_attn.q_proj.base_layer.weight").requires_grad_(True)
     with pytest.raises(RuntimeError, match="requires a gradient now"):
-        loss_of(model.get_base_model())
+        loss_of(called)
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8", "place": "device"}], ids=str)
+def test_ctrl_c_skips_no_check_of_the_next_forward_and_the_end_leaves_no_hooks(settings: Any) -> None:
+    model = lora_llama()
+    handle = park_layers(model, **settings)
+    break_off(model, "forward")
+    replace_weight(model)
+    with pytest.raises(RuntimeError, match="was replaced by another parameter"):
+        loss_of(model)
+    break_off(lora_llama(), "forward")
+    handle.remove()
+    assert saved_tensors_hooks_now() is None
+
+
+STORAGE = FACTORS["storage"]
+
+
+@pytest.mark.parametrize("storage", STORAGE, ids=str)
+def test_a_saved_tensor_that_was_written_is_an_error_as_without_parking(storage: Any) -> None:
+    model = lora_llama(torch.float32)
+    park_layers(model, form=storage[0], place=storage[1])
+    optimizer = optimizer_of(model, "lora")
+    first, second = (model(**batch).loss for batch in BATCHES[:2])
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"modified by an (inplace|in-place) operation"):
+        second.backward()
+
+
+@pytest.mark.parametrize("storage", STORAGE, ids=str)
+def test_a_forward_without_a_backward_keeps_no_tensor(storage: Any) -> None:
+    model = lora_llama(torch.float32)
+    park_layers(model, form=storage[0], place=storage[1])
+
+    def num_alive() -> int:
+        model(**BATCHES[0])
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    assert len({num_alive() for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_entries_of_quantised_weights_refuse_to_be_written(form: Any) -> None:
+    model = tiny_llama(blocks=2).requires_grad_(False)
+    before = weights(model)
+    park_layers(model, form=form, place="device")
+    name = "model.layers.1.mlp.up_proj.weight"
+    entry = model.state_dict()[name]
+    plain = torch.zeros_like(entry)
+    writes: list[Callable[[], Any]] = [
+        lambda: entry.copy_(plain),
+        lambda: entry.detach().copy_(plain),
+        lambda: entry.data.zero_(),
+        lambda: setattr(entry, "data", plain),
+        lambda: entry.__setitem__(0, 1.0),
+        lambda: entry.__iadd__(1),
+        lambda: torch.add(plain, plain, out=entry),
+        lambda: torch._foreach_copy_([entry], [plain]),
+        lambda: nn.init.normal_(entry),
+    ]
+    for write in writes:
+        with pytest.raises(RuntimeError, match=r"would write to the entry of a quantised weight.*load_state_dict"):
+            write()
+    plain.copy_(entry)
+    assert torch.equal(plain, before[name]) and torch.equal(entry.clone(), before[name])
+
+
+class ReadsItsWeight(nn.Module):
+    """A part that multiplies by the weight of a layer without its forward."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ self.layer.weight.T.to(self.layer.weight.dtype)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_weight_that_is_read_past_its_layer_stays_exact(trains: bool) -> None:
+    model: Any = tiny_llama(torch.bfloat16, blocks=3)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = ReadsItsWeight(layer.mlp.up_proj)
+        layer.self_attn.short = nn.Conv1d(4, 4, 3)
+    dense = copy.deepcopy(model).requires_grad_(False)
+    hand = by_hand(dense, "int8")
+    for own, exact in zip(hand.model.layers, dense.model.layers, strict=True):  # type: ignore[union-attr, arg-type]
+        own.mlp.up_proj.load_state_dict(exact.mlp.up_proj.state_dict())  # type: ignore[union-attr]
+
+    def park() -> Any:
+        if trains:
+            return HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(waiting="int8"), lr=1e-3)
+        return park_layers(model.requires_grad_(False), form="int8")
+
+    with pytest.warns(UserWarning, match=r"layers\.0\.mlp\.up_proj\.layer\.weight and 2 more are read past") as said:
+        handle = park()
+    assert len(said) == 1 and handle is not None
+    if not trains:
+        assert torch.equal(loss_of(model), loss_of(hand))
+
+
+@pytest.mark.parametrize("settings", [{}, {"form": "int8"}], ids=str)
+def test_a_copy_of_parked_layers_can_be_parked(settings: Any) -> None:
+    model = lora_llama()
+    park_layers(model, **settings)
+    expected = loss_of(model)
+    with pytest.warns(UserWarning, match="has exact weights of its own"):
+        copied = copy.deepcopy(model)
+    park_layers(copied, **settings)
+    assert torch.equal(loss_of(copied), expected)
 
 
 def gradients_of(model: Any) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from slivertune.chunked_loss.products import score_rows, weight_gradients, wide_dtype
+from slivertune.core.setting_checks import check_integer
 from slivertune.core.torch_internals import apply_function
 
 CHUNK_BYTES = 64 * 2**20
@@ -14,6 +15,7 @@ block of a 7B model needs more in its backward, so the chunk does not set the pe
 
 IGNORED = -100
 """Target of a row that is not scored, as in torch."""
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def chunked_cross_entropy(
@@ -49,7 +51,7 @@ def chunked_cross_entropy(
         Loss, a scalar in fp32 (fp64 for fp64 inputs); NaN if no row is scored and no divisor is given.
 
     Raises:
-        ValueError: If shapes or dtypes don't fit each other, or `chunk_bytes` is not positive.
+        ValueError: If shapes or dtypes don't fit each other, or `chunk_bytes` is below 1.
         RuntimeError: If the backward is to be differentiated again.
 
     Example:
@@ -57,7 +59,8 @@ def chunked_cross_entropy(
         >>> loss = slivertune.chunked_cross_entropy(hidden, model.lm_head.weight, tokens[:, 1:])
     """
     dtype = _compute_dtype(hidden)
-    _check(hidden, weight, bias, targets, chunk_bytes)
+    check_integer("chunk_bytes", chunk_bytes, 1)
+    _check(hidden, weight, bias, targets, num_items_in_batch)
     return apply_function(
         _ChunkedCrossEntropy,
         hidden.reshape(-1, hidden.shape[-1]),
@@ -142,14 +145,19 @@ def _check(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
-    chunk_bytes: int,
+    num_items: torch.Tensor | float | None,
 ) -> None:
-    if chunk_bytes <= 0:
-        raise ValueError(f"chunk_bytes={chunk_bytes} must be positive. The default is {CHUNK_BYTES}")
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or not len(weight):
         raise ValueError(
             f"hidden states of shape {tuple(hidden.shape)} don't go with a weight of shape {tuple(weight.shape)}. "
-            "Pass a weight of shape (classes, size of the hidden states)"
+            "Pass a weight of shape (classes, size of the hidden states), of at least one class"
+        )
+    if targets.dtype not in _INTEGERS:
+        raise ValueError(f"targets in {targets.dtype} name no classes. Pass the classes' numbers, in int64")
+    if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
+        raise ValueError(
+            f"num_items_in_batch of shape {tuple(num_items.shape)} must be one number, the targets that count in the "
+            "batch. Pass their sum"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(

@@ -15,7 +15,7 @@ from slivertune.chunked_loss.absent_logits import READ, AbsentLogits, ChunkedLos
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, chunked_cross_entropy
 from slivertune.chunked_loss.trial import why_not_equal
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
-from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
+from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn, has_other_forward
 from slivertune.core.setting_checks import check_integer
 from slivertune.core.transformers_internals import find_transformers_model
 
@@ -202,6 +202,7 @@ class _Head(StandIn):
         self.scored: list[torch.Tensor] = []
         """Stand-ins of this forward whose loss is computed."""
         self._request: dict[str, Any] | None = None
+        """Hidden states, targets and divisor of the loss that the next call computes."""
 
     def put(self) -> None:
         """Replace the head's forward."""
@@ -218,7 +219,7 @@ class _Head(StandIn):
         if self._request is not None:
             module = self.module
             return chunked_cross_entropy(
-                hidden, module.weight, bias=module.bias, chunk_bytes=self._chunk_bytes, **self._request
+                weight=module.weight, bias=module.bias, chunk_bytes=self._chunk_bytes, **self._request
             )
         if self.stand_ins is None:
             return nn.Linear.forward(self.module, hidden)
@@ -251,7 +252,8 @@ class _Head(StandIn):
             return None
         self.stand_ins = [pair for pair in self.stand_ins or () if pair[0] is not stand_in]
         self.scored.append(stand_in)
-        self._request = request
+        # Hooks that change the head's input have done so in its first call.
+        self._request = {"hidden": known[0], **request}
         try:
             loss: torch.Tensor = self.module(known[0])
         finally:
@@ -308,7 +310,7 @@ def _structural_reason(model: Any) -> str | None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"its head is {'none' if head is None else type(head).__name__}, not a plain linear layer"
-    if "forward" in vars(head):
+    if has_other_forward(head):
         return f"the forward of its head was replaced by {vars(head)['forward']!r}"
     function = model.loss_function
     while hasattr(function, "function"):

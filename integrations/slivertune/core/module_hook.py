@@ -89,6 +89,12 @@ def put_stand_in(module: nn.Module, name: str, stand_in: StandIn) -> Callable[[]
     return take_off
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Return whether a module's forward is not its class's. A copy may have its class's as its own attribute."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
 def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from slivertune.core.checkpointed_blocks import records_graph
 from slivertune.core.layers import find_blocks
-from slivertune.core.module_hook import ModelHandle, StandIn, put_stand_in
+from slivertune.core.module_hook import ModelHandle, StandIn, has_other_forward, put_stand_in
 from slivertune.core.refused_pairs import Feature, attach_feature, refusal_of
 from slivertune.core.repeated_work import over_tiles
 from slivertune.core.setting_checks import check_integer
@@ -98,7 +98,7 @@ class TokenTilesHandle(ModelHandle):
                 stacklevel=3,
             )
         for module in found:
-            if _has_other_forward(module):
+            if has_other_forward(module):
                 raise RuntimeError(
                     f"the forward of {paths[module]} was replaced by {vars(module)['forward']!r}. Call tile_tokens "
                     "before anything that replaces it (such as TokenTune), and once per model"
@@ -191,12 +191,6 @@ def _can_be_tiled(child: BesideAttention) -> bool:
         return False
     inner = child.module.children()
     return is_norm(child.module) or (not child.in_attention and any(map(_has_weights, inner)))
-
-
-def _has_other_forward(module: nn.Module) -> bool:
-    """Return whether a module's forward is not its class's. A copy may have its class's as its own attribute."""
-    own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def _has_weights(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ name any that has moved.
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -46,6 +47,8 @@ RELIED_ON: Mapping[str, str] = {
     "torch._C._current_graph_task_id": "tells one backward pass from another",
     "torch.autograd.Variable._execution_engine.queue_callback": "calls at the end of a backward pass",
     "torch._C._autograd._top_saved_tensors_default_hooks": "leaves other saved tensors to whoever keeps them",
+    "torch._C._autograd._pop_saved_tensors_default_hooks": "ends hooks that Ctrl-C has left",
+    "torch._C._autograd._push_saved_tensors_default_hooks": "leaves hooks that began after them",
     "torch.autograd.Function.apply.__func__.__code__": "finds the arguments of an autograd function that runs",
     "torch._C._get_dispatch_mode": "tells whether tensors have no data",
     "torch._C._TorchDispatchModeKey.FAKE": "tells whether tensors have no data",
@@ -146,6 +149,18 @@ def saved_tensors_hooks_now() -> tuple[Callable[[torch.Tensor], Any], Callable[[
     """Return the functions that pack and unpack saved tensors now, as checkpointing does. None if there are none."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else (hooks[0], hooks[1])
+
+
+def end_saved_tensors_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+    """End a context of saved tensors' hooks, and leave those that began inside of it. Does nothing if it has ended."""
+    inside = []
+    while (top := saved_tensors_hooks_now()) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if top[0] is hooks.pack_hook:
+            break
+        inside.append(top)
+    for pack, unpack in reversed(inside):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def is_without_data() -> bool:
@@ -301,8 +316,8 @@ def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of writes to a tensor, or to another view of its memory."""
-    return tensor._version
+    """Return the number of writes to a tensor, or to another view of its memory; 0 for an inference tensor."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -358,17 +373,21 @@ def runs_in_compiled_module() -> bool:
     return bool(eval_frame._is_in_optimized_module())
 
 
-def is_called(module: nn.Module, thread: int) -> bool:
+def is_called(module: nn.Module, thread: int, *, beside: nn.Module | None = None) -> bool:
     """Return whether a call of a module is running.
 
     Args:
         module: The module.
         thread: Number of the thread (`threading.get_ident`).
+        beside: Module whose call begins now, in this thread, and does not count.
     """
+    num_others = int(module is beside and thread == threading.get_ident())
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code is _CODE_OF_CALL and frame.f_locals.get("self") is module:
-            return True
+            if not num_others:
+                return True
+            num_others -= 1
         frame = frame.f_back
     return False
 

@@ -300,7 +300,7 @@ class ModelHooks:
     def _before_forward(self, module: nn.Module, inputs: Any, named_inputs: Any) -> None:
         thread = threading.get_ident()
         # After Ctrl-C torch does not call `_after_forward`.
-        if self._outermost is not None and is_called(self._outermost, self._thread):
+        if self._outermost is not None and is_called(self._outermost, self._thread, beside=module):
             return
         self._outermost, self._thread = module, thread
         if not torch.is_grad_enabled():

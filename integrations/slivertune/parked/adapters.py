@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from slivertune.core.module_hook import StandIn, put_stand_in
@@ -27,6 +28,15 @@ def adapter_modules(model: nn.Module) -> set[int]:
         if name != "base_layer"
         for module in child.modules()
     }
+
+
+def move_adapters(model: nn.Module, device: torch.device) -> None:
+    """Move PEFT's modules to a device. Their parameters stay the same objects, which an optimizer may have."""
+    found = adapter_modules(model)
+    for module in model.modules():
+        if id(module) in found:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)
 
 
 def adapters_of(modules: Iterable[nn.Module]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from typing_extensions import override
 
-from slivertune.core.torch_internals import make_subclass, plain_tensor_functions, tree_map
+from slivertune.core.torch_internals import make_subclass, plain_tensor_functions, tree_leaves, tree_map
 
 _OF_THE_FORM = frozenset(
     getattr(torch.Tensor, name).__get__
@@ -35,6 +35,10 @@ _OF_THE_FORM = frozenset(
     )
 )
 """Functions that need no values."""
+_KEEPS_THE_ENTRY = frozenset((torch.Tensor.detach, torch.Tensor.data.__get__))  # type: ignore[attr-defined]
+"""Functions whose result shares a tensor's memory: whoever writes there has to be refused, too."""
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_WRITES_NO_VALUES = frozenset(("requires_grad_", "detach_", "share_memory_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,14 @@ class ExactTensor(torch.Tensor):
         if func in _OF_THE_FORM:
             with plain_tensor_functions():
                 return func(*args, **(kwargs or {}))
+        if func in _KEEPS_THE_ENTRY:
+            return args[0]
+        if _writes_to_entry(func, args, kwargs or {}):
+            raise RuntimeError(
+                f"{func.__name__} would write to the entry of a quantised weight in a state dict, which is read from "
+                "the exact weight when it is needed. Write with model.load_state_dict(...), from a state dict of your "
+                "own or one whose entries were cloned ({name: each.clone() for name, each in state_dict.items()})"
+            )
         read = tree_map(
             lambda each: each.values() if isinstance(each, ExactTensor) else each, (args, dict(kwargs or {}))
         )
@@ -103,3 +115,13 @@ class ExactTensor(torch.Tensor):
         copied = self.values()
         memo[id(self)] = copied
         return copied
+
+
+def _writes_to_entry(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    is_in_place |= name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    is_in_place |= func == _SETS_DATA
+    targets = (args[:1], *(kwargs.get(each) for each in ("input", "self", "tensor")))  # an initialiser's is named
+    written = [targets if is_in_place and name not in _WRITES_NO_VALUES else (), kwargs.get("out", ())]
+    return any(isinstance(each, ExactTensor) for each in tree_leaves(written))

@@ -269,6 +269,7 @@ class HostWeights:
     def take_all_back(self) -> None:
         """Offload all parameters, and free their memory on the device."""
         self._coming = []
+        self.recover_all()
         kept = self._kept
         self.keep(())
         self.put_all_back()
@@ -279,6 +280,25 @@ class HostWeights:
         self._slots.clear()
         self._kept = kept
 
+    def recover(self, index: int) -> dict[int, torch.Tensor]:
+        """Put back a block of a forward or backward that was broken off, with what others may have written to it since.
+
+        Returns:
+            Values in host memory by the weight's `id`; empty for other blocks.
+        """
+        if index not in self._brought or index in self._kept:
+            return {}
+        self.take_over_block(index)
+        self._copy_to_host(index, self._brought[index])
+        self.put_back(index)
+        return {id(weight): weight.data for weight in self._blocks[index].weights}
+
+    def recover_all(self) -> None:
+        """Put back the blocks of a forward or backward that was broken off."""
+        for index in list(self._brought):
+            self.recover(index)
+        self.put_all_back()
+
     def copy_to_host(self, index: int) -> dict[int, torch.Tensor]:
         """Copy the current values of a block that trains or has trained to the host.
 
@@ -288,10 +308,13 @@ class HostWeights:
         slot = self._trained.get(index) or (self._brought.get(index) if index in self._kept else None)
         if slot is None:
             return {}
+        self._copy_to_host(index, slot)
         block = self._blocks[index]
-        for source, target in zip(slot.views, block.on_host, strict=True):
-            target.copy_(source)
         return {id(weight): target for weight, target in zip(block.weights, block.on_host, strict=True)}
+
+    def _copy_to_host(self, index: int, slot: _WeightSlot) -> None:
+        for source, target in zip(slot.views, self._blocks[index].on_host, strict=True):
+            target.copy_(source)
 
     def place_in_slot(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the block whose slot a tensor is a view of and its first byte there, or None for other tensors."""

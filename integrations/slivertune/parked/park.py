@@ -26,7 +26,7 @@ from slivertune.core.module_hook import ModelHandle, ModuleHook
 from slivertune.core.parameters import owner_of
 from slivertune.core.setting_checks import check_choice, read_bytes
 from slivertune.core.torch_internals import NO_BACKWARD, is_called, leave_to_each_rank, running_backward
-from slivertune.parked.adapters import adapter_modules, adapters_of, refuse_adapters, refuse_merges
+from slivertune.parked.adapters import adapter_modules, adapters_of, move_adapters, refuse_adapters, refuse_merges
 from slivertune.parked.checkpoint_source import CheckpointFiles
 from slivertune.parked.exact_source import ExactSource
 from slivertune.parked.forms import WeightForm, WeightPlace
@@ -187,7 +187,7 @@ class ParkedLayers(ModelHandle):
             return  # refused by another hook, or recomputed
         thread = threading.get_ident()
         # After Ctrl-C torch does not call `_after_forward`.
-        if self._outermost is not None and is_called(self._outermost, self._thread):
+        if self._outermost is not None and is_called(self._outermost, self._thread, beside=module):
             if self._thread != thread:
                 raise RuntimeError(
                     "a second thread runs the model, and parked layers are loaded for one forward at a time. Let the "
@@ -215,7 +215,10 @@ class ParkedLayers(ModelHandle):
         streamed.blocks.begin_forward()
 
     def _meet_adapters(self) -> None:
-        """Check adapters that were attached since the weights were parked."""
+        """Check adapters that were attached since the weights were parked, and move them to where the blocks compute.
+
+        PEFT has put them beside the weights, which may lie on the host.
+        """
         adapters = adapters_of(self._above_blocks)
         if adapters.keys() <= self._adapters.keys():
             return
@@ -223,6 +226,8 @@ class ParkedLayers(ModelHandle):
         model = self._model()
         if model is not None:
             self.on_remove(refuse_merges(model, {id(each.module) for each in self._parked}))
+            if self.device is not None:
+                move_adapters(model, self.device)
         self._adapters |= adapters
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:

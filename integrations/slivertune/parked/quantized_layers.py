@@ -4,6 +4,8 @@ Embeddings, norms, biases and heads are always exact. HiFT makes the weights of 
 Weights that nobody trains are quantised for good.
 """
 
+import inspect
+import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -14,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from slivertune.core.activation_room import read_memory
 from slivertune.core.copy_streams import Event, copy_streams
-from slivertune.core.module_hook import ReadsWeight
+from slivertune.core.module_hook import ReadsWeight, has_other_forward
 from slivertune.core.refused_pairs import attach_feature
 from slivertune.core.torch_internals import FakeTensor
 from slivertune.parked.adapters import adapter_modules
@@ -22,6 +24,9 @@ from slivertune.parked.block_codes import check_available
 from slivertune.parked.exact_source import ExactSource, HostCopy, StreamsOf
 from slivertune.parked.forms import CodesForm
 from slivertune.parked.quantized_weight import QuantizedWeight, held_by, quantized_weight_on
+
+_CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
+"""Classes whose weights have three dimensions, and are no stacks of experts."""
 
 
 class QuantizedLayers:
@@ -231,7 +236,7 @@ def linear_modules(
         model: Model that holds them.
         blocks: Blocks of the model.
         parked: `id`s of the parameters that may be quantised; None for all. Stacks of experts among them stay exact,
-            which a warning says.
+            which a warning says, as for weights that other code than their layer's forward reads.
 
     Returns:
         Layers by their weight's name in the model.
@@ -245,29 +250,61 @@ def linear_modules(
         names.setdefault(id(parameter), []).append(name)
     found: dict[str, nn.Module] = {}
     stacked: dict[str, nn.Parameter] = {}
-    for path, module in model.named_modules():
+    read: dict[str, nn.Parameter] = {}
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         if id(module) not in in_blocks:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() == 3 and (parked is None or id(parameter) in parked):
+            is_stack = parameter.dim() == 3 and not isinstance(module, _CONVOLUTIONS)
+            if is_stack and (parked is None or id(parameter) in parked):
                 stacked[f"{path}.{name}"] = parameter
         if type(module) in (nn.Linear, Conv1D) and (parked is None or id(module.weight) in parked):
+            if _is_read_by_parent(path, modules):
+                read[f"{path}.weight"] = module.weight
+                continue
             _check_weight(f"{path}.weight", module, names, trains=parked is None)
             found[f"{path}.weight"] = module
-    if stacked:
-        num_bytes = sum(parameter.nbytes for parameter in stacked.values())
-        which = f"{next(iter(stacked))} and {len(stacked) - 1} more are stacks of experts of {num_bytes:,} bytes"
-        if parked is None:
-            raise ValueError(
-                f"{which}, which can't be quantised: their forward reads single matrices out of them. Leave the "
-                "weights exact"
-            )
-        warnings.warn(f"{which}, and stay exact", UserWarning, stacklevel=5)
+    if stacked and parked is None:
+        raise ValueError(
+            f"{_described(stacked, 'stacks of experts')}, which can't be quantised: their forward reads single "
+            "matrices out of them. Leave the weights exact"
+        )
+    for weights, what in ((stacked, "stacks of experts"), (read, "read past the forward of their layers")):
+        if weights:
+            warnings.warn(f"{_described(weights, what)}, and stay exact", UserWarning, stacklevel=5)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.Linear in its blocks to quantise. Leave the weights exact"
         )
     return found
+
+
+def _described(weights: Mapping[str, nn.Parameter], what: str) -> str:
+    """Name the first of some weights, with what they are and the bytes of all."""
+    num_bytes = sum(parameter.nbytes for parameter in weights.values())
+    first, *others = weights
+    which = f"{first} and {len(others)} more are" if others else f"{first} is"
+    return f"{which} {what} ({num_bytes:,} bytes)"
+
+
+def _is_read_by_parent(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether the class of the module that holds a layer names the layer's weight, beside its dtype and shape.
+
+    Such a class multiplies by the weight itself, sometimes on a GPU alone (the state space models), or writes to it.
+    """
+    parent, _, name = path.removesuffix(".base_layer").rpartition(".")
+    reads = re.compile(rf"(?<!isinstance\()\bself\.{name}\.weight\b(?!\.(?:dtype|device|shape|ndim|size)\b)")
+    return any(reads.search(_source_of(kind)) for kind in type(modules[parent]).__mro__)
+
+
+@cache
+def _source_of(kind: type) -> str:
+    """Return the source of a class, empty if there is none."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str]], *, trains: bool) -> None:
@@ -281,12 +318,8 @@ def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str
     is_frozen_fp16 = weight.dtype == torch.float16 and not trains
     if weight.dtype not in (torch.float32, torch.bfloat16) and not is_frozen_fp16:
         raise ValueError(f"{name} is {weight.dtype}. Load the model in bfloat16 or float32 to quantise its layers")
-    forward = vars(module).get("forward")
-    if (
-        forward is not None
-        and held_by(module) is None
-        and not isinstance(getattr(forward, "__self__", None), ReadsWeight)
-    ):
+    reader = getattr(vars(module).get("forward"), "__self__", None)
+    if has_other_forward(module) and held_by(module) is None and not isinstance(reader, ReadsWeight):
         raise ValueError(
             f"the forward of the layer of {name} was replaced (by TokenTune, SFT or offloading), and would read the "
             "quantised weight. Quantise the layers first (build HiFT, or park them), then attach that"

@@ -10,6 +10,7 @@ made again from the slot of the block at that time. So no saved tensor is a view
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,11 @@ from slivertune.core.torch_internals import (
     NO_BACKWARD,
     apply_of,
     at_end_of_backward,
+    end_saved_tensors_hooks,
+    is_called,
     running_backward,
     saved_tensors_hooks_now,
+    version_of,
 )
 from slivertune.parked.host_weights import HostWeights
 
@@ -45,6 +49,36 @@ class _Call:
     """`id`s of its tensors, while it runs."""
     begun_in: int = NO_BACKWARD
     """Last backward that has reached it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedTensor:
+    """A tensor that was saved for a backward, as torch saves it: an output apart from its graph, which would hold it.
+
+    torch checks no version of tensors that hooks have saved.
+    """
+
+    values: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _SavedTensor:
+        """Save a tensor."""
+        return cls(tensor.detach(), version_of(tensor))
+
+    def unpack(self) -> torch.Tensor:
+        """Return the values.
+
+        Raises:
+            RuntimeError: If they were written since.
+        """
+        if version_of(self.values) != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.values.shape)} that a backward needs was modified by an in-place "
+                "operation after its forward, such as an optimizer's step. Run the backward before it, or the forward "
+                "again after it"
+            )
+        return self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +110,8 @@ class StreamedBlocks:
         self._running: list[_Call] = []
         self._ran: list[int] = []
         """Blocks that ran in this forward and will have a backward, in order."""
+        self._thread = 0
+        """Thread that runs the forwards."""
         self._task = NO_BACKWARD
         """Backward at whose end the loaded blocks are put back."""
         self.num_backwards = 0
@@ -105,6 +141,7 @@ class StreamedBlocks:
                 module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True),
                 module.register_forward_hook(ModuleHook(after), always_call=True),
                 module.register_state_dict_post_hook(ModuleHook(partial(StreamedBlocks._show, own, index))),
+                module.register_load_state_dict_pre_hook(ModuleHook(partial(StreamedBlocks._recover, own, index))),
             ]
         for module in (model, *self._modules):
             stand_in = _CheckedApply(
@@ -121,6 +158,7 @@ class StreamedBlocks:
         for undo in self._undo:
             undo()
         self._handles, self._undo, self._end_inference = [], [], None
+        self._end_calls()
         self.weights.take_all_back()
 
     @property
@@ -131,11 +169,9 @@ class StreamedBlocks:
     def begin_forward(self) -> None:
         """Begin an outermost forward: load the first blocks."""
         weights = self.weights
-        while self._running:  # of a forward that Ctrl-C has ended, for which torch calls no hooks
-            hooks = self._running.pop().hooks
-            if hooks is not None:
-                hooks.__exit__()
-        weights.put_all_back()  # needed if the last forward or backward has failed
+        self._thread = threading.get_ident()
+        self._end_calls()
+        weights.recover_all()
         weights.settle()
         for index in weights.streamed:
             weights.take_over_block(index)
@@ -144,6 +180,13 @@ class StreamedBlocks:
         self._ran = []
         self._task = NO_BACKWARD
         weights.expect(range(len(self._modules)))
+
+    def _end_calls(self) -> None:
+        """End the calls of a forward that Ctrl-C has ended, for which torch runs no hooks."""
+        while self._running:
+            hooks = self._running.pop().hooks
+            if hooks is not None:
+                end_saved_tensors_hooks(hooks)
 
     def end_forward(self) -> None:
         """End an outermost forward, even a failed one: wait for write backs, before anybody reads or writes weights."""
@@ -161,7 +204,7 @@ class StreamedBlocks:
         hooks = None
         if torch.is_grad_enabled():
             outer = saved_tensors_hooks_now()
-            pack, unpack = outer if outer is not None else (_itself, _itself)
+            pack, unpack = outer if outer is not None else (_SavedTensor.of, _SavedTensor.unpack)
             hooks = torch.autograd.graph.saved_tensors_hooks(
                 partial(self._pack, pack), partial(_unpack, self._bring_saved, unpack)
             )
@@ -202,9 +245,21 @@ class StreamedBlocks:
         if outputs and is_in_forward:
             self._ran.append(index)
 
+    def _recover(self, index: int, module: nn.Module, *others: Any) -> dict[int, torch.Tensor]:
+        """Put back a block of a forward or backward that was broken off, before its state dict is read or loaded.
+
+        Returns:
+            As `HostWeights.recover`.
+        """
+        is_running = running_backward() != NO_BACKWARD or is_called(module, self._thread)
+        if is_running or self._thread != threading.get_ident():
+            return {}
+        self.weights.settle()
+        return self.weights.recover(index)
+
     def _show(self, index: int, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         """Give each weight in a state dict its own storage: programs take weights that share one for tied."""
-        on_host = self.weights.copy_to_host(index)
+        on_host = self.weights.copy_to_host(index) | self._recover(index, module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             key = f"{prefix}{name}"
             if id(parameter) in on_host and not isinstance(state_dict.get(key, parameter), nn.Parameter):
@@ -225,6 +280,7 @@ class StreamedBlocks:
         """
         if running_backward() != self._task:
             self._task = running_backward()
+            self.weights.recover_all()
             self.weights.expect(self._ran[::-1])
             at_end_of_backward(self._end_backward)
         self.weights.put_all_back(but=index)
@@ -259,10 +315,6 @@ class StreamedBlocks:
 
 def _unpack(bring: Callable[[_SavedWeight], torch.Tensor], unpack: Callable[[Any], torch.Tensor], saved: Any) -> Any:
     return bring(saved) if isinstance(saved, _SavedWeight) else unpack(saved)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def release_detached(model: nn.Module) -> None:
