@@ -85,8 +85,10 @@ class TrainingMetrics(TrainerCallback):
 
         @wraps(training_step)
         def counted_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.num_tokens += count_tokens(inputs)
-            return training_step(model, inputs, *args, **kwargs)
+            num_tokens = count_tokens(inputs)
+            loss = training_step(model, inputs, *args, **kwargs)
+            self.num_tokens += num_tokens  # of no batch that failed, as those that `auto_find_batch_size` tries
+            return loss
 
         @wraps(log)
         def log_more(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -1,14 +1,14 @@
 """Builds a run that is ready to train from checked arguments: model, data, method, Trainer and callbacks."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
 
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.core.kept_activations import KeptActivationsHandle
@@ -41,7 +41,14 @@ from slivertune.training.options.arguments import is_date
 from slivertune.training.planned_request import plan_request
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import settle_layout
-from slivertune.training.resumed_facts import check_facts, check_rows
+from slivertune.training.resumed_facts import (
+    check_base,
+    check_facts,
+    check_rows,
+    check_schedule,
+    rows_per_update,
+    training_facts,
+)
 from slivertune.training.tasks.answers import count_right_answers
 from slivertune.training.tasks.prepare import prepare_datasets
 from slivertune.training.tasks.samples import Probe, make_probe
@@ -157,6 +164,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     day = _chat_template_date(arguments, facts, coordinator)
     task = coordinator.first_here("data", lambda: _prepare_data(arguments, source, day))
     check_rows(arguments.folder.checkpoint, facts, {"train": task.train_dataset, "eval": task.eval_dataset})
+    if isinstance(task.eval_dataset, Sized):
+        _check_dropped_rows(training, len(task.eval_dataset))
     if task.chat_template_date is not None:
         # A resumed run, and one repeated from the settings, must read the same rows.
         facts["chat_template_date"] = arguments.values["chat_template_date"] = task.chat_template_date
@@ -167,6 +176,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         attn_implementation=arguments.model.attn_implementation,
         four_bit_device=training.device if arguments.model.load_in_4bit else None,
     )
+    check_base(arguments.folder.checkpoint, facts, loaded.model, source.name_or_path)
     model = method.adapt(loaded, task)
     # The Trainer moves the model to the GPU, which need not have room for the exact weights.
     parked = kept_on_host = None
@@ -279,6 +289,17 @@ def _trainer_class(arguments: TrainArguments) -> Callable[..., Trainer]:
     return partial(LayerwiseTrainer, decay=decay, layers=getattr(arguments.method.options, "layers", None))
 
 
+def _check_dropped_rows(training: TrainingArguments, num_rows: int) -> None:
+    """Refuse to drop rows of the evaluation, which `--dataloader_drop_last` does as well as those of an epoch."""
+    batch = training.per_device_eval_batch_size * training.world_size
+    if training.dataloader_drop_last and num_rows % batch:
+        raise ValueError(
+            f"--dataloader_drop_last true would also leave out {num_rows % batch} of the {num_rows} rows to evaluate "
+            f"on, of which {batch} are evaluated at once. Set a --per_device_eval_batch_size that divides them, or "
+            "leave --dataloader_drop_last out"
+        )
+
+
 def _attach_tiles(model: Any, tile_size: int | None, layout: str) -> TokenTilesHandle | None:
     if tile_size is None:
         return None
@@ -304,9 +325,16 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "built_in_dataset": None if built_in_of(arguments.data.dataset) is None else arguments.data.dataset,
         "seed": arguments.training.seed,
         "data_seed": arguments.training.data_seed,
+        "training": training_facts(arguments.training),
+    }
+    # What a resumed run may have otherwise, if it can take up the rows and the state.
+    own = {
+        "rows_per_update": rows_per_update(arguments.training),
+        "save_only_model": arguments.training.save_only_model or None,
     }
     if checkpoint is None or saved is None:
-        return facts
+        return {**facts, **own}
+    check_schedule(checkpoint, saved, arguments.training)
     if "built_in_dataset" not in saved:
         if "dataset" not in arguments.given:
             raise ValueError(
@@ -314,10 +342,11 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
                 f"--dataset {REFERENCE}, or the run's own"
             )
         saved["built_in_dataset"] = facts["built_in_dataset"]
-    saved.setdefault("seed", facts["seed"])  # older checkpoints do not know it
+    for name in ("seed", "training"):
+        saved.setdefault(name, facts[name])  # older checkpoints do not know them
     about = arguments.method.about
-    check_facts(checkpoint, saved, facts, about.values(about.make({})))
-    return saved
+    check_facts(checkpoint, saved, facts, {**about.values(about.make({})), **facts["training"]})
+    return {**saved, **own}
 
 
 def _follow(arguments: TrainArguments, checkpoint: Path, saved: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Callbacks for a run of the stock Trainer: whole checkpoints, and a guard against non-finite updates."""
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from slivertune.core.manifest import find_damage, remove_manifest
 from slivertune.core.sliver import Sliver
@@ -42,12 +44,13 @@ class CheckpointMarker(KeepManifest):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove the manifests of damaged checkpoints that this run will overwrite."""
+        """Find the best checkpoint in a moved folder, and remove manifests of damaged ones that this run overwrites."""
         if args.save_total_limit is not None:
             raise RuntimeError(
                 f"TrainingArguments.save_total_limit={args.save_total_limit} deletes before a checkpoint is marked. "
                 "Set it to None and give the limit to CheckpointMarker"
             )
+        _follow_best(args, state)
         if state.is_world_process_zero:
             for folder in checkpoint_folders(Path(str(args.output_dir))):
                 if checkpoint_step(folder) > state.global_step and find_damage(folder) is not None:
@@ -59,6 +62,26 @@ class CheckpointMarker(KeepManifest):
         if state.is_world_process_zero and self._save_total_limit is not None:
             best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
             remove_old(Path(str(args.output_dir)), self._save_total_limit, best)
+
+
+def _follow_best(args: TrainingArguments, state: TrainerState) -> None:
+    """Let a resumed run whose folder was moved find its best checkpoint.
+
+    Raises:
+        ValueError: If it is to be loaded at the end, and is gone.
+    """
+    saved = Path(str(args.resume_from_checkpoint)) / TRAINER_STATE_NAME
+    best = json.loads(saved.read_text(encoding="utf-8"))["best_model_checkpoint"] if saved.is_file() else None
+    if best is None or Path(best).is_dir():
+        return
+    moved = Path(str(args.output_dir)) / Path(best).name
+    if moved.is_dir():
+        state.best_model_checkpoint = str(moved)
+    elif args.load_best_model_at_end:
+        raise ValueError(
+            f"{best}, the best checkpoint so far, is gone, and is to be loaded at the end. Put it back, or resume with "
+            "--load_best_model_at_end false"
+        )
 
 
 class NonFiniteGuard(TrainerCallback):

@@ -1,14 +1,28 @@
 """Comparison of a resumed run's settings with the facts in its checkpoint, which an older version may have written."""
 
 import hashlib
+import json
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
+from torch import nn
+from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
+_OF_UPDATES = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
+    *("neftune_noise_alpha", "bf16", "fp16", "train_sampling_strategy", "dataloader_drop_last"),
+)
+"""Settings of `TrainingArguments` of which a resumed run would take some from the checkpoint, and others as given."""
 _INSTEAD = "start again without --resume_from_checkpoint"
 _ROWS_LOOKED_AT = 1000
+_VALUES_LOOKED_AT = 64
+"""Values of each weight."""
 _OFF = (None, False)
 """Values of a setting that is off. 0 is one of them, too."""
 
@@ -47,6 +61,89 @@ def check_facts(
                 f"{checkpoint} was trained with {name}={theirs}, and this run asks for {name}={ours}. Repeat the first "
                 f"run's settings{_typed(theirs, defaults)}, or {_INSTEAD}"
             )
+
+
+def training_facts(training: TrainingArguments) -> dict[str, Any]:
+    """Return the settings of the Trainer that decide an update, as plain JSON.
+
+    Args:
+        training: Settings of the run.
+    """
+    values = {name: getattr(training, name, None) for name in _OF_UPDATES}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+
+
+def check_schedule(checkpoint: Path, saved: Mapping[str, Any], training: TrainingArguments) -> None:
+    """Refuse to resume a run whose rows or optimizer state can't be taken up.
+
+    Args:
+        checkpoint: Checkpoint of the run.
+        saved: Its facts.
+        training: Settings of the run that resumes it.
+
+    Raises:
+        ValueError: If the optimizer's state was not saved, or rows would be trained on twice.
+    """
+    if saved.get("save_only_model"):
+        raise ValueError(
+            f"{checkpoint} was saved with --save_only_model true: it has no optimizer state and no schedule, so that "
+            f"the run can't be resumed. Evaluate it or merge it, or {_INSTEAD}"
+        )
+    rows, ours = saved.get("rows_per_update"), rows_per_update(training)
+    if rows is not None and rows != ours:
+        raise ValueError(
+            f"{checkpoint} was trained with {rows} rows per update, and this run asks for {ours} "
+            "(--per_device_train_batch_size x --gradient_accumulation_steps x processes), with which some rows of the "
+            f"running epoch would be trained on twice, or never. Choose options that make {rows}, or {_INSTEAD}"
+        )
+    if training.train_sampling_strategy == "group_by_length" and not _ends_epoch(checkpoint):
+        raise ValueError(
+            f"{checkpoint} ends in the middle of an epoch, and --train_sampling_strategy group_by_length draws another "
+            f"order when it is resumed. Resume from a checkpoint at the end of an epoch, or {_INSTEAD}"
+        )
+
+
+def rows_per_update(training: TrainingArguments) -> int:
+    """Return the number of rows of an update, of all processes together."""
+    return training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+
+
+def check_base(checkpoint: Path | None, facts: dict[str, Any], model: nn.Module, name: str) -> None:
+    """Refuse to resume a run from other weights than it began with, and note these among the facts.
+
+    Args:
+        checkpoint: Checkpoint of the run; None for a run that begins.
+        facts: Facts of the run, which one of an older version has without them.
+        model: The model as it was loaded.
+        name: Name of the model, for the error.
+
+    Raises:
+        ValueError: If the weights differ.
+    """
+    found = describe_weights(model)
+    if facts.setdefault("base_weights", found) != found:
+        raise ValueError(
+            f"{checkpoint} was trained from other weights than those of {name}, or in another dtype. Give the model "
+            f"and the options of the first run, or {_INSTEAD}"
+        )
+
+
+def describe_weights(model: nn.Module) -> str | None:
+    """Return a hash of some values of each weight. None if ranks hold parts of them."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or parameter.device.type == "meta":
+            return None
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, flat.numel() // _VALUES_LOOKED_AT)].cpu().contiguous().view(torch.uint8)
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(some.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _ends_epoch(checkpoint: Path) -> bool:
+    epoch = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")).get("epoch")
+    return epoch is not None and float(epoch).is_integer()
 
 
 def describe_rows(rows: Any) -> str | None:

@@ -145,6 +145,11 @@ def _execute(run: Run, console: Console) -> Results:
             # Only training prepares a model for its layout. If it were evaluated before, it would never be wrapped.
             run.display.before_training = lambda: _evaluate_before(run)
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    if _train_batch_size(run) < training.per_device_train_batch_size:
+        run.display.say(
+            f"note: --auto_find_batch_size has lowered --per_device_train_batch_size from "
+            f"{training.per_device_train_batch_size} to {_train_batch_size(run)}"
+        )
     if run.coordinator.is_first:
         write_run_log(run.trainer.state, output_folder)
     after = _evaluate(run)
@@ -218,6 +223,11 @@ def _evaluate(run: Run) -> dict[str, float]:
     return {name: float(metrics[name]) for name in ("eval_loss", "eval_accuracy") if name in metrics}
 
 
+def _train_batch_size(run: Run) -> int:
+    """Return the rows of a batch on one device, which `--auto_find_batch_size` may have lowered."""
+    return run.trainer.state.train_batch_size or run.arguments.training.per_device_train_batch_size
+
+
 def _settings(run: Run) -> dict[str, Any]:
     """Return the settings that affect the results, besides the model and the data."""
     training, precision = run.arguments.training, run.arguments.precision
@@ -225,13 +235,13 @@ def _settings(run: Run) -> dict[str, Any]:
         "learning_rate",
         "weight_decay",
         "max_grad_norm",
-        "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "gradient_checkpointing",
         "seed",
     )
     return {
         **{name: getattr(training, name) for name in names},
+        "per_device_train_batch_size": _train_batch_size(run),
         "optim": run.method.optimizer_name(training),
         "lr_scheduler_type": enum_value(training.lr_scheduler_type),
         "layerwise_lr_decay": run.arguments.run.layerwise_lr_decay,
