@@ -316,7 +316,7 @@ def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of writes to a tensor, or to another view of its memory; 0 for an inference tensor."""
+    """Return the number of writes to a tensor, or to another view of its memory. It is 0 for an inference tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 

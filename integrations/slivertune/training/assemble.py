@@ -327,14 +327,8 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "data_seed": arguments.training.data_seed,
         "training": training_facts(arguments.training),
     }
-    # What a resumed run may have otherwise, if it can take up the rows and the state.
-    own = {
-        "rows_per_update": rows_per_update(arguments.training),
-        "save_only_model": arguments.training.save_only_model or None,
-    }
     if checkpoint is None or saved is None:
-        return {**facts, **own}
-    check_schedule(checkpoint, saved, arguments.training)
+        return {**facts, "rows_per_update": rows_per_update(arguments.training)}
     if "built_in_dataset" not in saved:
         if "dataset" not in arguments.given:
             raise ValueError(
@@ -346,7 +340,8 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         saved.setdefault(name, facts[name])  # older checkpoints do not know them
     about = arguments.method.about
     check_facts(checkpoint, saved, facts, {**about.values(about.make({})), **facts["training"]})
-    return {**saved, **own}
+    check_schedule(checkpoint, saved, arguments.training)
+    return saved
 
 
 def _follow(arguments: TrainArguments, checkpoint: Path, saved: dict[str, Any]) -> None:

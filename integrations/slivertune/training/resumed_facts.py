@@ -105,7 +105,7 @@ def check_schedule(checkpoint: Path, saved: Mapping[str, Any], training: Trainin
 
 def rows_per_update(training: TrainingArguments) -> int:
     """Return the number of rows of an update, of all processes together."""
-    return training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    return int(training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size)
 
 
 def check_base(checkpoint: Path | None, facts: dict[str, Any], model: nn.Module, name: str) -> None:
