@@ -279,6 +279,7 @@ MASKED_ELSEWHERE = {
     "training/assemble.py": "reads the names of options alone",
     "training/comparison/comparison.py": "its lines go through command.py, which masks them",
     "training/run.py": "TrainArguments.command is masked when it is made, and cli.py masks what it prints",
+    "training/run_report/command.py": "a command with the name of a folder alone",
 }
 """Files that handle a command and do not import the masking, with the reason."""
 

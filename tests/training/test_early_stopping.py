@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,16 @@ def test_a_run_stops_early_and_saves_the_best_model(name: str, runs: Runs) -> No
     assert differing(best, saved_weights(run / "checkpoint-6")) != []
     if name.startswith("sft"):
         assert_deltas_of_the_best(run)
+
+
+def test_a_resumed_run_that_restores_callbacks_stops_where_the_whole_one_does(runs: Runs) -> None:
+    run, whole = stopped(runs, "--method", "dense")
+    (run / "results.json").unlink()
+    shutil.rmtree(run / "checkpoint-6")
+    more = ("--resume_from_checkpoint", "true", "--restore_callback_states_from_checkpoint", "true")
+    _, resumed = stopped(runs, "--method", "dense", *more)
+    assert (resumed["num_steps"], resumed["after"]) == (whole["num_steps"], whole["after"]) and whole["num_steps"] == 6
+    assert "continuing from" in runs.printed()
 
 
 def assert_deltas_of_the_best(run: Path) -> None:

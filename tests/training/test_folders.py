@@ -186,15 +186,17 @@ def test_auto_continues_the_newest_default_folder_and_leaves_what_is_no_run() ->
         choose_run_folder("hift", "runs/hift-4", "auto")
 
 
-def test_auto_leaves_a_finished_run_alone_unless_it_has_gone_on() -> None:
+def test_a_finished_run_is_left_alone_unless_it_has_gone_on() -> None:
     make_checkpoint(Path("mine"), 3)
     results = {"num_steps": 3, "command": ["slivertune", "train"]}
     write_json(Path("mine/results.json"), results)
     assert choose_run_folder("hift", "mine", "auto").is_finished
-    assert not choose_run_folder("hift", "mine", "true").is_finished
+    assert choose_run_folder("hift", "mine", "true").is_finished
+    assert not choose_run_folder("hift", "mine", "true", Goal(max_steps=4)).is_finished, "it had stopped early"
     later = make_checkpoint(Path("mine"), 5)
     folder = choose_run_folder("hift", "mine", "auto")
     assert (folder.is_finished, folder.checkpoint) == (False, later)
+    assert not choose_run_folder("hift", "mine", "true").is_finished
     others = [{**results, key: value} for key in results for value in (None, "3", 3.5, [3], {"a": 1})]
     for text in ("{", "[]", "{}", "[" * 100_000, *map(json.dumps, others)):
         Path("mine/results.json").write_text(text)

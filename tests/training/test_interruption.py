@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM, Trainer
 
@@ -168,6 +169,24 @@ def test_ctrl_c_after_the_last_update_lets_the_run_end(runs: Runs, monkeypatch: 
     assert runs.train("out", "--save_strategy", "no", *UNMEASURED)["num_steps"] == 6
     assert "interrupted: evaluating and saving the model; Ctrl-C again ends at once" in runs.printed()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_the_picture_is_drawn_ends_the_picture_alone(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **more: signal.raise_signal(signal.SIGINT))
+    more = ("--report", "true", "--logging_steps", "1", *UNMEASURED)
+    results = runs.train("out", *more, method="dense")
+    out = " ".join(runs.printed().split())
+    assert "note: no report.png: it was interrupted. Draw it with: " in out and f" report {runs['out']}" in out
+    assert not list(runs["out"].glob(".*.partial")) and results["steps_per_second"] is not None
+    assert runs.train("out", *more, "--resume_from_checkpoint", "true", method="dense") == results
+    assert "is finished after 6 updates; nothing was trained" in runs.printed()
+
+
+def test_ctrl_c_after_all_is_saved_says_that_the_run_is_finished(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slivertune.training.run.print_results", Mock(side_effect=KeyboardInterrupt))
+    error = runs.complaint(*UNMEASURED, code=130, method="dense")
+    assert f"the run in {runs['out']} is finished after 6 updates, and saved; draw it with: " in error
+    assert error.strip().endswith(f" report {runs['out']}")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def write_manifest(
         sync(parent)
     stamps: dict[str, dict[str, Any]] = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, _HASH: digest}
-        for path, digest in zip(paths, _digests(paths), strict=True)
+        for path, digest in zip(paths, digests(paths), strict=True)
     }
     said = {"format": FORMAT, **(entries or {}), "files": stamps}
     write_json(folder / MANIFEST_NAME, {**said, _OWN_HASH: _digest_entries(said)})
@@ -151,7 +151,7 @@ def find_damage(folder: str | Path, *, read_files: bool = True, depth: int = 8) 
                 return f"{name} has {num_bytes:,} bytes where {stamp['bytes']:,} were written"
         if read_files:
             hashes = {name: stamp[_HASH] for name, stamp in stamps.items() if _HASH in stamp}
-            found = _digests([folder / name for name in hashes])
+            found = digests([folder / name for name in hashes])
             for (name, expected), digest in zip(hashes.items(), found, strict=True):
                 if digest != expected:
                     return f"{name} holds other bytes than were written"
@@ -223,8 +223,15 @@ def _digest_entries(entries: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(entries, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
-def _digests(paths: Iterable[Path]) -> list[str]:
-    """Hash each file over the hashes of its parts, so that threads share a large file."""
+def digests(paths: Iterable[Path]) -> list[str]:
+    """Hash each file over the hashes of its parts, so that threads share a large file.
+
+    Args:
+        paths: Paths of files.
+
+    Returns:
+        Hash of each file, in hexadecimal.
+    """
     paths = list(paths)
     parts = [
         (path, start) for path in paths for start in range(0, max(1, path.stat().st_size), _PART_BYTES)

@@ -210,6 +210,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     )
     guard.watch(trainer)
     if arguments.run.early_stopping_patience is not None:
+        # It restores its count itself. The Trainer would make another from the checkpoint, with the earlier patience.
+        training.restore_callback_states_from_checkpoint = False
         trainer.add_callback(EarlyStopping(arguments.run.early_stopping_patience, display.say))
     keep_events_in(trainer, arguments.folder.path)
     metrics = metrics_of(trainer)

@@ -60,14 +60,19 @@ class Goal:
             folder: Folder of the run, whose log has the number of planned updates and of updates per epoch.
             num_steps: Number of updates that the run made; fewer than planned if it stopped early.
         """
+        return self.num_updates(folder) > max(num_steps, int(_read_log(folder).get("max_steps") or 0))
+
+    def num_updates(self, folder: Path) -> int:
+        """Return the number of updates of this goal, or 0 if it is in epochs and their length is unknown.
+
+        Args:
+            folder: Folder of a finished run on the same data.
+        """
         log = _read_log(folder)
-        planned = max(num_steps, int(log.get("max_steps") or 0))
-        if self.max_steps > 0:
-            return self.max_steps > planned
-        if not log.get("epoch"):
-            return False
+        if self.max_steps > 0 or not log.get("epoch"):
+            return max(0, self.max_steps)
         updates_per_epoch = float(log["global_step"] / log["epoch"])
-        return math.ceil(self.num_train_epochs * updates_per_epoch - _ROUNDING) > planned
+        return math.ceil(self.num_train_epochs * updates_per_epoch - _ROUNDING)
 
 
 def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: Goal | None = None) -> RunFolder:
@@ -77,7 +82,7 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: 
         method: Name for the default folder: `runs/METHOD`, or the first free of `runs/METHOD-2`, `runs/METHOD-3`, ...
         asked: Value of `--output_dir`.
         resume: Value of `--resume_from_checkpoint`: "true" for the newest whole checkpoint; "auto" for the same, or a
-            fresh start if there is none; or the path of a checkpoint.
+            fresh start if there is none; or the path of a checkpoint. A finished run is found with both.
         goal: Length of the run. A finished run continues if the goal exceeds its own length.
 
     Returns:
@@ -95,7 +100,7 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None, goal: 
     if resume is None or resume.lower() == "false":
         return RunFolder(path=_fresh_folder(method, folder))
     if resume.lower() == "true":
-        return _continue_newest(method, folder)
+        return _continue_newest(method, folder, goal or Goal())
     if resume.lower() == "auto":
         return _start_or_continue(method, folder, goal or Goal())
     return _continue_from(user_path(resume), folder)
@@ -113,7 +118,8 @@ def _fresh_folder(method: str, asked: Path | None) -> Path:
     return asked
 
 
-def _continue_newest(method: str, asked: Path | None) -> RunFolder:
+def _continue_newest(method: str, asked: Path | None, goal: Goal) -> RunFolder:
+    """Choose the newest whole checkpoint of a run. A run with nothing left to train is left alone, with its results."""
     ours = [path for path in itertools.takewhile(Path.exists, _default_folders(method)) if checkpoint_folders(path)]
     folder = asked or (ours[-1] if ours else _RUNS / method)
     checkpoint, passed_over = newest_whole(folder)
@@ -123,7 +129,15 @@ def _continue_newest(method: str, asked: Path | None) -> RunFolder:
         raise ValueError(
             f"there is nothing whole to resume in {folder}: {reasons}. Start again in another --output_dir"
         )
-    return RunFolder(path=folder, checkpoint=checkpoint, notes=tuple(f"passed over: {line}" for line in passed_over))
+    results = read_results(folder)
+    # Unlike with "auto", a run that stopped early goes on, and one whose last checkpoint is damaged repeats its end.
+    is_trained = results is not None and checkpoint_step(checkpoint) == results["num_steps"]
+    return RunFolder(
+        path=folder,
+        checkpoint=checkpoint,
+        notes=tuple(f"passed over: {line}" for line in passed_over),
+        is_finished=is_trained and goal.num_updates(folder) <= checkpoint_step(checkpoint),
+    )
 
 
 def _start_or_continue(method: str, asked: Path | None, goal: Goal) -> RunFolder:

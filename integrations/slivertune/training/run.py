@@ -54,7 +54,7 @@ def execute(run: Run, console: Console) -> Results:
 
 
 def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
-    """Describe the last whole checkpoint of an interrupted run and the command that continues it.
+    """Describe the last whole checkpoint of an interrupted run and the command that continues it, or its end.
 
     Args:
         arguments: Settings of the run.
@@ -63,6 +63,10 @@ def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
         One line, and the words of the command that it introduces.
     """
     folder = Path(str(arguments.training.output_dir))
+    results = read_results(folder)
+    if results is not None and tuple(results["command"]) == arguments.command:
+        finished = f"the run in {folder} is finished after {results['num_steps']} updates, and saved"
+        return f"interrupted; {finished}; draw it with:", [*typed_command("report", str(folder))]
     checkpoint, _ = newest_whole(folder, read_files=False)
     words, launcher = arguments.command[2:], ""
     # An interrupted save leaves files in the folder, which only a resumed run overwrites.
@@ -196,7 +200,7 @@ def _execute(run: Run, console: Console) -> Results:
     )
     if run.coordinator.is_first:
         write_results(results, output_folder)
-        run.interruption.close()  # all is saved: Ctrl-C ends the measurement alone
+        run.interruption.close()  # all is saved: Ctrl-C ends the measurement or the picture alone
         results = replace(results, dense=measure_dense(run, console))
         results_path = write_results(results, output_folder)
         picture = draw_at_the_end(output_folder, run.display.say) if run.arguments.run.report else None

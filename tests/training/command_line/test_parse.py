@@ -290,6 +290,18 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
         (["--save_total_limit", "0"], "--save_total_limit 0 must be at least 1"),
         (["--deepspeed", "ds.json"], "DeepSpeed is asked for, and one process without a GPU has nothing to shard"),
         (["--fsdp", "full_shard"], "FSDP is asked for, and one process without a GPU has nothing to shard"),
+        (["--do_train", "false"], "--do_train false: this command always trains. Leave it out"),
+        (["--do_eval", "false"], "--do_eval false: this command always evaluates before and after training"),
+        (["--do_predict"], "--do_predict true: this command never predicts. Leave it out"),
+        (["--optim_args", "foo"], "--optim_args 'foo' must be pairs with commas between them"),
+        (["--optim_args", "rank=2,"], "--optim_args 'rank=2,' must be pairs with commas between them"),
+        (
+            ["--lr_scheduler_type", "linear", "--lr_scheduler_kwargs", '{"num_cycles": 3}'],
+            '--lr_scheduler_type linear --lr_scheduler_kwargs {"num_cycles": 3}: get_linear_schedule_with_warmup() got',
+        ),
+        (["--lr_scheduler_type", "warmup_stable_decay"], "'num_decay_steps'. Give --lr_scheduler_kwargs with what it"),
+        (["--lr_scheduler_type", "cosine_with_min_lr"], "One of min_lr or min_lr_rate should be set"),
+        (["--debug", "underflow_overflow"], "Add --chunked_cross_entropy false"),
         (
             ["--dataset", "d.csv", "--task", "classification", "--label_smoothing_factor", "0.1"],
             "--label_smoothing_factor 0.1 has no effect on --task classification",
@@ -303,6 +315,21 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
 def test_what_does_not_hold_together_is_refused_in_one_sentence(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_train_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--do_train", "--do_eval", "true", "--do_predict", "false"],
+        ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", '{"num_decay_steps": 50}'],
+        ["--lr_scheduler_type", "cosine_with_restarts", "--lr_scheduler_kwargs", '{"num_cycles": 3}'],
+        *(["--lr_scheduler_type", kind] for kind in ("polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "constant")),
+        ["--optim_args", "rank=2, scale=0.5"],
+        ["--debug", "underflow_overflow", "--chunked_cross_entropy", "false"],
+    ],
+)
+def test_what_the_trainer_takes_is_not_refused(arguments: list[str]) -> None:
+    parse_train_arguments([*arguments, "--eval_strategy", "epoch"])
 
 
 def test_a_launchers_mixed_precision_means_what_the_argument_means(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The command line of `slivertune compare`."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,22 @@ def test_rates_may_be_left_to_the_rows() -> None:
         ("--search_rates 1e6 1e7", "--search_rates 1000000.0 must be more than 0 and at most 100"),
         ("--output_dir /dev/null", r"output_dir /dev/null is a file\. Name a folder"),
         ("--seeds 1 1", "one of them is there twice"),
+        (
+            "--rows dense 's7:--method dense --seed 7'",
+            "--rows s7: --seed differs between its runs. Use --seeds",
+        ),
+        ("--rows 'a:--method dense --resume_from_checkpoint=auto'", "Use the same command again"),
+        ("--rows 'a:--method dense --max-steps 7'", "--rows a: --max_steps is the same for all rows"),
+        ("--rows 'dense:--num_train_epochs 2'", "Give it outside --rows"),
+        ("--rows 'dense:--output_dir here'", "--output_dir is the same for all rows"),
+        ("--rows 'dense:--chat_template_date 2026-01-31'", "--chat_template_date is the same for all rows"),
+        ("--rows 'dense:--learning_rate 1' --search_rates 1 2", "--rows dense: --search_rates sets the rates"),
         ("--rows", "expected at least one argument"),
     ],
 )
 def test_what_does_not_hold_together_is_refused(words: str, message: str) -> None:
     with pytest.raises((ValueError, FileExistsError), match=message):
-        parse_compare_arguments(words.split())
+        parse_compare_arguments(shlex.split(words))
 
 
 def test_the_help_has_each_option_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,14 +141,15 @@ def test_what_a_run_file_sets_can_be_unset_for_all_rows_or_for_one(
     path.write_text(json.dumps({**dict(zip(words[::2], words[1::2], strict=True)), **own}), encoding="utf-8")
     comparison.common = [str(path), "--unset", "learning_rate", "max_steps", "save_strategy", "seed", "output_dir"]
     comparison.is_dry = True
-    monkeypatch.setattr(comparing, "read_outcome", Mock(side_effect=ValueError("dry")))
+    monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(5e-5, 42, 1.0))
     # The file comes first.
     command = ["compare", *comparison.common, "--rows", "dense", "m:--unset weight_decay"]
-    assert main([*command, "--output_dir", str(comparison.folder)]) == 1
+    assert main([*command, "--output_dir", str(comparison.folder)]) == 0
     of_dense, of_m = (given_values(each[3:]) for each in comparison.ran)
     for values, name in ((of_dense, "dense"), (of_m, "m")):
         assert values["learning_rate"] == 5e-5 and values["seed"] == 42 and values["save_strategy"] == "no"
-        assert "max_steps" not in values and Path(values["output_dir"]).parent == comparison.folder / name
+        assert Path(values["output_dir"]).parent == comparison.folder / name
+    assert "max_steps" not in of_dense and of_m["max_steps"] == 6, "as many as the first row took"
     assert of_dense["weight_decay"] == 0.1 and "weight_decay" not in of_m
     message = complaint(capsys, [*command, "n:--weight_decay 0.2 --unset weight_decay"])
     assert "--rows n: --unset weight_decay resets what --weight_decay 0.2 sets" in message
@@ -172,6 +174,45 @@ def test_what_was_run_is_not_run_again_and_other_settings_are_refused(comparison
     assert comparison.record() == before
 
 
+@pytest.mark.parametrize("changed", ["texts.jsonl", "base/config.json", "run.yaml"])
+def test_contents_that_changed_since_the_first_runs_are_refused(
+    changed: str, comparison: Comparison, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_base, tmp_path / "base")
+    (tmp_path / "run.yaml").write_text("weight_decay: 0.1\n", encoding="utf-8")
+    data = comparison.common[comparison.common.index("--dataset") + 1]
+    comparison.common += ["--model_name_or_path", str(tmp_path / "base")]
+    # A run file comes first.
+    comparison.words = lambda *more, rows: [  # type: ignore[method-assign]
+        *("compare", str(tmp_path / "run.yaml"), *comparison.common, *more),
+        *("--rows", *rows, "--output_dir", str(comparison.folder)),
+    ]
+    comparison.is_dry = True
+    monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(1e-2, 42, 1.0))
+    assert comparison.make(rows=["dense"]) == 0
+    path = Path(data) if changed == "texts.jsonl" else tmp_path / changed
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+    assert comparison.make(rows=["dense", "hift"]) == 0 and comparison.num_runs() == 2
+    path.write_text(text.replace("1", "2"), encoding="utf-8")
+    before = comparison.record()
+    name = str(tmp_path / "base") if changed.startswith("base") else str(path)
+    assert f"{name} has changed since runs in {comparison.folder}" in comparison.complaint(rows=["dense", "lora"])
+    assert comparison.record() == before and comparison.num_runs() == 2
+
+
+def test_a_first_run_that_failed_does_not_keep_its_data_from_being_repaired(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison.is_dry = True
+    path = Path(comparison.common[comparison.common.index("--dataset") + 1])
+    monkeypatch.setattr(comparing, "read_outcome", Mock(side_effect=ValueError("bad data")))
+    assert comparison.make(rows=["dense"]) == 1
+    path.write_text(path.read_text(encoding="utf-8") + '{"text": "one more"}\n', encoding="utf-8")
+    monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(1e-2, 42, 1.0))
+    assert comparison.make(rows=["dense"]) == 0
+
+
 def test_runs_that_are_added_later_write_the_date_of_the_first(comparison: Comparison) -> None:
     assert comparison.make(rows=("dense",)) == 0
     record = comparison.record()
@@ -183,6 +224,22 @@ def test_runs_that_are_added_later_write_the_date_of_the_first(comparison: Compa
     comparison.make("--search_rates", str(rate / 2), str(rate), rows=("dense",))
     (words,) = comparison.ran
     assert words[-2:] == ["--chat_template_date", "2026-01-31"] and name.startswith(f"dense/rate{rate:g}")
+
+
+def test_epochs_of_the_first_row_are_as_many_updates_of_all_rows(comparison: Comparison) -> None:
+    rows = ("dense", "half:--method dense --per_device_train_batch_size 1")
+    assert comparison.make("--max_steps", "-1", "--num_train_epochs", "0.5", rows=rows) == 0
+    first, second = (run["outcome"]["num_updates"] for run in comparison.record()["runs"].values())
+    assert first == second
+    assert comparison.record()["title"] == f"equal steps: {first}"
+
+
+def test_evaluations_are_as_often_as_asked(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison.is_dry = True
+    monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(1e-2, 42, 1.0))
+    assert comparison.make("--eval_steps", "3", rows=["dense", "own:--method dense --eval_steps 2"]) == 0
+    given = [given_values(words[3:]) for words in comparison.ran]
+    assert [(each["eval_strategy"], each["eval_steps"]) for each in given] == [("steps", 3), ("steps", 2)]
 
 
 def test_equal_tokens_are_as_many_updates_as_read_them(comparison: Comparison) -> None:

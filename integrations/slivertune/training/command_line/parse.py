@@ -2,18 +2,21 @@
 
 import copy
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
+from transformers.debug_utils import DebugOption
 
 from slivertune.core.activation_room import check_can_measure
 from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.masking import MASK, Secret, is_secret, learn, masked
 from slivertune.core.offloaded_activations import offloading_without_checkpointing
+from slivertune.core.options import enum_value
 from slivertune.core.refused_pairs import refuse_together
 from slivertune.training.early_stopping import check_early_stopping
 from slivertune.training.embedded.built_in import DATES, built_in_of, counts_answers
@@ -98,6 +101,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     typed = given_values(argv, lambda path: coordinator.decide("the config file", lambda: read_settings(path)))
     learn(values=typed)
     _check_secrets(typed)
+    _check_work(typed)
     typed = without_full(typed)
     method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
     typed |= values_of_preset(method_class, typed, argv)
@@ -149,6 +153,8 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     method.check(given, training)
     check_fp16(values)
     _check_task(data, training)
+    _check_schedule(training)
+    _check_debug(run, data, training)
     check_pairs(values)
     _check_kept(run, training)
     check_early_stopping(run.early_stopping_patience, training)
@@ -271,6 +277,41 @@ def _check_task(data: DataArguments, training: TrainingArguments) -> None:
                     f"--{name} {getattr(training, name)} does not go with {DATES}, whose right answers are counted "
                     "over all rows. Leave it out"
                 )
+
+
+def _check_work(given: Mapping[str, Any]) -> None:
+    """Refuse options of the Trainer's example scripts that this command has no choice of."""
+    for name, is_done, work in (
+        ("do_train", True, "always trains"),
+        ("do_eval", True, "always evaluates before and after training, and in between with --eval_strategy"),
+        ("do_predict", False, "never predicts"),
+    ):
+        if given.get(name, is_done) != is_done:
+            raise ValueError(f"--{name} {str(given[name]).lower()}: this command {work}. Leave it out")
+
+
+def _check_schedule(training: TrainingArguments) -> None:
+    """Refuse values that the learning rate's schedule does not take, or lacks."""
+    kind, values = enum_value(training.lr_scheduler_type), training.lr_scheduler_kwargs
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    try:
+        get_scheduler(kind, optimizer, 0, 1, values if isinstance(values, dict) else None)
+    except (TypeError, ValueError) as error:
+        given = f" --lr_scheduler_kwargs {json.dumps(values)}" if values else ""
+        instead = "Give --lr_scheduler_kwargs with what it needs, or another schedule"
+        if isinstance(values, dict) and values:
+            instead = "Give --lr_scheduler_kwargs with what this schedule takes, or leave it out"
+        raise ValueError(f"--lr_scheduler_type {kind}{given}: {error}. {instead}") from error
+
+
+def _check_debug(run: RunArguments, data: DataArguments, training: TrainingArguments) -> None:
+    """Refuse the Trainer's search for overflows beside a chunked loss, whose model returns no logits."""
+    is_chunked = run.chunked_cross_entropy and data.task == "causal_lm"
+    if DebugOption.UNDERFLOW_OVERFLOW in training.debug and is_chunked:
+        raise ValueError(
+            "--debug underflow_overflow reads the logits, which a chunked loss never stores. Add "
+            "--chunked_cross_entropy false"
+        )
 
 
 def _check_kept(run: RunArguments, training: TrainingArguments) -> None:

@@ -56,6 +56,15 @@ _OWN = HelpGroup(
 )
 
 
+_BETWEEN_RUNS = {
+    "seed": "--seeds",
+    "resume_from_checkpoint": "the same command again, which continues",
+}
+"""Options that the comparison sets for each run, and their replacements."""
+_ALIKE_IN_ROWS = ("output_dir", "max_steps", "num_train_epochs", "chat_template_date")
+"""Options that all rows share. A row's own value would have no effect."""
+
+
 class _Parser(OptionParser):
     other_words: ClassVar[dict[str, str]] = {"methods": "rows", "rates": "search_rates", "output": "output_dir"}
 
@@ -88,6 +97,27 @@ class CompareArguments:
     """Options of `slivertune train` for all rows."""
 
 
+def _check_row(row: Row, *, is_searched: bool) -> None:
+    """Refuse options of a row that the comparison sets itself, since the row's own would have no effect."""
+    for name in _typed(row.options):
+        if name in _BETWEEN_RUNS:
+            raise ValueError(f"--rows {row.name}: --{name} differs between its runs. Use {_BETWEEN_RUNS[name]}")
+        if name in _ALIKE_IN_ROWS:
+            raise ValueError(
+                f"--rows {row.name}: --{name} is the same for all rows of a comparison. Give it outside --rows"
+            )
+        if name == "learning_rate" and is_searched:
+            raise ValueError(
+                f"--rows {row.name}: --search_rates sets the rates of all rows. Leave out --learning_rate, or search "
+                "around each row's own by --search_rates without rates"
+            )
+
+
+def _typed(words: Sequence[str]) -> list[str]:
+    """Return the names of the options in a command line, with underscores."""
+    return [word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")]
+
+
 def _rules() -> dict[str, NumberRule]:
     """Return the rules of the options that take numbers, as those of the single runs."""
     seed, rate = (number_rule(train_options()[name]) for name in ("seed", "learning_rate"))
@@ -116,14 +146,12 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
         ValueError: If an option is unknown or contradicts another.
     """
     own, common = make_parser().parse_known_args(argv)
-    for name, instead in (
-        ("--method", "--rows"),
-        ("--seed", "--seeds"),
-        ("--resume_from_checkpoint", "the same command again, which continues"),
-    ):
-        typed = (word.partition("=")[0] for word in common if word.startswith("--"))
-        if any(option.replace("-", "_").lstrip("_") == name.lstrip("-") for option in typed):
-            raise ValueError(f"{name} differs between the runs of a comparison. Use {instead}")
+    rows = parse_rows(own.rows)
+    for name, instead in (("method", "--rows"), *_BETWEEN_RUNS.items()):
+        if name in _typed(common):
+            raise ValueError(f"--{name} differs between the runs of a comparison. Use {instead}")
+    for row in rows:
+        _check_row(row, is_searched=bool(own.search_rates))
     rates = None if own.search_rates is None else tuple(own.search_rates)
     if rates is not None and len(set(rates)) == 1:
         raise ValueError(f"--search_rates {rates[0]:g}: one rate is no search. Give three or more, or --learning_rate")
@@ -139,7 +167,7 @@ def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
     folder = user_path(own.output_dir)
     check_place(folder)
     return CompareArguments(
-        rows=parse_rows(own.rows),
+        rows=rows,
         budget=parse_budget(own.budget),
         rates=rates,
         seeds=tuple(own.seeds),

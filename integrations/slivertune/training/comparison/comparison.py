@@ -11,6 +11,7 @@ from rich.console import Console
 
 from slivertune.training.command_line.parse import TrainArguments, parse_train_arguments
 from slivertune.training.comparison.arguments import CompareArguments
+from slivertune.training.comparison.inputs import hash_inputs
 from slivertune.training.comparison.outcome import Outcome, best_of, mean, mean_badness, read_outcome
 from slivertune.training.comparison.record import Record
 from slivertune.training.comparison.rows import Row
@@ -71,7 +72,8 @@ class Comparison:
             registers a method or a task of another package may stand there. Trials know none of these.
 
     Raises:
-        ValueError: If the options of a row contradict each other. The message names the row.
+        ValueError: If the options of a row contradict each other. The message names the row. Or if a file that the
+            recorded runs read has changed.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Comparison:
         self._dates: dict[str | None, str] = {}
         """Dates that the chat templates of the models wrote in the first runs, for all other runs."""
         for row in arguments.rows:
+            self._hash_inputs(row)
             for outcome in record.outcomes_of(row.name):
                 self._note_date(row, outcome)
         self._amount = arguments.budget.amount
@@ -100,7 +103,7 @@ class Comparison:
 
     @property
     def amount(self) -> float | None:
-        """Updates, tokens or seconds per row. None before it is known, and for updates that follow from epochs."""
+        """Updates, tokens or seconds per row. None before it is known."""
         return self._amount
 
     def run(self) -> list[RowResult]:
@@ -108,12 +111,16 @@ class Comparison:
 
         Returns:
             Results of all rows, in their order.
+
+        Raises:
+            FailedError: If the first row fails and the others take their length from it.
+            ValueError: If a file changed that a recorded run has read.
         """
         results = []
         for number, row in enumerate(self._arguments.rows, 1):
             self._say(f"[{number}/{len(self._arguments.rows)}] {row.name}: {shlex.join(row.options)}")
             results.append(self._run_row(row))
-            if number == 1 and self._amount is None and self._arguments.budget.length != "steps":
+            if number == 1 and self._amount is None:
                 self._amount = self._spent(results[0])
         return results
 
@@ -188,7 +195,7 @@ class Comparison:
             rows = ("--per_device_train_batch_size", str(size))
             sized = _with(words, *rows, "--gradient_accumulation_steps", str(whole // size))
             try:
-                peak = self._trial(f"{row.name}, {size} rows per forward", sized).peak_bytes
+                peak = self._trial(row, f"{row.name}, {size} rows per forward", sized).peak_bytes
             except FailedError as error:
                 if _OUT_OF_MEMORY not in str(error):
                     raise
@@ -209,21 +216,24 @@ class Comparison:
         if self._amount is not None and length == "steps":
             num_updates = int(self._amount)
         elif self._amount is not None:
-            trial = self._trial(row.name, words)
+            trial = self._trial(row, row.name, words)
             one = trial.seconds_per_update if length == "seconds" else trial.tokens_per_update
             if not one:
                 raise FailedError("batches have no input_ids to count tokens of. Use --budget seconds")
             num_updates = max(1, round(self._amount / one))
         options = ["--max_steps", str(num_updates)] if num_updates > 0 else []
-        if "eval_strategy" not in self._parsed[row.name].given:
-            every = max(1, num_updates // _EVALUATIONS)
-            options += ["--eval_strategy", *(("steps", "--eval_steps", str(every)) if options else ("epoch",))]
+        given = self._parsed[row.name].given
+        if "eval_strategy" not in given:
+            options += ["--eval_strategy", "steps" if options or "eval_steps" in given else "epoch"]
+            if options[-1] == "steps" and "eval_steps" not in given:
+                options += ["--eval_steps", str(max(1, num_updates // _EVALUATIONS))]
         return options
 
-    def _trial(self, name: str, words: Sequence[str]) -> Trial:
+    def _trial(self, row: Row, name: str, words: Sequence[str]) -> Trial:
         """Measure a few updates, unless the record has them."""
         trial = self._record.trials.get(name, words)
         if trial is None:
+            inputs = self._hash_inputs(row)
             measured = self._record.folder / f"trial of {name}.json"
             module = "slivertune.training.trial"
             self._process(
@@ -231,7 +241,7 @@ class Comparison:
             )
             trial = Trial(**json.loads(measured.read_text(encoding="utf-8")))
             measured.unlink()
-            self._record.trials.keep(name, words, trial)
+            self._record.trials.keep(name, words, trial, inputs)
         return trial
 
     def _run(self, row: Row, words: Sequence[str], rate: float, seed: int) -> Outcome:
@@ -239,6 +249,7 @@ class Comparison:
         name, model = _run_name(row, rate, seed), self._parsed[row.name].model.model_name_or_path
         outcome = self._record.outcomes.get(name, words)
         if outcome is None:
+            inputs = self._hash_inputs(row)
             folder = self._record.folder / name
             place = ["--output_dir", str(folder), "--resume_from_checkpoint", "auto"]
             if model in self._dates:
@@ -252,10 +263,17 @@ class Comparison:
                 outcome = read_outcome(folder)
             except ValueError as error:
                 raise FailedError(str(error)) from error
-            self._record.outcomes.keep(name, words, outcome)
+            self._record.outcomes.keep(name, words, outcome, inputs)
         self._note_date(row, outcome)
         self._say(f"  {describe(outcome)}")
         return outcome
+
+    def _hash_inputs(self, row: Row) -> dict[str, str]:
+        """Hash the files that a row's runs read, and refuse those that have changed since recorded runs."""
+        run_file = next((word for word in self._arguments.common[:1] if not word.startswith("-")), None)
+        inputs = hash_inputs(self._parsed[row.name], run_file)
+        self._record.check_inputs(inputs)
+        return inputs
 
     def _note_date(self, row: Row, outcome: Outcome) -> None:
         if outcome.chat_template_date is not None:
@@ -267,16 +285,17 @@ class Comparison:
         except FailedError as error:
             raise FailedError(f"{error} (see {log})") from error
 
-    def _spent(self, first: RowResult) -> float | None:
+    def _spent(self, first: RowResult) -> float:
         """Return the length of the first row, for the others."""
         length = self._arguments.budget.length
-        spent = mean([each.seconds if length == "seconds" else each.num_tokens for each in first.outcomes])
+        values = {"steps": "num_updates", "tokens": "num_tokens", "seconds": "seconds"}
+        spent = mean([getattr(each, values[length]) for each in first.outcomes])
         if spent is None:
             raise FailedError(
                 f"--budget {length}: the first row, {first.row.name}, has no {length} to share "
                 f"({first.failure or 'not counted'}). Give a number: {length}=..."
             )
-        return spent
+        return round(spent) if length == "steps" else spent
 
 
 def _with(words: Sequence[str], *added: str) -> list[str]:

@@ -53,9 +53,17 @@ class Kept(Generic[_Measured]):
         measured: _Measured = self._class(**found[self._field])
         return measured
 
-    def keep(self, name: str, words: Sequence[str], measured: _Measured) -> None:
-        """Store a measurement and write the record."""
+    def keep(self, name: str, words: Sequence[str], measured: _Measured, inputs: Mapping[str, str]) -> None:
+        """Store a measurement and write the record.
+
+        Args:
+            name: Name of the run or trial.
+            words: Command of the run or trial.
+            measured: The measurement.
+            inputs: Hashes of the files that it read, by path.
+        """
         value: Any = measured
+        self._record.values.setdefault("inputs", {}).update(inputs)
         self._record.values[self._kind][name] = {"command": list(words), self._field: asdict(value)}
         self._record.write()
 
@@ -91,6 +99,24 @@ class Record:
         if not isinstance(values, dict) or not all(isinstance(values.get(name), dict) for name in empty):
             raise ValueError(f"{self.path} is no record of a comparison. Move it away, or name another folder")
         return values
+
+    def check_inputs(self, inputs: Mapping[str, str]) -> None:
+        """Refuse files that have changed since a measurement read them.
+
+        Args:
+            inputs: Hashes of the files by path.
+
+        Raises:
+            ValueError: If a hash is another one than in the record.
+        """
+        known = self.values.get("inputs", {})
+        for name, found in inputs.items():
+            if known.get(name, found) != found:
+                raise ValueError(
+                    f"{name} has changed since runs in {self.path} read it. Their figures and those of new runs don't "
+                    "belong in one table. Name another --output_dir, put the old contents back, or delete "
+                    f"{self.folder}"
+                )
 
     def outcomes_of(self, row: str) -> list[Outcome]:
         """Return the outcomes of a row's runs.

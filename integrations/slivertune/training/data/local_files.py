@@ -28,6 +28,8 @@ _SPLIT_OF_WORD = {
     **dict.fromkeys(("test", "testing", "testset", "eval", "evaluation"), "test"),
 }
 _FEW_BYTES = 4096
+_NO_ROWS = "corresponds to no data"
+"""Part of the error of the datasets library for a slice that begins after the last row."""
 
 
 def load_local(
@@ -87,6 +89,9 @@ def load_local(
             options |= {"data_files": patterns, "split": splits, "cache_dir": cache_dir}
             return list(datasets.load_dataset(reader, **options))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        if _NO_ROWS in str(error):
+            slices = " or ".join(repr(split) for split in splits if "[" in split)
+            raise ValueError(f"split {slices} of {path} has no rows. Give a slice within its rows") from error
         raise ValueError(
             f"{path} can't be read as {reader}: {_reason(error)}. Repair the file, or write it again as another format"
         ) from error
@@ -225,6 +230,12 @@ def _header(file: Path, delimiter: str, quoting: Any, column_names: list[str] | 
 
 def _check_splits(path: Path, splits: list[str], there: list[str]) -> None:
     for split in splits:
+        try:
+            datasets.ReadInstruction.from_spec(split)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: split {split!r} is not a slice. Write it as train[:100] or train[:10%]"
+            ) from error
         for part in split.split("+"):
             if part.split("[")[0].strip() not in there:
                 raise ValueError(

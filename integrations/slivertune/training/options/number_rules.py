@@ -70,15 +70,17 @@ def check_number(option: Option, value: Any, typed: str) -> None:
 
 
 def check_text(option: Option, value: Any) -> None:
-    """Refuse an empty text if an option needs a name.
+    """Refuse an empty text if an option needs a name, and arguments of an optimizer that are no pairs.
 
     Args:
         option: Option of `slivertune train`.
         value: Parsed value: a text, or a list of texts.
 
     Raises:
-        ValueError: If a text is empty; names the option and the way out.
+        ValueError: If a text is empty or has no pairs; names the option and the way out.
     """
+    if option.name == "optim_args" and value and any(pair.count("=") != 1 for pair in value.split(",")):
+        raise ValueError(f"--optim_args {value!r} must be pairs with commas between them, such as rank=64,scale=0.5")
     is_empty = "" in value if isinstance(value, list) else value == ""
     if is_empty and option.name not in _MAY_BE_EMPTY:
         raise ValueError(f"--{option.name} '' is empty. Give a value, or leave it out")

@@ -1,9 +1,11 @@
 """`slivertune report`: draws a run's log, at its end or later."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 from slivertune.core.output_place import check_file_place
+from slivertune.core.typed_command import typed_command
 from slivertune.planning.plot import require_matplotlib, save
 from slivertune.training.run_report.figure import run_figure
 from slivertune.training.run_report.run_log import read_run_log
@@ -42,7 +44,7 @@ def run_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def draw_at_the_end(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Draw a run that has just ended. A picture that fails never breaks a run.
+    """Draw a run that has just ended. A picture that fails, or Ctrl-C while it is drawn, never breaks a run.
 
     Args:
         folder: Folder of the run.
@@ -53,6 +55,10 @@ def draw_at_the_end(folder: Path, say: Callable[[str], None]) -> Path | None:
     """
     try:
         return run_report(folder)
+    except KeyboardInterrupt:
+        command = shlex.join(typed_command("report", str(folder)))
+        say(f"note: no {REPORT_NAME}: it was interrupted. Draw it with: {command}")
+        return None
     except Exception as error:
         say(f"note: no {REPORT_NAME}: {' '.join(str(error).split()) or type(error).__name__}")
         return None
