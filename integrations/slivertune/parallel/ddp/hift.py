@@ -2,7 +2,8 @@
 
 DistributedDataParallel fixes which parameters have gradients when it wraps a model, and its buckets are as large as
 the model. Here, hooks average only the active group's gradients (`BucketedAllReduce`), so a rank needs the memory of
-one process and two buckets. Buffers, such as a batch norm's running means, are sent from rank 0 once, at preparation.
+one process and two buckets. Parameters that HiFT does not train, and another optimizer may, are averaged while they
+require a gradient. Running statistics are those of rank 0 after each step, other buffers at preparation.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import ConsistencyCheck
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce, broadcast_from_first
+from slivertune.parallel.ddp.running_statistics import statistics_sync
 from slivertune.parallel.objects import prepare_rest
 
 
@@ -47,12 +49,23 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
         accelerator: Accelerator that marks an update's last micro-batch; None averages after every backward pass.
     """
     heartbeat = Heartbeat("hift")
-    broadcast_from_first(model, hift.trained_weights[0].device)
+    device = hift.trained_weights[0].device
+    broadcast_from_first(model, device)
     hift.use_sidecar("DDP")
-    consistency = ConsistencyCheck(hift, heartbeat, with_weights=True)
+    consistency = ConsistencyCheck(
+        hift,
+        heartbeat,
+        with_weights=True,
+        has_own=lambda: communicator.has_own,
+        after_step=statistics_sync(model, device),
+    )
+    trained = [weight.trained for weight in hift.trained_weights]
+    known = set(trained)
+    # Frozen or not by now: another optimizer may train them. Last in the backward, so that no group waits for them.
+    others = [each for each in model.parameters() if each not in known and each.is_floating_point()]
     communicator = BucketedAllReduce(
         model,
-        [weight.trained for weight in hift.trained_weights],
+        [*others, *trained],
         heartbeat,
         is_due=lambda: not hift.is_detached and (accelerator is None or bool(accelerator.sync_gradients)),
         meet=lambda: consistency.meet(Stage.GRADIENT_SYNC),
