@@ -1,5 +1,6 @@
 """Comparison of ranks that train with HiFT: settings before every step, weights in every cycle."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ class ConsistencyCheck:
     compares the results.
 
     Args:
-        hift: The optimizer that steps on every rank.
+        hift: The optimizer that steps on every rank; its hooks alone keep this alive.
         heartbeat: Heartbeat that records the position.
         with_weights: Whether every rank holds the same whole weights, whose bits are compared, too.
         has_own: Whether there are gradients of this rank that are not averaged yet.
@@ -34,7 +35,7 @@ class ConsistencyCheck:
         has_own: Callable[[], bool] = lambda: False,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self._hift = hift
+        self._hift = weakref.proxy(hift)
         self._heartbeat = heartbeat
         self._with_weights = with_weights
         self._has_own = has_own

@@ -6,6 +6,7 @@ one process and two buckets. Parameters that HiFT does not train, and another op
 require a gradient. Running statistics are those of rank 0 after each step, other buffers at preparation.
 """
 
+import weakref
 from typing import Any
 
 from torch import nn
@@ -59,6 +60,15 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
         has_own=lambda: communicator.has_own,
         after_step=statistics_sync(model, device),
     )
+    # The model's hooks keep neither alive: HiFT comes off the model when the user drops it.
+    held, checked = weakref.ref(hift), weakref.proxy(consistency)
+
+    def is_due() -> bool:
+        own = held()
+        if own is None or own.is_detached:
+            return False
+        return accelerator is None or bool(accelerator.sync_gradients)
+
     trained = [weight.trained for weight in hift.trained_weights]
     known = set(trained)
     # Frozen or not by now: another optimizer may train them. Last in the backward, so that no group waits for them.
@@ -67,10 +77,11 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
         model,
         [*others, *trained],
         heartbeat,
-        is_due=lambda: not hift.is_detached and (accelerator is None or bool(accelerator.sync_gradients)),
-        meet=lambda: consistency.meet(Stage.GRADIENT_SYNC),
+        is_due=is_due,
+        meet=lambda: checked.meet(Stage.GRADIENT_SYNC),
         on_mean=hift.turns.route.wait_for_means(),
     )
     hift.turns.listen_to_backward(communicator.begin_backward)
+    weakref.finalize(hift, communicator.remove).atexit = False
     if accelerator is not None:
-        compare_when_saving(accelerator, consistency.compare)
+        compare_when_saving(accelerator, hift, consistency.compare)

@@ -35,5 +35,5 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     send_statistics = statistics_sync(model, accelerator.device)
     sft.register_step_post_hook(lambda optimizer, args, kwargs: send_statistics())
     prepared = prepare_rest(accelerator, model, placed, sft, objects)
-    compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
+    compare_when_saving(accelerator, sft, communicator.compare_all)
     return prepared
