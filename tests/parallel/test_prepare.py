@@ -7,6 +7,8 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
@@ -29,7 +31,7 @@ from slivertune.parallel.layout import layout_of
 from tests.helpers.models import assert_same_bits, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import quick, run_ranks
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import ZERO, Case, accelerator_of, message_of
+from tests.parallel.contract.runs import ZERO, Case, accelerator_of, message_of, running
 from tests.parallel.contract.sft import SFTCase
 from tests.parallel.reference import ADAMW, batch_of, on_ranks
 
@@ -344,6 +346,26 @@ def train_again(rank: int, num_ranks: int) -> dict[str, Any]:
 def test_a_training_that_was_dropped_neither_stops_the_next_nor_is_compared() -> None:
     first, second = run_ranks(train_again, 2)
     assert differing(first["weights"], second["weights"]) == first["hooks"] == []
+
+
+def prepare_twice(rank: int, num_ranks: int, method: str, layout: Layout, is_bare: bool) -> tuple[str, int]:
+    """What the second call says, and the updates that the objects of the first make then."""
+    with running(replace(METHODS[method], bare=is_bare), layout, rank) as run:
+        prepare = partial(slivertune.prepare, run.accelerator, run.plain, run.sliver)
+        config = run.case.engine_config(2) if is_bare else None
+        initialize = partial(slivertune.initialize, model=run.plain, optimizer=run.sliver, config=config)
+        said = message_of(initialize if is_bare else prepare)
+        run.train(0, 2)
+        return said, run.sliver.updates
+
+
+@pytest.mark.parametrize(("layout", "is_bare"), [("fsdp2", False), ("zero2", False), ("zero2", True)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_preparation_is_refused_and_the_first_remains(method: str, layout: Layout, is_bare: bool) -> None:
+    for said, updates in run_ranks(prepare_twice, 2, method, layout, is_bare):
+        assert said.startswith(f"RuntimeError: the {method} and its model are prepared for {layout} already")
+        assert "Train with the objects that the first call returned" in said
+        assert updates == 2
 
 
 def test_one_process_needs_no_preparation() -> None:
