@@ -1,9 +1,14 @@
 """`slivertune.prepare`: layouts, their adapters, what they refuse; and a method on ranks that nothing has prepared."""
 
+import gc
 import inspect
+import itertools
 import re
 import sys
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
@@ -23,10 +28,10 @@ from slivertune.core.sliver import Sliver
 from slivertune.parallel import adapters
 from slivertune.parallel.adapters import EngineAdapter, LayoutAdapter, adapter_of, engine_adapter_of, register_adapters
 from slivertune.parallel.layout import layout_of
-from tests.helpers.models import assert_same_bits, tiny_llama, token_batches
-from tests.helpers.ranks import run_ranks
+from tests.helpers.models import assert_same_bits, differing, tiny_llama, token_batches, weights
+from tests.helpers.ranks import quick, run_ranks
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import ZERO, Case, message_of
+from tests.parallel.contract.runs import ZERO, Case, accelerator_of, message_of, running
 from tests.parallel.contract.sft import SFTCase
 from tests.parallel.reference import ADAMW, batch_of, on_ranks
 
@@ -284,6 +289,83 @@ def test_a_step_on_ranks_that_were_not_prepared_names_what_to_call(method: str, 
         assert message.startswith(f"RuntimeError: {UNPREPARED[method]}")
         assert all(f"slivertune.{name}" in message for name in ("prepare", "initialize", "attach")), message
         assert updates == 0
+
+
+def trained_and_dropped(rank: int, num_ranks: int, method: str, layout: Layout) -> list[bool]:
+    """Whether the model and the optimizer are gone after a training, for each of two trainings."""
+    case = METHODS[method]
+    found = []
+
+    def train(accelerator: Any) -> list[Callable[[], object]]:
+        model = case.build_model()
+        optimizer = case.build_optimizer(model)
+        gone: list[Callable[[], object]] = [weakref.ref(model), weakref.ref(optimizer)]
+        prepared, wrapped = slivertune.prepare(accelerator, model, optimizer)
+        accelerator.backward(case.loss(prepared, case.batch(0, 0, rank)))
+        wrapped.step()
+        accelerator.free_memory()
+        return gone
+
+    with accelerator_of(layout, case) as accelerator:
+        for _ in range(2):
+            gone = train(accelerator)
+            gc.collect()
+            found += [each() is None for each in gone]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    quick(
+        itertools.product(METHODS, ("ddp", "fsdp2", "zero1", "zero2")),
+        [("HiFT", "ddp"), ("HiFT", "fsdp2"), ("SFT", "ddp"), ("SFT", "fsdp2"), ("SFT", "zero2")],
+    ),
+)
+def test_an_accelerator_that_has_freed_its_memory_keeps_no_training(method: str, layout: Layout) -> None:
+    assert run_ranks(trained_and_dropped, 2, method, layout) == [[True] * 4] * 2
+
+
+def train_again(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Two trainings of one model, each forgotten when it ends; then the ranks go on with it by themselves."""
+    model = tiny_llama()
+    with on_ranks() as accelerator:
+        for _ in range(2):
+            optimizer = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(), **ADAMW)
+            prepared, wrapped = slivertune.prepare(accelerator, model, optimizer)
+            accelerator.backward(prepared(**batch_of(0, 0, rank)).loss)
+            wrapped.step()
+            accelerator.free_memory()
+            del optimizer, prepared, wrapped
+            gc.collect()
+        trained = weights(model)
+        model.lm_head.weight.data += rank
+        accelerator.end_training()
+    return {"weights": trained, "hooks": [*model._forward_hooks.values(), *model._forward_pre_hooks.values()]}
+
+
+def test_a_training_that_was_dropped_neither_stops_the_next_nor_is_compared() -> None:
+    first, second = run_ranks(train_again, 2)
+    assert differing(first["weights"], second["weights"]) == first["hooks"] == []
+
+
+def prepare_twice(rank: int, num_ranks: int, method: str, layout: Layout, is_bare: bool) -> tuple[str, int]:
+    """What the second call says, and the updates that the objects of the first make then."""
+    with running(replace(METHODS[method], bare=is_bare), layout, rank) as run:
+        prepare = partial(slivertune.prepare, run.accelerator, run.plain, run.sliver)
+        config = run.case.engine_config(2) if is_bare else None
+        initialize = partial(slivertune.initialize, model=run.plain, optimizer=run.sliver, config=config)
+        said = message_of(initialize if is_bare else prepare)
+        run.train(0, 2)
+        return said, run.sliver.updates
+
+
+@pytest.mark.parametrize(("layout", "is_bare"), [("fsdp2", False), ("zero2", False), ("zero2", True)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_preparation_is_refused_and_the_first_remains(method: str, layout: Layout, is_bare: bool) -> None:
+    for said, updates in run_ranks(prepare_twice, 2, method, layout, is_bare):
+        assert said.startswith(f"RuntimeError: the {method} and its model are prepared for {layout} already")
+        assert "Train with the objects that the first call returned" in said
+        assert updates == 2
 
 
 def test_one_process_needs_no_preparation() -> None:

@@ -181,12 +181,14 @@ class SteppedGradients(DeviceGradients):
             self._begin_and_step(weight)
 
     def on_mean(self, parameter: nn.Parameter) -> None:
-        """Step a weight whose gradient is the mean over all ranks.
+        """Step a weight whose gradient is the mean over all ranks. Parameters that HiFT does not train are left alone.
 
         Raises:
             RuntimeError: As `on_gradient`.
         """
-        weight = self._weight_of[id(parameter)]
+        weight = self._weight_of.get(id(parameter))
+        if weight is None:
+            return
         if self._broken is not None or weight.name in self._stepped:
             self._refuse_second(weight)
         self._begin_and_step(weight)

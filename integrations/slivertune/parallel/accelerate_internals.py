@@ -25,6 +25,11 @@ def prepared_optimizers(accelerator: Any) -> list[Any]:
     return cast(list[Any], accelerator._optimizers)
 
 
+def has_prepared(accelerator: Any, optimizer: Sliver) -> bool:
+    """Return whether an Accelerator has prepared an optimizer, and has not released it since."""
+    return any(getattr(each, "optimizer", each) is optimizer for each in prepared_optimizers(accelerator))
+
+
 def mark_prepared(*objects: Any) -> None:
     """Mark objects as prepared, so that accelerate leaves them unchanged."""
     for each in objects:

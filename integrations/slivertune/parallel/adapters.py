@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from typing import Any, Protocol, cast
+from weakref import WeakSet
 
 from torch import nn
 
@@ -14,6 +15,10 @@ _adapters: dict[tuple[str, str], str] = {
     for method in ("hift", "sft")
     for folder in ("ddp", "fsdp2", "zero")
 }
+
+
+_prepared: WeakSet[Sliver] = WeakSet()
+"""Optimizers of models that their layout has sharded or put into an engine."""
 
 
 class LayoutAdapter(Protocol):
@@ -104,8 +109,13 @@ def check_before(optimizer: Sliver, model: nn.Module, layout: Layout) -> None:
 
     Raises:
         ValueError: If the optimizer was built over another model, or the layout does not support it; says what to use.
-        RuntimeError: If the optimizer has already stepped.
+        RuntimeError: If the optimizer was prepared before or has already stepped.
     """
+    if optimizer in _prepared:
+        raise RuntimeError(
+            f"the {type(optimizer).__name__} and its model are prepared for {layout} already, and can be prepared only "
+            "once. Train with the objects that the first call returned"
+        )
     if optimizer.updates:
         raise RuntimeError(
             f"the {type(optimizer).__name__} has already made {optimizer.updates} updates. Prepare it before its first "
@@ -114,3 +124,9 @@ def check_before(optimizer: Sliver, model: nn.Module, layout: Layout) -> None:
     optimizer.check_built_over(model)
     if (clash := optimizer.unsupported(layout)) is not None:
         raise ValueError(clash)
+
+
+def note_prepared(optimizer: Sliver, layout: Layout) -> None:
+    """Let `check_before` refuse an optimizer from now on, unless its layout leaves the model as it is (DDP)."""
+    if layout != "ddp":
+        _prepared.add(optimizer)

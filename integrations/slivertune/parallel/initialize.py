@@ -10,7 +10,7 @@ from torch import nn
 
 from slivertune.core.missing_library import missing_library
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.adapters import check_before, engine_adapter_of
+from slivertune.parallel.adapters import check_before, engine_adapter_of, note_prepared
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.layout import LAYOUT_OF_STAGE
 from slivertune.parallel.zero.unsupported import check_stage
@@ -69,7 +69,7 @@ def initialize(
     Raises:
         ImportError: If DeepSpeed is not installed.
         ValueError: If model or config is missing, the ranks disagree, or the config does not support the method.
-        RuntimeError: If the optimizer has already stepped.
+        RuntimeError: If the optimizer is in an engine already, or has stepped.
 
     Example:
         >>> engine, optimizer, loader, _ = slivertune.initialize(model=model, optimizer=optimizer, config=config)
@@ -114,7 +114,9 @@ def initialize(
     arguments["lr_scheduler"] = lr_scheduler
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     check_agreement(optimizer.facts())
-    return adapter.initialize(optimizer, settings, arguments)
+    prepared = adapter.initialize(optimizer, settings, arguments)
+    note_prepared(optimizer, layout)
+    return prepared
 
 
 def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dict[str, Any]:

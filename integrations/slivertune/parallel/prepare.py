@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from slivertune.core.sliver import CheckpointedSliver, Sliver
-from slivertune.parallel.adapters import adapter_of, check_before
+from slivertune.parallel.adapters import adapter_of, check_before, note_prepared
 from slivertune.parallel.checkpoint.manifests import seal_states
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.heartbeat import check_agreement
@@ -30,7 +30,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     Raises:
         ValueError: If there are several models, an optimizer without its model, settings that differ between ranks,
             or a layout that does not support the method; says what to use.
-        RuntimeError: If the optimizer has already stepped.
+        RuntimeError: If the optimizer has already stepped, or was sharded or put into an engine by an earlier call.
 
     Example:
         >>> model, optimizer, loader, scheduler = slivertune.prepare(accelerator, model, optimizer, loader, scheduler)
@@ -58,4 +58,6 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         refuse_parked(models[0], f"prepare the model for {layout}")
     check_agreement(optimizer.facts())
     seal_states(accelerator)
-    return adapter.prepare(accelerator, models[0], optimizer, objects)
+    prepared = adapter.prepare(accelerator, models[0], optimizer, objects)
+    note_prepared(optimizer, layout)
+    return prepared

@@ -1,7 +1,11 @@
-"""HiFT under DDP with a GradScaler, gradients on the host, and steps in the backward: only this layout has them."""
+"""HiFT under DDP with a GradScaler, gradients on the host, and steps in the backward: only this layout has them.
 
-from collections.abc import Iterator
+Also another optimizer beside it, and running statistics, as under DistributedDataParallel.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,13 +14,15 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
-from slivertune import HiFT, HiFTConfig
+import slivertune
+from slivertune import SFT, HiFT, HiFTConfig, SFTConfig
 from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.hift import tiled_steps
 from slivertune.hift.rotation import Rotation
 from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.ddp.hift import share_hift
+from tests.helpers.accelerator import one_device
 from tests.helpers.models import LAYERS, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import naive_groups
@@ -221,3 +227,91 @@ def test_after_a_failure_under_ddp_the_next_update_is_whole_or_refused() -> None
     for each in run_ranks(after_failures, 2):
         assert differing(each["begin"], each["whole"]) == []
         assert "weights of its group were stepped" in each["mean"]
+
+
+def beside_another(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Two cycles, and SGD trains the head, which was frozen when HiFT was built; by the place of the gradients."""
+    return {gradients: head_by_sgd([rank], share_hift, gradients) for gradients in ("device", "stepped", "host")}
+
+
+def head_by_sgd(
+    ranks: Sequence[int], share: Callable[[Any, HiFT], object], gradients: Any = "device"
+) -> dict[str, torch.Tensor]:
+    """The weights after updates by the mean over the batches of these ranks."""
+    model: Any = tiny_llama()
+    model.lm_head.requires_grad_(False)
+    with pytest.warns(UserWarning, match="HiFT keeps them frozen"):
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig.paper(gradients=gradients), **ADAMW)
+    share(model, hift)
+    model.lm_head.requires_grad_(True)
+    other = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="or train it by another optimizer"):
+        model(**batch_of(0, 0, 0))
+    for update in range(2 * hift.num_groups):
+        for rank in ranks:
+            (model(**batch_of(update, 0, rank)).loss / len(ranks)).backward()
+        for each in (hift, other):
+            each.step()
+            each.zero_grad()
+    return weights(model)
+
+
+def test_weights_that_another_optimizer_trains_get_the_mean_gradient_too() -> None:
+    expected = head_by_sgd([0, 1], lambda model, hift: None)
+    assert "lm_head.weight" in differing(expected, weights(tiny_llama()))
+    for found in run_ranks(beside_another, 2):
+        # Halves are exact, and the sum of two has one order.
+        assert [differing(found[gradients], expected) for gradients in ("device", "stepped", "host")] == [[]] * 3
+
+
+class Normalized(torch.nn.Module):
+    """A linear layer and a batch norm, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.BatchNorm1d(5)) for _ in range(2)]
+        self.layers = torch.nn.ModuleList(blocks)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows.square().mean()
+
+
+def with_statistics(rank: int, num_ranks: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The buffers after updates by HiFT, by SFT, and under DistributedDataParallel after the next forward's send."""
+    found = {}
+    for method in ("hift", "sft", "dense"):
+        model = Normalized()
+        with one_device(gradient_accumulation_steps=2) as accelerator:
+            prepared: Any
+            if method == "dense":
+                prepared = torch.nn.parallel.DistributedDataParallel(model)
+                optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+            else:
+                hift = partial(HiFT, model, torch.optim.SGD, config=HiFTConfig.paper(layers_per_group="all"), lr=0.0)
+                sft = partial(SFT, model, config=SFTConfig(density=0.5, targets=["layers.1.0"]), lr=0.0, total_steps=10)
+                prepared, optimizer = slivertune.prepare(accelerator, model, hift() if method == "hift" else sft())
+            for index in range(6):
+                accelerator.gradient_state._set_sync_gradients(index % 2 == 1)
+                rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * index + rank)) + rank
+                with prepared.no_sync() if method == "dense" and index % 2 == 0 else nullcontext():
+                    prepared(rows).backward()
+                if index % 2 == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if method == "dense":
+                prepared._sync_buffers()
+            found[method] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return found
+
+
+def test_running_statistics_are_those_of_rank_0_after_each_step_as_under_distributed_data_parallel() -> None:
+    results = run_ranks(with_statistics, 2)
+    dense = results[0]["dense"]
+    assert len(dense) == 6 and dense["layers.0.1.num_batches_tracked"] == 6
+    for found in results:
+        assert (
+            differing(found["dense"], dense) == differing(found["hift"], dense) == differing(found["sft"], dense) == []
+        )

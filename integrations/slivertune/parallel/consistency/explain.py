@@ -1,10 +1,13 @@
 """Overrides of an engine's methods, so that a failed collective inside them names the missing rank."""
 
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from slivertune.core.layout import world_size
+from slivertune.core.sliver import Sliver
+from slivertune.parallel.accelerate_internals import has_prepared
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard
 
 _COMPARE = "_slivertune_compare"
@@ -83,17 +86,23 @@ def call_before(owner: Any, method: str, first: Callable[[], None]) -> None:
     setattr(owner, method, call_both)
 
 
-def compare_when_saving(accelerator: Any, compare: Callable[[], None]) -> None:
+def compare_when_saving(accelerator: Any, optimizer: Sliver, compare: Callable[[], None]) -> None:
     """Compare the ranks before their work is saved: before `save_state` writes, and in `end_training`.
+
+    The ranks are not compared any more once the accelerator has released the optimizer (`free_memory`).
 
     Args:
         accelerator: `accelerate.Accelerator`; `end_training` is overridden on this instance.
-        compare: Raises on every rank if the ranks have diverged. A collective.
+        optimizer: Optimizer of the training. The accelerator's hooks don't keep it alive.
+        compare: Method of an object that the optimizer keeps alive. Raises on every rank if the ranks have diverged. A
+            collective.
     """
+    held, method = weakref.ref(optimizer), weakref.WeakMethod(compare)
 
     def compare_ranks() -> None:
-        if world_size() > 1:
-            compare()
+        kept, call = held(), method()
+        if world_size() > 1 and kept is not None and call is not None and has_prepared(accelerator, kept):
+            call()
 
     accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: compare_ranks())
     call_before(accelerator, "end_training", compare_ranks)

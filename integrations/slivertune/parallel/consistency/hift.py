@@ -1,5 +1,6 @@
 """Comparison of ranks that train with HiFT: settings before every step, weights in every cycle."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,10 @@ class ConsistencyCheck:
     compares the results.
 
     Args:
-        hift: The optimizer that steps on every rank.
+        hift: The optimizer that steps on every rank; its hooks alone keep this alive.
         heartbeat: Heartbeat that records the position.
         with_weights: Whether every rank holds the same whole weights, whose bits are compared, too.
+        has_own: Whether there are gradients of this rank that are not averaged yet.
         after_step: Function called after each step.
     """
 
@@ -30,11 +32,13 @@ class ConsistencyCheck:
         heartbeat: Heartbeat,
         *,
         with_weights: bool,
+        has_own: Callable[[], bool] = lambda: False,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self._hift = hift
+        self._hift = weakref.proxy(hift)
         self._heartbeat = heartbeat
         self._with_weights = with_weights
+        self._has_own = has_own
         self._after_step = after_step
         self._steps = hift.rotation.steps
         self._group = hift.active_group
@@ -63,8 +67,8 @@ class ConsistencyCheck:
         """
         fingerprint = self._fingerprint()
         if self._with_weights:
-            for weight in self._hift.trained_weights:
-                fingerprint[f"the sum of the bits of {weight.name}"] = int(self._sum_of_exact_bits(weight.trained))
+            for name, parameter in self._hift.turns.hooks.model.named_parameters():
+                fingerprint[f"the sum of the bits of {name}"] = int(self._sum_of_exact_bits(parameter))
         self._heartbeat.compare(fingerprint, header_of(self._hift, Stage.SAVING))
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -73,6 +77,12 @@ class ConsistencyCheck:
         if all(closure is None for closure in (*args[1:], kwargs.get("closure"))):
             is_reached = self._hift.has_gradient()
         self._heartbeat.meet(header_of(self._hift, Stage.STEPPING, is_reached), applied_settings(self._hift))
+        if is_reached and self._has_own():
+            raise RuntimeError(
+                "the gradients are those of this rank alone, as no backward ended while the Accelerator was to "
+                "synchronise gradients. Step the optimizer that slivertune.prepare returned, or only if "
+                "accelerator.sync_gradients is true, and drop the gradients of a backward that raised with zero_grad()"
+            )
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -93,6 +93,8 @@ class BucketedAllReduce:
         self._meet = meet
         self._on_mean = on_mean
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self.has_own = False
+        """Whether gradients have arrived since the last averaging."""
         self._handles: list[RemovableHandle] = [model.register_forward_hook(self._mark_outputs)]
         for parameter in self._parameters:
             # A hook survives freezing and unfreezing, but can only be registered on a tensor that requires a gradient.
@@ -130,6 +132,7 @@ class BucketedAllReduce:
     def _arrived(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         self.begin_backward()
+        self.has_own = True
         if not self._is_running:
             return
         for bucket in self._of_parameter.get(parameter, ()):
@@ -167,7 +170,7 @@ class BucketedAllReduce:
             if bucket.is_stale:
                 self._start(bucket)
         self._settle_all()
-        self._is_running = False
+        self._is_running = self.has_own = False
 
     def _settle_all(self) -> None:
         while self._under_way:

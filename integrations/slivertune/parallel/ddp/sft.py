@@ -6,6 +6,7 @@ from torch import nn
 
 from slivertune.parallel.consistency.explain import compare_when_saving
 from slivertune.parallel.ddp.gradient_sync import broadcast_from_first
+from slivertune.parallel.ddp.running_statistics import statistics_sync
 from slivertune.parallel.objects import prepare_rest
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.sft import SFT
@@ -31,6 +32,8 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         placed = accelerator.prepare_model(model, evaluation_mode=True)
         broadcast_from_first(model, accelerator.device)
     communicator.keep_together(sft)
+    send_statistics = statistics_sync(model, accelerator.device)
+    sft.register_step_post_hook(lambda optimizer, args, kwargs: send_statistics())
     prepared = prepare_rest(accelerator, model, placed, sft, objects)
-    compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
+    compare_when_saving(accelerator, sft, communicator.compare_all)
     return prepared

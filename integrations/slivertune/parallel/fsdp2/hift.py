@@ -9,6 +9,7 @@ Memory per rank: b P / N bytes of weights (b bytes per parameter, P parameters, 
 divided by N, two chunks of state, and the layers that FSDP2 gathers to compute.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -66,19 +67,23 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     hift.rebind_parameters(sharded, shards_of(sharded, hift))
     consistency = ConsistencyCheck(hift, Heartbeat("hift"), with_weights=False, after_step=lambda: reshard(sharded))
 
+    # The model's hooks don't keep them alive: HiFT comes off the model when the user drops it.
+    held, checked = weakref.ref(hift), weakref.proxy(consistency)
+
     def meet() -> None:
-        if not hift.is_detached:
+        own = held()
+        if own is not None and not own.is_detached:
             try:
-                hift.turns.hooks.check()
+                own.turns.hooks.check()
             except RuntimeError:
                 # A forward without a backward, as in evaluation, has left gathered weights in place of the shards.
                 reshard(sharded)
-                hift.turns.hooks.check()
-            consistency.meet(Stage.FORWARD)
+                own.turns.hooks.check()
+            checked.meet(Stage.FORWARD)
 
     name_who_is_missing(accelerator, sharded, meet)
     explain_saving(accelerator)
-    compare_when_saving(accelerator, consistency.compare)
+    compare_when_saving(accelerator, hift, consistency.compare)
     keep_sidecar(accelerator, hift)
     return prepared
 

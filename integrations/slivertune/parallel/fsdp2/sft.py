@@ -48,7 +48,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         prepared_optimizers(accelerator).remove(placeholder)
     communicator.keep_together(sft)
     name_who_is_missing(accelerator, prepared, lambda: communicator.meet(Stage.FORWARD))
-    compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
+    compare_when_saving(accelerator, sft, communicator.compare_all)
     sft.use_sidecar()
     return prepare_rest(accelerator, model, prepared, sft, objects)
 

@@ -40,6 +40,7 @@ class RankCommunicator(Communicator):
         self._heartbeat = Heartbeat("sft")
         self._heartbeat.enter(0, "before its first update")
         self._updates = 0
+        self._sft: SFT | None = None
 
     @property
     def is_first(self) -> bool:
@@ -63,6 +64,7 @@ class RankCommunicator(Communicator):
         Args:
             sft: SFT that uses this communicator.
         """
+        self._sft = sft
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._updates = sft.updates  # a checkpoint may have been loaded
@@ -71,15 +73,14 @@ class RankCommunicator(Communicator):
 
         sft.register_step_pre_hook(before)
 
-    def compare_all(self, sft: SFT) -> None:
-        """Compare positions and deltas at any point of the phases. A collective.
-
-        Args:
-            sft: SFT that uses this communicator.
+    def compare_all(self) -> None:
+        """Compare positions and deltas at any point of the phases, after `keep_together`. A collective.
 
         Raises:
             RuntimeError: On every rank, if the ranks have diverged.
         """
+        sft = self._sft
+        assert sft is not None
         deltas = {name: delta.values for name, delta in sft.deltas().items()}
         self._heartbeat.compare(
             {

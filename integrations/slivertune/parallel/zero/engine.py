@@ -210,6 +210,7 @@ class EngineStep:
         self._optimizer = optimizer
         self._engine = engine
         self.dp_process_group = engine.seq_data_parallel_group
+        self._of_placeholder = engine.optimizer
         self.parameter_offload = getattr(engine.optimizer, "parameter_offload", None)
         """Object that gathers and releases the weights under stage 3. DeepSpeed and others look for it here."""
         self._global_grad_norm: float | None = None
@@ -245,9 +246,8 @@ class EngineStep:
             self.parameter_offload.empty_partition_cache()
 
     def destroy(self) -> None:
-        """Remove ZeRO-3's hooks from the model, for `engine.destroy`."""
-        if self.parameter_offload is not None:
-            self.parameter_offload.destroy()
+        """Remove the hooks of ZeRO's own optimizer, and ZeRO-3's from the model, for `engine.destroy`."""
+        self._of_placeholder.destroy()  # its hook on the placeholder's gradient would keep the engine alive
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state. Every rank's file of the engine's checkpoint stores it."""

@@ -89,7 +89,7 @@ def _built_over_placeholder(sft: SFT, config: dict[str, Any]) -> Iterator[tuple[
     ):
         yield placeholder, made
     communicator.keep_together(sft)
-    call_before(made[0], "save_checkpoint", lambda: communicator.compare_all(sft))
+    call_before(made[0], "save_checkpoint", communicator.compare_all)
 
 
 class _Partition(ShardedPretrainedValues):
