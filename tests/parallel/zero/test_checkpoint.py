@@ -72,6 +72,17 @@ def save_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tens
         return whole_weights(run.model)
 
 
+def weights_without_frozen(rank: int, num_ranks: int, layout: Layout, folder: Path) -> list[str]:
+    """Names in a file of the weights in the second group's turn, without frozen ones."""
+    with running(WITH_FROZEN, layout, rank) as run:
+        run.train(0, 2).model.save_16bit_model(str(folder), "weights.bin", exclude_frozen_parameters=True)
+        assert [name for name, each in run.plain.named_parameters() if each.requires_grad] == [
+            weight.name for weight in run.sliver.weights_of(1)
+        ]
+        dist.barrier()
+        return sorted(torch.load(folder / "weights.bin"))
+
+
 def load_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tensor]:
     with running(replace(WITH_FROZEN, value=-1.0), "zero3", rank) as run:
         load(run, folder)
@@ -224,6 +235,12 @@ def test_weights_that_are_not_trained_are_put_together_too(num_ranks: int, tmp_p
     assert bool((wanted[FROZEN] == 0.25).all())
     for found in run_ranks(load_frozen, num_ranks, tmp_path):
         assert differing(found, wanted) == []
+
+
+@pytest.mark.parametrize("layout", quick(ZERO, ["zero3"]))
+def test_weights_without_frozen_ones_have_all_groups(layout: Layout, tmp_path: Path) -> None:
+    trained = sorted(name for name, each in WITH_FROZEN.build_model().named_parameters() if each.requires_grad)
+    assert run_ranks(weights_without_frozen, 2, layout, tmp_path) == [trained, trained]
 
 
 @pytest.mark.parametrize("way", WAYS)

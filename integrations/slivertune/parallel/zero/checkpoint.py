@@ -6,7 +6,7 @@ that share, so that any number of ranks can assemble its own shares.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,13 @@ from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparam
 from slivertune.hift.checkpoint import check_identity
 from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import check_agreement
-from slivertune.parallel.zero.deepspeed_internals import fill_frozen, follow_master, load_first, masters_listed
+from slivertune.parallel.zero.deepspeed_internals import (
+    fill_frozen,
+    follow_master,
+    load_first,
+    masters_listed,
+    never_exclude,
+)
 from slivertune.parallel.zero.rank_file import VERSION, check_fits, file_name, read_rank_file, saved_ranks
 from slivertune.parallel.zero.schedule import GroupSchedule
 from slivertune.parallel.zero.shares import SavedShares, ShareFragment, identity, pieces_of
@@ -36,9 +42,11 @@ class Checkpoints:
         engine = schedule.engine
         self._engine_save, self._engine_load = engine.save_checkpoint, engine.load_checkpoint
         engine.save_checkpoint, engine.load_checkpoint = self._save, self._load
+        # Inactive groups are frozen, but must not be left out.
+        never_exclude(engine, lambda: [weight.trained for weight in schedule.optimizer.trained_weights])
         call_before(engine, "destroy", schedule.destroy)
 
-    def _save(self, save_dir: str, tag: str, *, exclude_frozen_parameters: bool, **options: Any) -> Any:
+    def _save(self, save_dir: str, tag: str, **options: Any) -> Any:
         """Save as DeepSpeed does, with all arguments that `seal_engine` passes. A collective."""
         schedule = self._schedule
         schedule.follow_counters()
@@ -55,9 +63,7 @@ class Checkpoints:
         # Before DeepSpeed's own save, which ends by pointing "latest" to the folder.
         with atomic_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as temporary:
             torch.save(self._export(), temporary)
-        # Inactive groups are frozen, but must not be left out.
-        with schedule.all_trainable() if exclude_frozen_parameters else nullcontext():
-            return self._engine_save(save_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters, **options)
+        return self._engine_save(save_dir, tag, **options)
 
     def _load(
         self,

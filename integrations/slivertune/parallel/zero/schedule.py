@@ -8,8 +8,7 @@ import itertools
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,16 +197,6 @@ class GroupSchedule:
         elif group == self.active:
             self.movers[group].claim_device()
         self._share_scaler()
-
-    @contextmanager
-    def all_trainable(self) -> Iterator[None]:
-        """Mark all parameters that HiFT trains as trainable in the block."""
-        for weight in self.optimizer.trained_weights:
-            weight.trained.requires_grad_(True)
-        try:
-            yield
-        finally:
-            self._hooks.activate(self.optimizer.weights_of(self.active), self._note_gradient)
 
     def destroy(self) -> None:
         """Remove the inactive groups' hooks from the model. The engine itself destroys the active group's optimizer."""
