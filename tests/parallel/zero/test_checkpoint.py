@@ -68,7 +68,9 @@ def save_by(rank: int, num_ranks: int, layout: Layout, way: str, folder: Path) -
 
 def save_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tensor]:
     with running(WITH_FROZEN, "zero3", rank) as run:
-        save(run.train(0, 2), folder)
+        run.train(0, 2).sliver.detach()  # as at the end of the Trainer's training
+        save(run, folder)
+        assert [name for name, each in run.plain.named_parameters() if not each.requires_grad] == [FROZEN]
         return whole_weights(run.model)
 
 

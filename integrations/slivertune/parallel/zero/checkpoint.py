@@ -41,7 +41,8 @@ class Checkpoints:
         self._schedule = schedule
         engine = schedule.engine
         self._engine_save, self._engine_load = engine.save_checkpoint, engine.load_checkpoint
-        engine.save_checkpoint, engine.load_checkpoint = self._save, self._load
+        engine.save_checkpoint = schedule.attached()(self._save)
+        engine.load_checkpoint = schedule.attached()(self._load)
         # Inactive groups are frozen, but must not be left out.
         never_exclude(engine, lambda: [weight.trained for weight in schedule.optimizer.trained_weights])
         call_before(engine, "destroy", schedule.destroy)

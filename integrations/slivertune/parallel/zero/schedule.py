@@ -8,7 +8,8 @@ import itertools
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from slivertune.hift.device_budget import share_out
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.prefetch import PrefetchBudget
 from slivertune.hift.rotation import LearningRate, scheduled_lr
-from slivertune.parallel.consistency.explain import explain
+from slivertune.parallel.consistency.explain import call_before, explain
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import applied_settings, header_of
@@ -131,6 +132,7 @@ class GroupSchedule:
         self.settle()
         self._engine_step = engine.step
         engine.step = self._step
+        call_before(engine, "backward", self._check_attached)
         explain(engine, "backward", lambda: f"in the backward of group {self.active}", self._heartbeat)
         if self.stage == 3:
             explain(engine, "forward", lambda: f"gathering the weights for group {self.active}", self._heartbeat)
@@ -198,13 +200,37 @@ class GroupSchedule:
             self.movers[group].claim_device()
         self._share_scaler()
 
-    def destroy(self) -> None:
-        """Remove the inactive groups' hooks from the model. The engine itself destroys the active group's optimizer."""
+    def attach(self) -> None:
+        """Freeze all groups but the active one, and hook the model, after `detach`."""
+        self._hooks.attach()
+        self._hooks.activate(self.optimizer.weights_of(self.active), self._note_gradient)
+
+    def detach(self) -> None:
+        """Unfreeze all groups, and remove HiFT's hooks from the model. The engine keeps its own until `destroy`."""
         self.settle()
+        self._hooks.release()
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Freeze inactive groups in the block, even after `detach`: DeepSpeed saves and loads frozen weights apart."""
+        is_detached = self.optimizer.is_detached
+        if is_detached:
+            self.attach()
+        try:
+            yield
+        finally:
+            if is_detached:
+                self.detach()
+
+    def destroy(self) -> None:
+        """Detach HiFT, and remove the inactive groups' hooks from the model.
+
+        The engine itself destroys the active group's optimizer.
+        """
+        self.optimizer.follow_engine(None)
         for group, child in self.children.items():
             if group != self.active:
                 child.destroy()
-        self._hooks.release()
 
     def _build(self, group: int, first: Any) -> None:
         self._hooks.activate(self.optimizer.weights_of(group), lambda _: None)
@@ -343,7 +369,15 @@ class GroupSchedule:
             "now: the forward has recorded no graph for it. Make each forward after the step of the update before"
         )
 
+    def _check_attached(self) -> None:
+        if self.optimizer.is_detached:
+            raise RuntimeError(
+                "the engine was to train after detach(), which ended HiFT. Call reattach() of the HiFT to go on, or "
+                "engine.destroy() before another optimizer trains the model"
+            )
+
     def _step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_attached()
         if self.active != self.optimizer.active_group:
             raise RuntimeError(
                 f"group {self.optimizer.active_group} is to step, and HiFT has seen no forward since the turn of "
