@@ -85,6 +85,17 @@ def weights_without_frozen(rank: int, num_ranks: int, layout: Layout, folder: Pa
         return sorted(torch.load(folder / "weights.bin"))
 
 
+def load_weights_alone(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[str, Any]:
+    """Weights and counters after a load in another turn than the saved one, and after a cycle from there."""
+    with running(BARE, layout, rank, seed=7) as run:
+        run.model.load_checkpoint(str(folder / layout / "engine"), load_module_only=True)
+        loaded, updates = whole_weights(run.model), run.sliver.updates
+        masters = BARE.result(run)["masters"]
+        run.train(0, CYCLE)
+        changed = differing(whole_weights(run.model), loaded)
+        return {"weights": loaded, "masters": masters, "updates": (updates, run.sliver.updates), "changed": changed}
+
+
 def load_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tensor]:
     with running(replace(WITH_FROZEN, value=-1.0), "zero3", rank) as run:
         load(run, folder)
@@ -237,6 +248,17 @@ def test_weights_that_are_not_trained_are_put_together_too(num_ranks: int, tmp_p
     assert bool((wanted[FROZEN] == 0.25).all())
     for found in run_ranks(load_frozen, num_ranks, tmp_path):
         assert differing(found, wanted) == []
+
+
+def test_weights_are_loaded_alone_in_any_turn(saved: Saved, folder: Path) -> None:
+    layout, _, ranks = saved
+    wanted = ranks["engine"][0]["weights"]
+    for found in run_ranks(load_weights_alone, 2, layout, folder):
+        assert found["updates"] == (0, CYCLE)
+        assert differing(found["weights"], wanted) == []
+        rounded = {name: whole.to(torch.bfloat16) for name, (_, whole) in found["masters"].items()}
+        assert differing(rounded, wanted) == []
+        assert sorted(found["changed"]) == sorted(wanted)
 
 
 @pytest.mark.parametrize("layout", quick(ZERO, ["zero3"]))

@@ -90,21 +90,16 @@ class Checkpoints:
         if tag is None:
             return self._engine_load(load_dir, tag, **rest)
         folder = Path(load_dir) / tag
-        saved = None if load_module_only else self._read(folder)
-        if saved is not None:
-            schedule.restore(saved)
-            load_hyperparameters(schedule.optimizer.param_groups, saved["param_groups"])
-            num_saved = saved_ranks(folder)
-            if num_saved is not None and num_saved != dist.get_world_size():
-                return self._load_from_others(folder, num_saved, load_optimizer_states, rest)
-        loaded = self._engine_load(
-            load_dir,
-            tag,
-            load_optimizer_states=load_optimizer_states,
-            load_module_only=load_module_only,
-            **rest,
-        )
-        if saved is None or not load_optimizer_states:
+        if load_module_only:
+            return self._load_weights(folder, rest)
+        saved = self._read(folder)
+        schedule.restore(saved)
+        load_hyperparameters(schedule.optimizer.param_groups, saved["param_groups"])
+        num_saved = saved_ranks(folder)
+        if num_saved is not None and num_saved != dist.get_world_size():
+            return self._load_from_others(folder, num_saved, load_optimizer_states, rest)
+        loaded = self._engine_load(load_dir, tag, load_optimizer_states=load_optimizer_states, **rest)
+        if not load_optimizer_states:
             for child in schedule.children.values():
                 child.refresh_fp32_params()
             return loaded
@@ -113,6 +108,25 @@ class Checkpoints:
                 exported = saved["groups"][str(group)]
                 self._import(group, exported["masters"], exported["optimizer"])
             schedule.adopt(group, saved["own"][str(group)])
+        return loaded
+
+    def _load_weights(self, folder: Path, rest: Mapping[str, Any]) -> Any:
+        """Load the weights alone. The masters follow them, and the turn stays."""
+        schedule = self._schedule
+        turn = schedule.optimizer.rotation.state()
+        saved = None
+        if schedule.stage > 1 and saved_ranks(folder) == dist.get_world_size():
+            # DeepSpeed's files have frozen weights apart, and load those that are frozen now.
+            saved = self._read(folder)
+            schedule.restore(saved)
+        loaded = self._engine_load(str(folder.parent), folder.name, load_module_only=True, **rest)
+        for child in schedule.children.values():
+            child.refresh_fp32_params()
+        if saved is not None:
+            if schedule.stage == 3:  # whose trained weights come from masters alone
+                self._import(schedule.active, saved["active"]["masters"], None)
+                schedule.movers[schedule.active].claim_device()
+            schedule.restore(turn)
         return loaded
 
     def _load_from_others(self, folder: Path, num_saved: int, load_states: bool, rest: Mapping[str, Any]) -> Any:
