@@ -148,9 +148,18 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
     results |= {name: message_of(call) for name, call in {"step": hift.step, "state_dict": hift.state_dict}.items()}
     with torch.no_grad():
         engine(**batch_of(0, 0, 0))
+    hift.detach()
+    results["everything trains after detach"] = all(parameter.requires_grad for parameter in model.parameters())
+    results["a backward after detach"] = message_of(lambda: engine.backward(engine(**batch_of(0, 0, rank)).loss))
+    hift.reattach()
+    engine.backward(engine(**batch_of(0, 0, rank)).loss)
+    engine.step()
+    results["updates and the active group after reattach"] = hift.updates, hift.active_group
     engine.destroy()
+    results["reattach after destroy"] = message_of(hift.reattach)
     results["hooks that are left"] = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
     results["everything trains again"] = all(parameter.requires_grad for parameter in model.parameters())
+    results["groups of another HiFT"] = CASE.build_optimizer(model).num_groups
     return results
 
 
@@ -185,6 +194,13 @@ EXPECTED: dict[str, Any] = {
     # 16 rows, two a rank and step; the fifth update is group 4's.
     "updates, batches, and the group whose turn it is": (4, 4, 4),
     "no warning that the schedule is ahead": [],
+    "everything trains after detach": True,
+    "a backward after detach": "RuntimeError: the engine was to train after detach(), which ended HiFT. Call "
+    "reattach() of the HiFT to go on, or engine.destroy() before another optimizer trains the model",
+    "updates and the active group after reattach": (5, 0),
+    "reattach after destroy": "RuntimeError: DeepSpeed's ZeRO-2 engine, which stepped in HiFT's place, was destroyed. "
+    "Build a new HiFT",
+    "groups of another HiFT": 5,
     "hooks that are left": 0,
     "everything trains again": True,
 }

@@ -10,8 +10,9 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class ModelHooks:
         on_forward: Function to call when an outermost forward begins, with its arguments if it records a graph, else
             with None.
         on_forward_end: Function to call when an outermost forward has ended, with whether it had no error.
+        on_late_backward: Function to call when a backward begins whose forward was made in the turn of another group.
         on_lack_of_memory: Function to call if a forward ran out of device memory, or the last backward did not end.
         checks_model: Whether each outermost forward that records a graph begins with `check`.
         may_be_scaled: Whether a GradScaler may unscale the gradients.
@@ -64,6 +66,7 @@ class ModelHooks:
         *,
         on_forward: Callable[[Any], None] = lambda inputs: None,
         on_forward_end: Callable[[bool], None] = lambda has_succeeded: None,
+        on_late_backward: Callable[[], None] = lambda: None,
         on_lack_of_memory: Callable[[], None] = lambda: None,
         checks_model: bool = True,
         may_be_scaled: bool,
@@ -86,6 +89,7 @@ class ModelHooks:
         """Parameters that require a gradient, by `id`: those of the active group and those that step beside them."""
         self._on_forward = on_forward
         self._on_forward_end = on_forward_end
+        self._on_late_backward = on_late_backward
         self._on_lack_of_memory = on_lack_of_memory
         self._may_be_scaled = may_be_scaled
         self._ran = self._reached = self._runs_backward = False
@@ -363,9 +367,14 @@ class ModelHooks:
             return None
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._begin_backward)
+                tensor.register_hook(partial(self._begin_backward_of, self._active.keys()))
         anchored = with_tensors_replaced(output, self._anchor)
         return None if anchored is output else anchored
+
+    def _begin_backward_of(self, group: Set[int], gradient: torch.Tensor) -> None:
+        if group != self._active.keys():
+            self._on_late_backward()
+        self._begin_backward()
 
     def _begin_backward(self, gradient: torch.Tensor | None = None) -> None:
         task = running_backward()

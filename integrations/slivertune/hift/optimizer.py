@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,6 +33,16 @@ from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.turns import Guard, Turns
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.parked.streamed_blocks import release_detached
+
+
+class EngineTurns(Protocol):
+    """Turns that an engine runs over the model in HiFT's place."""
+
+    def attach(self) -> None:
+        """Freeze all groups but the active one, and hook the model."""
+
+    def detach(self) -> None:
+        """Unfreeze all groups, and remove the hooks from the model."""
 
 
 class HiFT(CheckpointedSliver):
@@ -160,6 +170,7 @@ class HiFT(CheckpointedSliver):
         self.is_detached = False
         """Whether `detach` has ended the rotation."""
         self._engine: str | None = None
+        self._engine_turns: EngineTurns | None = None
         self._end_inference: Callable[[], None] = lambda: None
         """Leaves on the host what `detach(for_inference=True)` loads."""
         self._bind(model, weights, checks_model=True)
@@ -358,21 +369,23 @@ class HiFT(CheckpointedSliver):
     def detach(self, *, for_inference: bool = False) -> None:
         """End the rotation: let every parameter have gradients as before HiFT was built, and remove the hooks.
 
-        Weights keep their trained values. `step` raises from now on; `reattach` continues.
+        Weights keep their trained values. `step` raises from now on; `reattach` continues. An engine keeps its own
+        hooks on the model until `engine.destroy()`.
 
         Args:
             for_inference: With `weights="host"`, whether the blocks still come to the device for forwards without
                 gradients (evaluation, generation), until the model is moved or cast or another HiFT is built over it.
                 False leaves them on the host.
         """
-        if self._engine is not None:
-            return
         self._end_inference()
         if not self.is_detached:
-            self.turns.detach()
+            if self._engine is None:
+                self.turns.detach()
+            elif self._engine_turns is not None:
+                self._engine_turns.detach()
             release(self._parameters_of_state(), self)
             self.is_detached = True
-        if for_inference:
+        if for_inference and self._engine is None:
             # It lasts longer than this optimizer: a function that trained the model may return it.
             self._end_inference = self.turns.parked.attach_for_inference(self.turns.hooks.model)
 
@@ -390,16 +403,23 @@ class HiFT(CheckpointedSliver):
 
         Raises:
             ValueError: If another optimizer trains a parameter of the model now.
-            RuntimeError: If a parameter was replaced or cast meanwhile.
+            RuntimeError: If a parameter was replaced or cast meanwhile, or the engine was destroyed.
         """
         if not self.is_detached:
             return
+        if self._engine is not None and self._engine_turns is None:
+            raise RuntimeError(f"{self._engine}, which stepped in HiFT's place, was destroyed. Build a new HiFT")
         self._end_inference()
         hooks = self.turns.hooks
         check_free(hooks.model.named_parameters(), "HiFT")
         if hooks.checks_model:
             hooks.check()
-        self._attach()
+        if self._engine_turns is None:
+            self._attach()
+        else:
+            self._engine_turns.attach()
+            take(self._parameters_of_state(), self)
+            self.is_detached = False
 
     @override
     def check_built_over(self, model: nn.Module) -> None:
@@ -421,6 +441,16 @@ class HiFT(CheckpointedSliver):
         """
         self.turns.take_off()
         self._engine = engine
+
+    def follow_engine(self, turns: EngineTurns | None) -> None:
+        """Let `detach` and `reattach` act on the turns that an engine runs over the model.
+
+        Args:
+            turns: Turns of the engine. None if it was destroyed, which detaches HiFT for good.
+        """
+        if turns is None:
+            self.detach()
+        self._engine_turns = turns
 
     def release_parameters(self) -> None:
         """Forget the model and its parameters, so that they can be replaced. `rebind_parameters` sets new ones.

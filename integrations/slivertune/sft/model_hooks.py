@@ -131,6 +131,11 @@ class ModelHooks:
             delattr(self._owner, DELTA_PARAMETERS_NAME)
         self.is_on = False
 
+    def were_trainable(self) -> list[nn.Parameter]:
+        """Return the parameters that required a gradient before the first `put_on`."""
+        known = self._was_trainable
+        return [each for name, each in self._model.named_parameters() if known.get(name_before(name, known))]
+
     def restore_requires_grad(self) -> None:
         """Restore `requires_grad` as it was before the first `put_on`."""
         for name, parameter in self._model.named_parameters():

@@ -359,6 +359,10 @@ class SFT(CheckpointedSliver):
         """Whether it trains the model, until `detach`."""
         return self._hooks.is_on
 
+    def were_trainable(self) -> list[torch.nn.Parameter]:
+        """Return the model's parameters that required a gradient before SFT was built."""
+        return self._hooks.were_trainable()
+
     def detach(self, *, merge: bool = True) -> None:
         """Remove everything that SFT put on the model, and restore `requires_grad`.
 

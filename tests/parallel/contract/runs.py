@@ -282,11 +282,8 @@ def save(run: Run, folder: Path) -> None:
     if run.case.bare:
         run.model.save_checkpoint(str(folder))
     else:
-        # The Trainer leaves out what is frozen of PEFT models; groups that wait are frozen, but no one means them.
-        run.accelerator.save_state(
-            str(folder),
-            **{"exclude_frozen_parameters": True} if (run.layout in ZERO and isinstance(run.sliver, st.HiFT)) else {},
-        )
+        # The Trainer leaves out what is frozen of PEFT models; no one means what HiFT and SFT themselves have frozen.
+        run.accelerator.save_state(str(folder), **{"exclude_frozen_parameters": True} if run.layout in ZERO else {})
 
 
 def load(run: Run, folder: Path) -> None:

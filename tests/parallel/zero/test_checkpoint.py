@@ -68,8 +68,32 @@ def save_by(rank: int, num_ranks: int, layout: Layout, way: str, folder: Path) -
 
 def save_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tensor]:
     with running(WITH_FROZEN, "zero3", rank) as run:
-        save(run.train(0, 2), folder)
+        run.train(0, 2).sliver.detach()  # as at the end of the Trainer's training
+        save(run, folder)
+        assert [name for name, each in run.plain.named_parameters() if not each.requires_grad] == [FROZEN]
         return whole_weights(run.model)
+
+
+def weights_without_frozen(rank: int, num_ranks: int, layout: Layout, folder: Path) -> list[str]:
+    """Names in a file of the weights in the second group's turn, without frozen ones."""
+    with running(WITH_FROZEN, layout, rank) as run:
+        run.train(0, 2).model.save_16bit_model(str(folder), "weights.bin", exclude_frozen_parameters=True)
+        assert [name for name, each in run.plain.named_parameters() if each.requires_grad] == [
+            weight.name for weight in run.sliver.weights_of(1)
+        ]
+        dist.barrier()
+        return sorted(torch.load(folder / "weights.bin"))
+
+
+def load_weights_alone(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[str, Any]:
+    """Weights and counters after a load in another turn than the saved one, and after a cycle from there."""
+    with running(BARE, layout, rank, seed=7) as run:
+        run.model.load_checkpoint(str(folder / layout / "engine"), load_module_only=True)
+        loaded, updates = whole_weights(run.model), run.sliver.updates
+        masters = BARE.result(run)["masters"]
+        run.train(0, CYCLE)
+        changed = differing(whole_weights(run.model), loaded)
+        return {"weights": loaded, "masters": masters, "updates": (updates, run.sliver.updates), "changed": changed}
 
 
 def load_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -224,6 +248,23 @@ def test_weights_that_are_not_trained_are_put_together_too(num_ranks: int, tmp_p
     assert bool((wanted[FROZEN] == 0.25).all())
     for found in run_ranks(load_frozen, num_ranks, tmp_path):
         assert differing(found, wanted) == []
+
+
+def test_weights_are_loaded_alone_in_any_turn(saved: Saved, folder: Path) -> None:
+    layout, _, ranks = saved
+    wanted = ranks["engine"][0]["weights"]
+    for found in run_ranks(load_weights_alone, 2, layout, folder):
+        assert found["updates"] == (0, CYCLE)
+        assert differing(found["weights"], wanted) == []
+        rounded = {name: whole.to(torch.bfloat16) for name, (_, whole) in found["masters"].items()}
+        assert differing(rounded, wanted) == []
+        assert sorted(found["changed"]) == sorted(wanted)
+
+
+@pytest.mark.parametrize("layout", quick(ZERO, ["zero3"]))
+def test_weights_without_frozen_ones_have_all_groups(layout: Layout, tmp_path: Path) -> None:
+    trained = sorted(name for name, each in WITH_FROZEN.build_model().named_parameters() if each.requires_grad)
+    assert run_ranks(weights_without_frozen, 2, layout, tmp_path) == [trained, trained]
 
 
 @pytest.mark.parametrize("way", WAYS)

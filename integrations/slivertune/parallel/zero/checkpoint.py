@@ -6,7 +6,7 @@ that share, so that any number of ranks can assemble its own shares.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,13 @@ from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparam
 from slivertune.hift.checkpoint import check_identity
 from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import check_agreement
-from slivertune.parallel.zero.deepspeed_internals import fill_frozen, follow_master, load_first, masters_listed
+from slivertune.parallel.zero.deepspeed_internals import (
+    fill_frozen,
+    follow_master,
+    load_first,
+    masters_listed,
+    never_exclude,
+)
 from slivertune.parallel.zero.rank_file import VERSION, check_fits, file_name, read_rank_file, saved_ranks
 from slivertune.parallel.zero.schedule import GroupSchedule
 from slivertune.parallel.zero.shares import SavedShares, ShareFragment, identity, pieces_of
@@ -35,10 +41,13 @@ class Checkpoints:
         self._schedule = schedule
         engine = schedule.engine
         self._engine_save, self._engine_load = engine.save_checkpoint, engine.load_checkpoint
-        engine.save_checkpoint, engine.load_checkpoint = self._save, self._load
+        engine.save_checkpoint = schedule.attached()(self._save)
+        engine.load_checkpoint = schedule.attached()(self._load)
+        # Inactive groups are frozen, but must not be left out.
+        never_exclude(engine, lambda: [weight.trained for weight in schedule.optimizer.trained_weights])
         call_before(engine, "destroy", schedule.destroy)
 
-    def _save(self, save_dir: str, tag: str, *, exclude_frozen_parameters: bool, **options: Any) -> Any:
+    def _save(self, save_dir: str, tag: str, **options: Any) -> Any:
         """Save as DeepSpeed does, with all arguments that `seal_engine` passes. A collective."""
         schedule = self._schedule
         schedule.follow_counters()
@@ -55,9 +64,7 @@ class Checkpoints:
         # Before DeepSpeed's own save, which ends by pointing "latest" to the folder.
         with atomic_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as temporary:
             torch.save(self._export(), temporary)
-        # Inactive groups are frozen, but must not be left out.
-        with schedule.all_trainable() if exclude_frozen_parameters else nullcontext():
-            return self._engine_save(save_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters, **options)
+        return self._engine_save(save_dir, tag, **options)
 
     def _load(
         self,
@@ -83,21 +90,16 @@ class Checkpoints:
         if tag is None:
             return self._engine_load(load_dir, tag, **rest)
         folder = Path(load_dir) / tag
-        saved = None if load_module_only else self._read(folder)
-        if saved is not None:
-            schedule.restore(saved)
-            load_hyperparameters(schedule.optimizer.param_groups, saved["param_groups"])
-            num_saved = saved_ranks(folder)
-            if num_saved is not None and num_saved != dist.get_world_size():
-                return self._load_from_others(folder, num_saved, load_optimizer_states, rest)
-        loaded = self._engine_load(
-            load_dir,
-            tag,
-            load_optimizer_states=load_optimizer_states,
-            load_module_only=load_module_only,
-            **rest,
-        )
-        if saved is None or not load_optimizer_states:
+        if load_module_only:
+            return self._load_weights(folder, rest)
+        saved = self._read(folder)
+        schedule.restore(saved)
+        load_hyperparameters(schedule.optimizer.param_groups, saved["param_groups"])
+        num_saved = saved_ranks(folder)
+        if num_saved is not None and num_saved != dist.get_world_size():
+            return self._load_from_others(folder, num_saved, load_optimizer_states, rest)
+        loaded = self._engine_load(load_dir, tag, load_optimizer_states=load_optimizer_states, **rest)
+        if not load_optimizer_states:
             for child in schedule.children.values():
                 child.refresh_fp32_params()
             return loaded
@@ -106,6 +108,25 @@ class Checkpoints:
                 exported = saved["groups"][str(group)]
                 self._import(group, exported["masters"], exported["optimizer"])
             schedule.adopt(group, saved["own"][str(group)])
+        return loaded
+
+    def _load_weights(self, folder: Path, rest: Mapping[str, Any]) -> Any:
+        """Load the weights alone. The masters follow them, and the turn stays."""
+        schedule = self._schedule
+        turn = schedule.optimizer.rotation.state()
+        saved = None
+        if schedule.stage > 1 and saved_ranks(folder) == dist.get_world_size():
+            # DeepSpeed's files have frozen weights apart, and load those that are frozen now.
+            saved = self._read(folder)
+            schedule.restore(saved)
+        loaded = self._engine_load(str(folder.parent), folder.name, load_module_only=True, **rest)
+        for child in schedule.children.values():
+            child.refresh_fp32_params()
+        if saved is not None:
+            if schedule.stage == 3:  # whose trained weights come from masters alone
+                self._import(schedule.active, saved["active"]["masters"], None)
+                schedule.movers[schedule.active].claim_device()
+            schedule.restore(turn)
         return loaded
 
     def _load_from_others(self, folder: Path, num_saved: int, load_states: bool, rest: Mapping[str, Any]) -> Any:

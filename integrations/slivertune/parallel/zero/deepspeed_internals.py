@@ -7,8 +7,9 @@ from other files (`bit16_groups_flat`, `fp16_partitioned_groups_flat`, `averaged
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from slivertune.core.manifest import read_entries
 from slivertune.parallel.consistency.explain import call_before
 
+_WHOLE_WEIGHTS = "_zero3_consolidated_16bit_state_dict"
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
@@ -32,6 +34,7 @@ RELIED_ON: Mapping[str, str] = {
     f"{_ENGINE}._load_checkpoint": "reads a checkpoint of another number of ranks",
     f"{_ENGINE}._get_all_ckpt_names": "reads a checkpoint of another number of ranks",
     f"{_ENGINE}._scheduler_from_config": "lets the config's schedule drive the method's optimizer",
+    f"{_ENGINE}.{_WHOLE_WEIGHTS}": "weights without frozen ones have those that the method trains",
     f"{_ENGINE}.was_step_applied": "a step that passes without an update is none",
     f"{_STAGES_1_AND_2}._link_all_hp_params": "the fragments of masters follow them to the host",
     f"{_STAGES_1_AND_2}.setup_buckets": "a backward pass without gradients",
@@ -131,6 +134,34 @@ def link_fragments(zero_optimizer: Any, first: Callable[[], None]) -> None:
 def note_step_without_update(engine: Any) -> None:
     """Make the engine report that its last step was not applied."""
     engine._step_applied = False
+
+
+def never_exclude(engine: Any, trained: Callable[[], Iterable[torch.Tensor]]) -> None:
+    """Let the engine save parameters that the method has frozen, even if frozen parameters are to be excluded.
+
+    Args:
+        engine: DeepSpeed's engine; two of its methods are overridden on this instance.
+        trained: Function that returns the parameters that are saved in any case.
+    """
+
+    def override(name: str) -> None:
+        original = getattr(engine, name)
+
+        @wraps(original)
+        def collect(*args: Any, **kwargs: Any) -> Any:
+            frozen = [parameter for parameter in trained() if not parameter.requires_grad]
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for parameter in frozen:
+                    parameter.requires_grad_(False)
+
+        setattr(engine, name, collect)
+
+    for name in ("module_state_dict", _WHOLE_WEIGHTS):
+        override(name)
 
 
 def schedule_of_config(engine: Any, optimizer: torch.optim.Optimizer) -> Any:

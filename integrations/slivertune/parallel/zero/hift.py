@@ -123,6 +123,7 @@ def rotate(engine: Any, optimizer: HiFT) -> None:
     optimizer.delegate_to(f"DeepSpeed's ZeRO-{engine.zero_optimization_stage()} engine")
     with keeping_timeout():
         schedule = GroupSchedule(engine, optimizer, engine.module)
+    optimizer.follow_engine(schedule)
     Checkpoints(schedule)
     complete_engine(engine, optimizer)
     engine.hift_schedule = schedule

@@ -30,7 +30,7 @@ from slivertune.hift.device_budget import share_out
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.prefetch import PrefetchBudget
 from slivertune.hift.rotation import LearningRate, scheduled_lr
-from slivertune.parallel.consistency.explain import explain
+from slivertune.parallel.consistency.explain import call_before, explain
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import applied_settings, header_of
@@ -68,7 +68,7 @@ class GroupSchedule:
     """Gives the engine the ZeRO optimizer of the active group.
 
     The turn follows the engine's own counters of applied steps, which DeepSpeed saves. It changes right before a
-    forward, because the engine still reads its optimizer after stepping it.
+    forward, of the engine or of the module itself, because the engine still reads its optimizer after stepping it.
 
     Args:
         engine: DeepSpeed's engine, built with `optimizer_of_group` of the first group, the others frozen.
@@ -90,6 +90,8 @@ class GroupSchedule:
             layers,
             optimizer.trained_weights,
             [self._note_backward],
+            on_forward=self._begin_forward,
+            on_late_backward=self._refuse_late_backward,
             on_lack_of_memory=self._note_lack_of_memory,
             checks_model=False,
             may_be_scaled=False,  # DeepSpeed has its own scaler, and no gradients on the parameters
@@ -130,10 +132,10 @@ class GroupSchedule:
         self.settle()
         self._engine_step = engine.step
         engine.step = self._step
+        call_before(engine, "backward", self._check_attached)
         explain(engine, "backward", lambda: f"in the backward of group {self.active}", self._heartbeat)
         if self.stage == 3:
             explain(engine, "forward", lambda: f"gathering the weights for group {self.active}", self._heartbeat)
-        engine.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     @property
     def copy_seconds(self) -> float:
@@ -198,23 +200,37 @@ class GroupSchedule:
             self.movers[group].claim_device()
         self._share_scaler()
 
+    def attach(self) -> None:
+        """Freeze all groups but the active one, and hook the model, after `detach`."""
+        self._hooks.attach()
+        self._hooks.activate(self.optimizer.weights_of(self.active), self._note_gradient)
+
+    def detach(self) -> None:
+        """Unfreeze all groups, and remove HiFT's hooks from the model. The engine keeps its own until `destroy`."""
+        self.settle()
+        self._hooks.release()
+
     @contextmanager
-    def all_trainable(self) -> Iterator[None]:
-        """Mark all parameters that HiFT trains as trainable in the block."""
-        for weight in self.optimizer.trained_weights:
-            weight.trained.requires_grad_(True)
+    def attached(self) -> Iterator[None]:
+        """Freeze inactive groups in the block, even after `detach`: DeepSpeed saves and loads frozen weights apart."""
+        is_detached = self.optimizer.is_detached
+        if is_detached:
+            self.attach()
         try:
             yield
         finally:
-            self._hooks.activate(self.optimizer.weights_of(self.active), self._note_gradient)
+            if is_detached:
+                self.detach()
 
     def destroy(self) -> None:
-        """Remove the inactive groups' hooks from the model. The engine itself destroys the active group's optimizer."""
-        self.settle()
+        """Detach HiFT, and remove the inactive groups' hooks from the model.
+
+        The engine itself destroys the active group's optimizer.
+        """
+        self.optimizer.follow_engine(None)
         for group, child in self.children.items():
             if group != self.active:
                 child.destroy()
-        self._hooks.release()
 
     def _build(self, group: int, first: Any) -> None:
         self._hooks.activate(self.optimizer.weights_of(group), lambda _: None)
@@ -288,14 +304,13 @@ class GroupSchedule:
         self._budget.fail()
         self._release()
 
-    def _before_forward(self, module: nn.Module, inputs: Any, named_inputs: Any) -> None:
+    def _begin_forward(self, inputs: Any) -> None:
         self._release()
-        self.follow_counters((inputs, named_inputs) if torch.is_grad_enabled() else None)
-        if torch.is_grad_enabled():
+        self.follow_counters(inputs)
+        if inputs is not None:
             self._hooks.check()
             if self.stage < 3:
                 check_flat_memory(self.children.values(), self.optimizer.trained_weights)
-            self._hooks.settle()  # restores flags that others have changed
         if self.optimizer.rotation.steps != self._noted:
             self._noted = self.optimizer.rotation.steps
             self._heartbeat.enter(self.optimizer.updates, f"group {self.active}")
@@ -345,9 +360,30 @@ class GroupSchedule:
             self._heartbeat.meet(self._header(Stage.GRADIENT_SYNC, reached))
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
+        self._note_backward()  # a loss of a submodule's output begins its backward above that output
         self._is_reached = self._is_reached_now = True
 
+    def _refuse_late_backward(self) -> None:
+        raise RuntimeError(
+            f"this backward belongs to a forward that was made before the last step, and group {self.active} trains "
+            "now: the forward has recorded no graph for it. Make each forward after the step of the update before"
+        )
+
+    def _check_attached(self) -> None:
+        if self.optimizer.is_detached:
+            raise RuntimeError(
+                "the engine was to train after detach(), which ended HiFT. Call reattach() of the HiFT to go on, or "
+                "engine.destroy() before another optimizer trains the model"
+            )
+
     def _step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_attached()
+        if self.active != self.optimizer.active_group:
+            raise RuntimeError(
+                f"group {self.optimizer.active_group} is to step, and HiFT has seen no forward since the turn of "
+                f"group {self.active}. Make each forward after the step of the update before, and call the engine, its "
+                "module or a submodule with several layers, not single layers alone"
+            )
         self._release()
         if is_last_backward(self.engine):
             is_missed = self._has_run and not self._is_reached

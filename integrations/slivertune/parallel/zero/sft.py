@@ -6,6 +6,8 @@ same memory as under DDP. If ZeRO's optimizers sharded the deltas, no rank could
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from slivertune.deltas.delta import write_flat
 from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.sft.communicator import RankCommunicator, ShardedPretrainedValues
+from slivertune.parallel.zero.deepspeed_internals import never_exclude
 from slivertune.parallel.zero.engine import (
     engine_over_placeholder,
     initialize_over,
@@ -89,7 +92,23 @@ def _built_over_placeholder(sft: SFT, config: dict[str, Any]) -> Iterator[tuple[
     ):
         yield placeholder, made
     communicator.keep_together(sft)
+    never_exclude(made[0], sft.were_trainable)
+    if stage == 3:
+        _save_frozen(made[0])
     call_before(made[0], "save_checkpoint", communicator.compare_all)
+
+
+def _save_frozen(engine: Any) -> None:
+    """Let checkpoints have all frozen weights: DeepSpeed saves stage 3's shares of all or none, and SFT freezes all."""
+    own_save = engine.save_checkpoint
+
+    @wraps(own_save)
+    def save_checkpoint(*args: Any, **options: Any) -> Any:
+        passed = signature(own_save).bind(*args, **options)
+        passed.arguments["exclude_frozen_parameters"] = False
+        return own_save(*passed.args, **passed.kwargs)
+
+    engine.save_checkpoint = save_checkpoint
 
 
 class _Partition(ShardedPretrainedValues):
