@@ -68,7 +68,7 @@ def test_a_checkpoint_of_an_older_version_resumes_with_the_settings_of_now(runs:
     runs.train("out", "--max_steps", "2", *UNMEASURED, method="dense")
     checkpoint = runs["out"] / "checkpoint-2"
     facts = read_entries(checkpoint)["facts"]
-    for name in ("training", "rows_per_update", "base_weights", "save_only_model"):
+    for name in ("training", "rows_per_update", "base_weights"):
         facts.pop(name)
     write_manifest(checkpoint, {"facts": facts})
     assert runs.train("out", "--max_steps", "4", *RESUMED, method="dense")["num_steps"] == 4

@@ -59,7 +59,7 @@ class CheckpointMarker(KeepManifest):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the manifest of the checkpoint just saved, and delete checkpoints beyond the limit. A collective."""
         # Ctrl-C saves all, whatever the run saves otherwise.
-        facts = {**self._facts, "save_only_model": args.save_only_model or None}
+        facts = {**self._facts, "save_only_model": True} if args.save_only_model else self._facts
         write_together(checkpoint_folder(args, state), {"global_step": state.global_step, "facts": facts})
         if state.is_world_process_zero and self._save_total_limit is not None:
             best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)

@@ -174,13 +174,20 @@ def test_what_was_run_is_not_run_again_and_other_settings_are_refused(comparison
     assert comparison.record() == before
 
 
+def own_data(comparison: Comparison, folder: Path) -> Path:
+    """Let a comparison read a copy of its data, which the test may change."""
+    place = comparison.common.index("--dataset") + 1
+    comparison.common[place] = str(shutil.copy(comparison.common[place], folder / "own.jsonl"))
+    return Path(comparison.common[place])
+
+
 @pytest.mark.parametrize("changed", ["texts.jsonl", "base/config.json", "run.yaml"])
 def test_contents_that_changed_since_the_first_runs_are_refused(
     changed: str, comparison: Comparison, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(tiny_base, tmp_path / "base")
     (tmp_path / "run.yaml").write_text("weight_decay: 0.1\n", encoding="utf-8")
-    data = comparison.common[comparison.common.index("--dataset") + 1]
+    data = own_data(comparison, tmp_path)
     comparison.common += ["--model_name_or_path", str(tmp_path / "base")]
     # A run file comes first.
     comparison.words = lambda *more, rows: [  # type: ignore[method-assign]
@@ -190,7 +197,7 @@ def test_contents_that_changed_since_the_first_runs_are_refused(
     comparison.is_dry = True
     monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(1e-2, 42, 1.0))
     assert comparison.make(rows=["dense"]) == 0
-    path = Path(data) if changed == "texts.jsonl" else tmp_path / changed
+    path = data if changed == "texts.jsonl" else tmp_path / changed
     text = path.read_text(encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     assert comparison.make(rows=["dense", "hift"]) == 0 and comparison.num_runs() == 2
@@ -202,10 +209,10 @@ def test_contents_that_changed_since_the_first_runs_are_refused(
 
 
 def test_a_first_run_that_failed_does_not_keep_its_data_from_being_repaired(
-    comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+    comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparison.is_dry = True
-    path = Path(comparison.common[comparison.common.index("--dataset") + 1])
+    path = own_data(comparison, tmp_path)
     monkeypatch.setattr(comparing, "read_outcome", Mock(side_effect=ValueError("bad data")))
     assert comparison.make(rows=["dense"]) == 1
     path.write_text(path.read_text(encoding="utf-8") + '{"text": "one more"}\n', encoding="utf-8")
