@@ -1,10 +1,12 @@
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from slivertune.training.resumed_facts import check_facts
+from slivertune.training.resumed_facts import check_base, check_facts
 
 CHECKPOINT = Path("runs/x/checkpoint-3")
 DEFAULTS = {"rate": 0.2, "packed": False, "names": None}
@@ -52,3 +54,15 @@ def test_a_fact_that_is_no_mapping_is_compared_as_it_is() -> None:
     assert "with layers=['head'], and this run asks for layers=None. Repeat" in refusal(
         facts, {**facts, "layers": None}
     )
+
+
+def test_weights_that_a_rank_does_not_hold_are_not_compared() -> None:
+    whole, sharded = nn.Linear(3, 2), nn.Linear(3, 2, device="meta")
+    facts: dict[str, Any] = {}
+    check_base(None, facts, sharded, "base")
+    assert facts == {}
+    check_base(None, facts, whole, "base")
+    check_base(CHECKPOINT, facts, sharded, "base")
+    check_base(CHECKPOINT, facts, copy.deepcopy(whole), "base")
+    with pytest.raises(ValueError, match="was trained from other weights than those of base"):
+        check_base(CHECKPOINT, facts, nn.Linear(3, 2), "base")

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -294,8 +295,14 @@ def _is_read_by_parent(path: str, modules: Mapping[str, nn.Module]) -> bool:
     Such a class multiplies by the weight itself, sometimes on a GPU alone (the state space models), or writes to it.
     """
     parent, _, name = path.removesuffix(".base_layer").rpartition(".")
+    kind: Any = type(modules[parent])
+    return _names_weight_of(kind, name)
+
+
+@cache
+def _names_weight_of(kind: type, name: str) -> bool:
     reads = re.compile(rf"(?<!isinstance\()\bself\.{name}\.weight\b(?!\.(?:dtype|device|shape|ndim|size)\b)")
-    return any(reads.search(_source_of(kind)) for kind in type(modules[parent]).__mro__)
+    return any(reads.search(_source_of(each)) for each in kind.__mro__ if each is not nn.Module)
 
 
 @cache

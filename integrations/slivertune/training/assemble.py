@@ -189,6 +189,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     if "log_level_replica" not in arguments.given:
         # Only the first process logs.
         training.log_level_replica = "error"
+    if training.train_sampling_strategy == "group_by_length":
+        display.say("note: with group_by_length a run can only be resumed from a checkpoint at the end of an epoch")
     if training.n_gpu > 1:
         # The Trainer would split each batch over all GPUs by DataParallel, under which HiFT can't rotate groups.
         display.say(f"{training.n_gpu} GPUs are visible, and this run uses the first")

@@ -300,6 +300,17 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(nam
             '--lr_scheduler_type linear --lr_scheduler_kwargs {"num_cycles": 3}: get_linear_schedule_with_warmup() got',
         ),
         (["--lr_scheduler_type", "warmup_stable_decay"], "'num_decay_steps'. Give --lr_scheduler_kwargs with what it"),
+        (
+            [
+                "--lr_scheduler_type",
+                "polynomial",
+                "--lr_scheduler_kwargs",
+                '{"lr_end": 0.5}',
+                "--learning_rate",
+                "1e-3",
+            ],
+            "must be smaller than initial lr",
+        ),
         (["--lr_scheduler_type", "cosine_with_min_lr"], "One of min_lr or min_lr_rate should be set"),
         (["--debug", "underflow_overflow"], "Add --chunked_cross_entropy false"),
         (

@@ -199,7 +199,7 @@ def test_contents_that_changed_since_the_first_runs_are_refused(
     assert comparison.make(rows=["dense"]) == 0
     path = data if changed == "texts.jsonl" else tmp_path / changed
     text = path.read_text(encoding="utf-8")
-    path.write_text(text, encoding="utf-8")
+    path.write_text(f"# A comment.\n{text}" if changed == "run.yaml" else text, encoding="utf-8")
     assert comparison.make(rows=["dense", "hift"]) == 0 and comparison.num_runs() == 2
     path.write_text(text.replace("1", "2"), encoding="utf-8")
     before = comparison.record()
@@ -234,10 +234,11 @@ def test_runs_that_are_added_later_write_the_date_of_the_first(comparison: Compa
 
 
 def test_epochs_of_the_first_row_are_as_many_updates_of_all_rows(comparison: Comparison) -> None:
-    rows = ("dense", "half:--method dense --per_device_train_batch_size 1")
-    assert comparison.make("--max_steps", "-1", "--num_train_epochs", "0.5", rows=rows) == 0
+    rows = ("bad:--method sft --density 0.1 --sft_target_modules nowhere", "dense")
+    rows += ("half:--method dense --per_device_train_batch_size 1",)
+    assert comparison.make("--max_steps", "-1", "--num_train_epochs", "0.5", rows=rows) == 1
     first, second = (run["outcome"]["num_updates"] for run in comparison.record()["runs"].values())
-    assert first == second
+    assert first == second, "as many as the first row that did not fail"
     assert comparison.record()["title"] == f"equal steps: {first}"
 
 

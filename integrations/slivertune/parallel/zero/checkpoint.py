@@ -119,14 +119,16 @@ class Checkpoints:
             # DeepSpeed's files have frozen weights apart, and load those that are frozen now.
             saved = self._read(folder)
             schedule.restore(saved)
-        loaded = self._engine_load(str(folder.parent), folder.name, load_module_only=True, **rest)
-        for child in schedule.children.values():
-            child.refresh_fp32_params()
-        if saved is not None:
-            if schedule.stage == 3:  # whose trained weights come from masters alone
+        try:
+            loaded = self._engine_load(str(folder.parent), folder.name, load_module_only=True, **rest)
+            for child in schedule.children.values():
+                child.refresh_fp32_params()
+            if saved is not None and schedule.stage == 3:  # whose trained weights come from masters alone
                 self._import(schedule.active, saved["active"]["masters"], None)
                 schedule.movers[schedule.active].claim_device()
-            schedule.restore(turn)
+        finally:
+            if saved is not None:
+                schedule.restore(turn)
         return loaded
 
     def _load_from_others(self, folder: Path, num_saved: int, load_states: bool, rest: Mapping[str, Any]) -> Any:

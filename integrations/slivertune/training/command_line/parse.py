@@ -293,7 +293,7 @@ def _check_work(given: Mapping[str, Any]) -> None:
 def _check_schedule(training: TrainingArguments) -> None:
     """Refuse values that the learning rate's schedule does not take, or lacks."""
     kind, values = enum_value(training.lr_scheduler_type), training.lr_scheduler_kwargs
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
     try:
         get_scheduler(kind, optimizer, 0, 1, values if isinstance(values, dict) else None)
     except (TypeError, ValueError) as error:

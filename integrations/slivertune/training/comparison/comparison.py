@@ -113,15 +113,16 @@ class Comparison:
             Results of all rows, in their order.
 
         Raises:
-            FailedError: If the first row fails and the others take their length from it.
+            FailedError: If the first row fails and the others take their tokens or seconds from it.
             ValueError: If a file changed that a recorded run has read.
         """
         results = []
         for number, row in enumerate(self._arguments.rows, 1):
             self._say(f"[{number}/{len(self._arguments.rows)}] {row.name}: {shlex.join(row.options)}")
             results.append(self._run_row(row))
-            if number == 1 and self._amount is None:
-                self._amount = self._spent(results[0])
+            # If the first row fails, the next one gives the number of updates; its tokens or seconds were asked for.
+            if self._amount is None and (results[-1].outcomes or self._arguments.budget.length != "steps"):
+                self._amount = self._spent(results[-1])
         return results
 
     def _parse(self, row: Row) -> TrainArguments:

@@ -1,8 +1,11 @@
 """Hashes of the files that a run reads, so that a comparison notices when they change between its runs."""
 
 import hashlib
+import json
 from functools import cache
 from pathlib import Path
+
+import yaml
 
 from slivertune.core.manifest import digests
 from slivertune.core.user_path import user_path
@@ -29,14 +32,20 @@ def hash_inputs(arguments: TrainArguments, run_file: str | None = None) -> dict[
         arguments.data.eval_file,
         arguments.model.model_name_or_path,
         None if "{" in template else template,
-        run_file,
     )
     files = {name: _files(user_path(name)) for name in named if name}
-    return {
+    settings = {} if run_file is None else {run_file: _hash_settings(user_path(run_file))}
+    return settings | {
         name: _hash(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
         for name, paths in files.items()
         if paths
     }
+
+
+def _hash_settings(path: Path) -> str:
+    """Hash the settings in a run file, without its comments."""
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _files(path: Path) -> list[Path]:
