@@ -1,4 +1,4 @@
-"""What lies beside the weights of a merged checkpoint: the bytes of the base or of the training."""
+"""Files beside the weights of a merged checkpoint have the bytes of the base or of the training."""
 
 import json
 import shutil

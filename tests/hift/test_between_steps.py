@@ -1,4 +1,4 @@
-"""What a plain loop does between a backward and the step, or to the optimizer: HiFT trains it, or raises."""
+"""Changes by a plain loop between a backward and the step, or of the optimizer: HiFT trains by them, or raises."""
 
 import copy
 from typing import Any

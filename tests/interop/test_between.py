@@ -1,4 +1,4 @@
-"""What a script does between `attach`, a training and the next: it trains what it says, or is refused."""
+"""Changes by a script between `attach`, a training and the next: it trains what it says, or is refused."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -349,7 +349,7 @@ def test_a_training_that_was_dropped_neither_stops_the_next_nor_is_compared() ->
 
 
 def prepare_twice(rank: int, num_ranks: int, method: str, layout: Layout, is_bare: bool) -> tuple[str, int]:
-    """What the second call says, and the updates that the objects of the first make then."""
+    """Return the error of the second call, and the updates that the objects of the first make then."""
     with running(replace(METHODS[method], bare=is_bare), layout, rank) as run:
         prepare = partial(slivertune.prepare, run.accelerator, run.plain, run.sliver)
         config = run.case.engine_config(2) if is_bare else None

@@ -32,6 +32,12 @@ RECOVERY = "Load the last checkpoint, first into the model, then into the optimi
 
 IDLE_STEPS = 20
 """Number of successive steps without a gradient that cause a warning."""
+OWN_GRADIENTS = (
+    "the gradients are those of this rank alone, as no backward ended while the Accelerator was to synchronise "
+    "gradients. Step the optimizer that slivertune.prepare returned, or only if accelerator.sync_gradients is true, "
+    "and drop the gradients of a backward that raised with zero_grad()"
+)
+"""Error of a step whose gradients are not averaged."""
 
 
 class Sliver(torch.optim.Optimizer, ABC):

@@ -18,7 +18,7 @@ from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparam
 from slivertune.core.layout import Layout
 from slivertune.core.parameters import check_free, release, take
 from slivertune.core.saved_state import COUNT_LIMIT, StateMismatchError
-from slivertune.core.sliver import IDLE_STEPS, CheckpointedSliver
+from slivertune.core.sliver import IDLE_STEPS, OWN_GRADIENTS, CheckpointedSliver
 from slivertune.deltas.delta import SparseDelta
 from slivertune.sft.adam import age_limit
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
@@ -286,11 +286,7 @@ class SFT(CheckpointedSliver):
             return loss
         self._num_idle_steps = 0
         if self._gradient_sync.has_own:
-            raise RuntimeError(
-                "the gradients are those of this rank alone, as no backward ended while the Accelerator was to "
-                "synchronise gradients. Step only if accelerator.sync_gradients is true, and drop the gradients of a "
-                "backward that raised with zero_grad()"
-            )
+            raise RuntimeError(OWN_GRADIENTS)
         self._begin_change("step()")
         self._update()
         self._end_change()

@@ -1,6 +1,5 @@
 """Callbacks for a run of the stock Trainer: whole checkpoints, and a guard against non-finite updates."""
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,7 +72,7 @@ def _follow_best(args: TrainingArguments, state: TrainerState) -> None:
         ValueError: If it is to be loaded at the end, and is gone.
     """
     saved = Path(str(args.resume_from_checkpoint)) / TRAINER_STATE_NAME
-    best = json.loads(saved.read_text(encoding="utf-8"))["best_model_checkpoint"] if saved.is_file() else None
+    best = TrainerState.load_from_json(str(saved)).best_model_checkpoint if saved.is_file() else None
     if best is None or Path(best).is_dir():
         return
     moved = Path(str(args.output_dir)) / Path(best).name

@@ -1,7 +1,6 @@
 """Comparison of a resumed run's settings with the facts in its checkpoint, which an older version may have written."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import datasets
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 _OF_UPDATES = (
@@ -146,7 +145,7 @@ def describe_weights(model: nn.Module) -> str | None:
 
 
 def _ends_epoch(checkpoint: Path) -> bool:
-    epoch = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")).get("epoch")
+    epoch = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch
     return epoch is not None and float(epoch).is_integer()
 
 

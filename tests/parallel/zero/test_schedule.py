@@ -47,7 +47,7 @@ TRAINED = {"engine": of_engine, "module": of_module, "submodule": of_submodule}
 
 
 def trained_by(rank: int, num_ranks: int, layout: Layout) -> dict[str, Any]:
-    """Of each way to call the model: weights and updates, or the error."""
+    """Return weights and updates, or the error, by the way to call the model."""
     found: dict[str, Any] = {}
     for name, loss_of in {**TRAINED, "layers": of_layers}.items():
         with running(CASE, layout, rank) as run:

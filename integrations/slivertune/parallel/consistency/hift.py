@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from slivertune.core.sliver import OWN_GRADIENTS
 from slivertune.hift import HiFT
 from slivertune.hift.rotation import scheduled_lr
 from slivertune.parallel.consistency.headers import UNKNOWN, Header, Stage
@@ -78,11 +79,7 @@ class ConsistencyCheck:
             is_reached = self._hift.has_gradient()
         self._heartbeat.meet(header_of(self._hift, Stage.STEPPING, is_reached), applied_settings(self._hift))
         if is_reached and self._has_own():
-            raise RuntimeError(
-                "the gradients are those of this rank alone, as no backward ended while the Accelerator was to "
-                "synchronise gradients. Step the optimizer that slivertune.prepare returned, or only if "
-                "accelerator.sync_gradients is true, and drop the gradients of a backward that raised with zero_grad()"
-            )
+            raise RuntimeError(OWN_GRADIENTS)
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,16 +1,14 @@
 """Hashes of the files that a run reads, so that a comparison notices when they change between its runs."""
 
 import hashlib
-import json
 from functools import cache
 from pathlib import Path
-
-import yaml
 
 from slivertune.core.manifest import digests
 from slivertune.core.user_path import user_path
 from slivertune.training.command_line.parse import TrainArguments
 from slivertune.training.data.local_files import FORMATS
+from slivertune.training.options.config_file import read_settings
 
 _SUFFIXES = (*FORMATS, ".safetensors", ".bin", ".model", ".jinja")
 """Extensions of the files that are read in a folder of data or of a model."""
@@ -44,8 +42,8 @@ def hash_inputs(arguments: TrainArguments, run_file: str | None = None) -> dict[
 
 def _hash_settings(path: Path) -> str:
     """Hash the settings in a run file, without its comments."""
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    settings = sorted((each.key, repr(each.value)) for each in read_settings(path))
+    return hashlib.blake2b(repr(settings).encode(), digest_size=16).hexdigest()
 
 
 def _files(path: Path) -> list[Path]:
