@@ -3,6 +3,7 @@
     python -m tests.mutants                          # 40 mutants of HEAD
     python -m tests.mutants --base 3e617b7           # survivors are tried in that commit, by its tests
     python -m tests.mutants --seed 7 --num 6 --folders hift sft
+    python -m tests.mutants --skip 18                # a run that was stopped after 18 goes on
 
 Lines are drawn by the seed among those that both commits have, and one comparison, operator, constant or call of each
 is changed. A mutant is killed when a test of its folder or one of `tests/test_*.py` fails, hangs or can't be imported.
@@ -173,13 +174,14 @@ def main() -> int:
     parser.add_argument("--base", help="hash of a commit in which those that survive are tried, too")
     parser.add_argument("--seed", type=int, default=31, help="decides which lines are drawn")
     parser.add_argument("--num", type=int, default=40, help="mutants")
+    parser.add_argument("--skip", type=int, default=0, help="mutants of these that an earlier run has tried, the first")
     parser.add_argument("--folders", nargs="*", default=[], help="folders of the package to draw from; all without")
     parser.add_argument("--workers", type=int, default=2, help="test processes")
     arguments = parser.parse_args()
     commits, worse = ["HEAD", *([arguments.base] if arguments.base else [])], 0
     with tempfile.TemporaryDirectory(prefix="slivertune-mutants-") as folder:
         checkouts = [_cloned(commit, Path(folder) / str(index)) for index, commit in enumerate(commits)]
-        for line, mutants in drawn(checkouts, arguments.seed, arguments.num, arguments.folders):
+        for line, mutants in drawn(checkouts, arguments.seed, arguments.num, arguments.folders)[arguments.skip :]:
             print(f"{line.path}:{mutants[0].row} {mutants[0].old} -> {mutants[0].new}", flush=True)
             killer = None
             for commit, checkout, mutant in zip(commits, checkouts, mutants, strict=True):

@@ -120,8 +120,8 @@ def test_the_device_never_holds_more_and_the_bits_are_the_same(
         config = HiFTConfig.paper(device_bytes=device_bytes, weights=weights, **others)
         own = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
         with Ledger(model) as ledger:
-            steps = 2 * own.cycle_length + 1
             # A group's masters are made in its first turn, and leave chunk by chunk.
+            steps = own.cycle_length + 1
             train(model, own, BATCHES, steps)
             ledger.reset_peak()
             train(model, own, BATCHES, steps, start=steps)

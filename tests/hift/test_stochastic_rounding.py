@@ -117,7 +117,7 @@ def trained(master: str, updates: int) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def test_small_updates_add_up_where_the_nearest_number_loses_them() -> None:
-    updates = 1000
+    updates = 300
     before, after = trained("stochastic", updates)
     for name, start in before.items():
         moved = (start.double() - after[name].double()) / 2**-7

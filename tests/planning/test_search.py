@@ -363,6 +363,12 @@ def test_each_plan_is_told_of() -> None:
     assert lines[-1].endswith("fits")
 
 
+@pytest.mark.parametrize(("limit", "num_plans"), [(11 * GIB, 10), (20 * GIB, 8)])
+def test_what_the_last_fit_took_is_taken_at_once(limit: int, num_plans: int) -> None:
+    # From no change at all, each further question would plan checkpointing, offloading and the tiles one by one.
+    assert find(limit, seq_length=131072).num_plans <= num_plans
+
+
 @pytest.mark.parametrize("method", planned_methods())
 def test_the_options_of_a_candidate_go_from_the_cheapest_to_the_least(method: Any) -> None:
     start = start_of_search({"method": method, "batch_size": 24, "seq_length": 4096})

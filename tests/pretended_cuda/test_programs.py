@@ -51,6 +51,9 @@ VARIANTS = (
     ("HiFT, resumed", "cuda:1"),
     ("LoRA over blocks on the host, not checkpointed", "cuda"),
     ("SFT over blocks on the host", "cuda"),
+    ("SFT over codes on the host", "cuda"),
+    ("HiFT, steps skipped", "cuda"),
+    ("HiFT that keeps as many activations as fit", "cuda"),
     ("SFT by accumulated gradients", "cuda:1"),
 )
 """Cases that `make test-all` alone runs."""

@@ -141,6 +141,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             fields=("optimizer",),
             options=_eight_bit_state,
             cannot_help=_no_state_that_is_too_large,
+            may_hinder=True,  # state of embeddings stays in 32 bits, and has 16 beside bf16 weights without masters
         ),
         Candidate(
             title="stepping in backward",

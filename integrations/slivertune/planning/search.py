@@ -6,8 +6,8 @@ too, the next costliest settings decide, and so on. The number of changed settin
 settings is cheaper than one that is costlier than each of them.
 
 Planning all combinations would take hours. The search changes settings while they gain something. This determines the
-costliest setting that is needed, and the search repeats among the cheaper ones. The result is exact if this procedure
-finds a fit among the cheaper ones whenever there is one.
+costliest setting that is needed, and the search repeats among the cheaper ones, beginning with those of the last fit.
+The result is exact if this procedure finds a fit among the cheaper ones whenever there is one.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -138,6 +138,8 @@ class _Search:
         self._requirements: dict[PlanRequest, MemoryRequirement] = {}
         self._reasons: dict[int, str] = {}
         self._tried: set[int] = set()
+        self._companions: list[Candidate] = []
+        """Candidates of the last fit, from which the next descent begins."""
 
     def run(self, start: PlanRequest) -> Found:
         as_asked = self._plan(start)
@@ -181,13 +183,12 @@ class _Search:
         The costliest is the first candidate that suffices if all cheaper ones may be changed, too. Once it is changed,
         the rest is found among the cheaper ones.
         """
-        known = self._fit(request, candidates)
-        if not known:
-            return known
-        number, found = len(candidates), known
+        found, known, number = self._fit(request, candidates), None, len(candidates)
         while found:
             known, number = found, max(candidates.index(candidate) for candidate, _ in found)
-            found = self._fit(request, candidates[:number]) or []
+            found = self._fit(request, candidates[:number])
+        if known is None or found is not None:
+            return found
         costliest, cheaper = candidates[number], candidates[:number]
         option = self._cheapest_option(costliest.options(request), cheaper)
         rest = None if option is None else self._least(option, cheaper)
@@ -214,6 +215,7 @@ class _Search:
         for moves_to_host in (True, False):
             taken, fits = self._descend(request, candidates, moves_to_host=moves_to_host)
             if fits:
+                self._companions = [candidate for candidate, _ in taken]
                 return taken
             in_vain += [taken] if taken not in in_vain else []
         for taken in in_vain:
@@ -224,16 +226,31 @@ class _Search:
                     return found
         return None
 
+    def _begin(self, request: PlanRequest, candidates: Sequence[Candidate]) -> list[_Taken]:
+        """Return the changes from which to descend: those of the last fit, unless they could hinder others."""
+        begun = self._apply(request, [each for each in self._companions if each in candidates])
+        # A single change would save no plan.
+        if len(begun) < 2 or any(candidate.may_hinder for candidate, _ in begun):
+            return []
+        try:
+            requirement = self._plan(begun[-1][1])
+        except (ValueError, ImportError):
+            return []
+        limits = self._limits
+        is_short_elsewhere = requirement.missing_bytes(limits) > requirement.missing_device_bytes(limits)
+        return [] if is_short_elsewhere else begun
+
     def _descend(
         self, request: PlanRequest, candidates: Sequence[Candidate], *, moves_to_host: bool
     ) -> tuple[list[_Taken], bool]:
         """Take the cheapest change that gains something until the run fits, and return whether it does."""
-        taken: list[_Taken] = []
+        taken = self._begin(request, candidates)
         try:
-            requirement = self._plan(request)
+            requirement = self._plan(taken[-1][1] if taken else request)
         except (ValueError, ImportError):
-            return taken, False
-        remaining, without_gain = list(candidates), list[Candidate]()
+            return [], False
+        known = [candidate for candidate, _ in taken]
+        remaining, without_gain = [each for each in candidates if each not in known], list[Candidate]()
         while not requirement.fits(self._limits):
             candidate = self._next(remaining, requirement)
             if candidate is not None:
