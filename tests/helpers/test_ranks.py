@@ -42,6 +42,7 @@ def hang(rank: int, num_ranks: int, what: str) -> None:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_ranks_stay_for_the_next_case() -> None:
     assert run_ranks(process_id, 2) == run_ranks(process_id, 2)
     assert set(run_ranks(process_id, 2)).isdisjoint(run_ranks(process_id, 2, is_first=True))

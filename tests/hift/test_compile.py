@@ -157,7 +157,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_reported_once(how: str) -> None:
             model.compile(backend="eager")
         elif how == "torch.compile":
             compiled = torch.compile(model, backend="eager")
-        train(compiled, hift, token_batches(4), 4)
+        train(compiled, hift, token_batches(2), 2)
     said = [str(each.message) for each in caught if "compiled as a whole" in str(each.message)]
     assert len(said) == 1
     assert "LlamaForCausalLM is compiled as a whole, and has another graph in every turn of HiFT" in said[0]

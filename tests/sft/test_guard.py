@@ -528,11 +528,14 @@ def test_weights_without_data_are_refused(move: Callable[[nn.Module, str], objec
         make(model)
 
 
-def test_an_optimizer_of_what_sft_has_frozen_is_refused() -> None:
-    model, optimizer = made(TwoTowers(), targets=["image"], density=0.5)
-    other = torch.optim.SGD(model.text.parameters(), lr=0.1)
+@pytest.mark.parametrize("was_frozen", [False, True])
+def test_an_optimizer_of_what_sft_has_frozen_is_refused(was_frozen: bool) -> None:
+    towers = TwoTowers()
+    towers.text.requires_grad_(not was_frozen)
+    model, optimizer = made(towers, targets=["image"], density=0.5)
+    other = torch.optim.SGD(model.text.requires_grad_(True).parameters(), lr=0.1)
     train(lambda batch: model(batch, batch), optimizer, tower_batches(1))
-    with pytest.raises(RuntimeError, match=r"SGD would step text\.weight, which SFT has frozen"):
+    with pytest.raises(RuntimeError, match=r"SGD would step text\.weight, which SFT keeps frozen"):
         other.step()
     optimizer.detach()
     model(*tower_batches(2)).backward()

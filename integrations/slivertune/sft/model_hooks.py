@@ -68,7 +68,7 @@ class ModelHooks:
         """Parameters of the model, by identity, each with whether it is to require a gradient."""
         self._trained: dict[int, str] = {}
         self._frozen: dict[int, str] = {}
-        """Names of the parameters that required a gradient before, and do not now."""
+        """Names of the parameters that are not trained, whoever has frozen them."""
         self._versions: list[int] = []
         self._recording = RecordingCheck()
         self._anchor = anchor(self._begin_backward)
@@ -107,11 +107,8 @@ class ModelHooks:
         written = {id(weight.target.parameter) for weight in self._weights if weight.merged}
         self._required = {id(each): (each, id(each) in written) for each in self._model.parameters()}
         self._required |= {id(each): (each, True) for each in (*deltas, self._delta_parameters.witness)}
-        self._frozen = {
-            id(each): name
-            for name, each in self._model.named_parameters()
-            if self._was_trainable.get(name) and id(each) not in self._trained
-        }
+        trained = {*self._trained, *(id(each) for each, is_trained in self._required.values() if is_trained)}
+        self._frozen = {id(each): name for name, each in self._model.named_parameters() if id(each) not in trained}
         # SFT's own writes leave the versions of the deltas unchanged.
         self._versions = [version_of(delta) for delta in deltas]
         self._handles += [
@@ -282,7 +279,7 @@ class ModelHooks:
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             if id(parameter) in self._frozen:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} would step {self._frozen[id(parameter)]}, which SFT has frozen, so it "
-                    "never gets a gradient. Name it in SFTConfig(targets=...), or call detach() on the SFT before "
+                    f"{type(optimizer).__name__} would step {self._frozen[id(parameter)]}, which SFT keeps frozen, so "
+                    "it never gets a gradient. Name it in SFTConfig(targets=...), or call detach() on the SFT before "
                     "anything else trains the model"
                 )
