@@ -179,7 +179,6 @@ SLOW = {
     *("plain", "bf16", "dora", "dora, resized", "both, not tied", "whole, tied", "tokens, not tied, dora"),
     *("embedding, tied", "embedding, tied, rslora, resized", "experts, sharded", "convolutions of sounds, dora"),
     *("bert, embedding", "encoder and decoder", "init pissa_niter_2", "embedding, not tied", "tokens, tied"),
-    *("dora, sharded", "whole, tied", "tokens, sharded", "resized", "embedding, tied, dora", "both, tied", "image"),
 }
 """Cases whose values another one has together with more."""
 

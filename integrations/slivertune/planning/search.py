@@ -237,7 +237,7 @@ class _Search:
         except (ValueError, ImportError):
             return []
         limits = self._limits
-        is_short_elsewhere = requirement.missing_bytes(limits) > requirement.missing_device_bytes(limits)
+        is_short_elsewhere = requirement.missing_host_bytes(limits) or requirement.missing_disk_bytes(limits)
         return [] if is_short_elsewhere else begun
 
     def _descend(

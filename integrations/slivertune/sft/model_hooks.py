@@ -107,8 +107,11 @@ class ModelHooks:
         written = {id(weight.target.parameter) for weight in self._weights if weight.merged}
         self._required = {id(each): (each, id(each) in written) for each in self._model.parameters()}
         self._required |= {id(each): (each, True) for each in (*deltas, self._delta_parameters.witness)}
-        trained = {*self._trained, *(id(each) for each, is_trained in self._required.values() if is_trained)}
-        self._frozen = {id(each): name for name, each in self._model.named_parameters() if id(each) not in trained}
+        self._frozen = {
+            id(each): name
+            for name, each in self._model.named_parameters()
+            if id(each) not in self._trained and not self._required[id(each)][1]
+        }
         # SFT's own writes leave the versions of the deltas unchanged.
         self._versions = [version_of(delta) for delta in deltas]
         self._handles += [
