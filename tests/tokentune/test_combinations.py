@@ -7,6 +7,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.tokentune.families import (
     BATCH,
     CHECKPOINTING,
     FAMILIES,
+    HIDDEN,
+    VIT,
     VOCAB,
     Batch,
     Family,
@@ -165,6 +168,42 @@ def test_lora_over_nf4_weights_is_the_reference_over_them(use_reentrant: bool | 
     assert_is_the_reference(model, LLAMA, make_batch(LLAMA), unhooked=unhooked, use_reentrant=use_reentrant)
 
 
+NAMES = ["q_proj", "v_proj"]
+ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activated": ("LoraConfig", {"r": 2, "target_modules": NAMES, "alora_invocation_tokens": [5]}, "ALoraLinear"),
+    "lily": ("LilyConfig", {"target_modules": NAMES}, "LilyLayer in q_proj mixes tokens inside a layer"),
+    "poly": ("PolyConfig", {"target_modules": NAMES}, "PolyLayer in q_proj mixes tokens inside a layer, or draws once"),
+    "loha": ("LoHaConfig", {"target_modules": NAMES, "module_dropout": 0.1}, "module_dropout in q_proj mixes"),
+    "lokr": ("LoKrConfig", {"target_modules": NAMES, "rank_dropout": 0.1}, "rank_dropout in q_proj mixes"),
+    "boft": (
+        "BOFTConfig",
+        {"target_modules": NAMES, "boft_block_size": 8, "boft_dropout": 0.1},
+        "MultiplicativeDropoutLayer in q_proj mixes",
+    ),
+    "adaption": ("AdaptionPromptConfig", {"adapter_layers": 1, "adapter_len": 4}, "self_attn is of PEFT's AdaptionPro"),
+    "cpt": (
+        "CPTConfig",
+        {"cpt_token_ids": [3], "cpt_mask": [1], "cpt_tokens_type_mask": [1], "tokenizer_name_or_path": ""},
+        "prompt_encoder.default is of PEFT's CPT, which adds",
+    ),
+}
+"""Class of the configuration, its options, and a part of the error."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_that_treat_tokens_together_are_refused(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    kind, options, text = ADAPTERS[name]
+    try:
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    except (AttributeError, TypeError):
+        pytest.skip(f"this version of PEFT has no {name}")
+    model = peft.get_peft_model(make_model(LLAMA), config)
+    with pytest.raises(ValueError, match=text):
+        TUNE.attach(model)
+
+
 # ---- gradient checkpointing
 
 
@@ -258,6 +297,23 @@ def drop(model: nn.Module, batch: Batch, seed: int, tune: st.TokenTune = TUNE) -
     with tune.attach(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         return model_gradients(model, batch)[1]
+
+
+def test_stochastic_depth_drops_all_tokens_of_a_sequence() -> None:
+    options = {**VIT, "hidden_size": HIDDEN, "num_hidden_layers": 3, "mlp_ratio": 2, "drop_path_rate": 0.5}
+    family = replace(
+        FAMILIES["vit"],
+        build=lambda attention: hf.Dinov2ForImageClassification(hf.Dinov2Config(**options)),
+        layers="dinov2.encoder.layer",
+    )
+    model, unhooked = with_copy(family)
+    for each in (model, unhooked):
+        each.register_forward_pre_hook(lambda *_: torch.manual_seed(3) and None)
+        each.dinov2.layernorm.requires_grad_(False)  # the head reads all tokens, and the reference cuts none behind it
+    with torch.random.fork_rng():
+        kept = model.dinov2.encoder.layer[0].drop_path(torch.ones(BATCH, 17, HIDDEN)).flatten(1)
+        assert (kept == kept[:, :1]).all()
+        assert_is_the_reference(model, family, make_batch(family), unhooked=unhooked)
 
 
 @WITH_CHECKPOINTING

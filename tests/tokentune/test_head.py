@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    ASTForAudioClassification,
     BertForMaskedLM,
+    BertForNextSentencePrediction,
     BertForPreTraining,
     BertForSequenceClassification,
     BertForTokenClassification,
@@ -13,6 +15,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    VideoMAEForVideoClassification,
     ViTForImageClassification,
 )
 
@@ -45,6 +48,9 @@ def batch() -> Batch:
         ("pooled", BertForSequenceClassification),
         ("pooled", LlamaForSequenceClassification),
         ("pooled", ViTForImageClassification),
+        ("pooled", BertForNextSentencePrediction),
+        ("pooled", ASTForAudioClassification),
+        ("pooled", VideoMAEForVideoClassification),
         ("other", BertModel),
     ],
 )
@@ -119,6 +125,26 @@ def test_a_model_with_a_loss_of_its_own_is_refused(batch: Batch) -> None:
     expected = r"computes its loss without model.loss_function, so TokenTune.*\. Train it without TokenTune"
     with st.TokenTune(ratio=0.3).attach(model), pytest.raises(RuntimeError, match=expected):
         model(**batch)
+
+
+def test_a_loss_function_that_shifts_the_labels_itself_is_refused(model: Any, batch: Batch) -> None:
+    def shifting(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def taking(logits: torch.Tensor, labels: torch.Tensor, shift_labels: Any = None, **kwargs: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+
+    model.loss_function = shifting
+    with pytest.raises(ValueError, match=r"loss function .*shifting of LlamaForCausalLM has no parameter shift_labels"):
+        st.TokenTune(ratio=0.3).attach(model)
+    assert model.loss_function is shifting
+    model.loss_function = taking
+    with st.TokenTune(ratio=0.3, always=(0,)).attach(model) as handle:
+        loss = model(**batch).loss
+    own = tiny_llama().train()
+    own.load_state_dict(model.state_dict())
+    with handle.settings.attach(own):
+        assert torch.equal(loss, own(**batch).loss)
 
 
 def test_who_has_replaced_a_forward_that_scores_by_itself_is_named(model: Any, batch: Batch) -> None:

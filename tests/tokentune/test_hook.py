@@ -4,7 +4,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -186,6 +186,14 @@ def test_classification_always_selects_the_first_and_the_last_real_token() -> No
         assert selected(handle).tolist() == [[0, 6], [0, 11]]
 
 
+def test_a_distilled_classifier_has_a_second_position_in_every_draw() -> None:
+    sizes = {"max_length": 32, "num_mel_bins": 16, "num_hidden_layers": 2}
+    model = tiny("ASTForAudioClassification", "ASTConfig", **sizes)
+    with st.TokenTune(num_tokens=3).attach(model) as handle:
+        model(input_values=torch.randn(2, 32, 16), labels=torch.tensor([0, 1])).loss.backward()
+    assert selected(handle)[:, :2].tolist() == [[0, 1]] * 2
+
+
 def test_prefer_labels_selects_scored_positions_first(model: Any) -> None:
     inputs = batch(20)
     labels = inputs["labels"].clone()
@@ -350,6 +358,18 @@ def flex() -> nn.Module:
     return model
 
 
+class Pair(nn.Module):
+    """Two encoders, of which a script calls one or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions, self.answers = (transformers.BertModel(tiny_bert().config).train() for _ in range(2))
+
+
+def timesformer() -> Any:
+    return tiny("TimesformerForVideoClassification", "TimesformerConfig", image_size=8, patch_size=4, num_frames=2)
+
+
 def two_stacks() -> nn.Module:
     model = tiny_llama()
     model.more = nn.ModuleList([copy.deepcopy(model.model.layers[0])])
@@ -373,6 +393,12 @@ def two_stacks() -> nn.Module:
         (two_stacks, {}, "has 2 lists of transformer layers"),
         (lambda: nn.Linear(2, 2), {}, "holds no transformers model"),
         (
+            Pair,
+            {},
+            r"Pair holds another transformers model that trains, answers \(BertModel\), and TokenTune hooks one",
+        ),
+        (timesformer, {}, "attend over time and over space apart"),
+        (
             tiny_bert,
             {"prefer_labels": True},
             r"BertForSequenceClassification has no label per token\. Leave out prefer_labels=True",
@@ -389,6 +415,16 @@ def test_models_that_it_cannot_hook_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         st.TokenTune(ratio=0.5, **settings).attach(build())
+
+
+def test_of_two_models_each_is_hooked_by_itself_and_a_frozen_one_is_none_of_ours() -> None:
+    pair = Pair()
+    for each in (pair.questions, pair.answers):
+        with TUNE.attach(each) as handle:
+            each(input_ids=batch()["input_ids"])
+            assert handle.num_draws == 1
+    pair.answers.requires_grad_(False)
+    TUNE.attach(pair).remove()
 
 
 def test_a_second_hook_on_the_same_model_is_refused(model: Any) -> None:
@@ -409,6 +445,7 @@ def test_a_second_hook_on_the_same_model_is_refused(model: Any) -> None:
         ({"labels": None}, r"this training forward has no labels=\. A loss computed outside"),
         ({"labels": torch.ones(2, 5, dtype=torch.long)}, r"labels of shape \(2, 5\) don't match the tokens' \(2, 12\)"),
         ({"logits_to_keep": 3}, "logits_to_keep=3 in a training forward"),
+        ({"input_ids": None}, "a training forward without input_ids= or inputs_embeds="),
     ],
 )
 def test_calls_that_it_cannot_serve_are_refused_with_the_reason(inputs: dict[str, Any], text: str, model: Any) -> None:
@@ -416,8 +453,19 @@ def test_calls_that_it_cannot_serve_are_refused_with_the_reason(inputs: dict[str
         with pytest.raises(ValueError, match=text):
             model(**{**batch(), **inputs})
         model(**batch()).loss.backward()  # the refused call has left nothing behind
-        with torch.no_grad():
-            model(**{**batch(), **inputs, "labels": None})  # evaluation is not concerned
+        if inputs.get("input_ids", batch) is not None:
+            with torch.no_grad():
+                model(**{**batch(), **inputs, "labels": None})  # evaluation is not concerned
+
+
+def test_choices_are_refused_where_they_are_not_flat_and_hooked_where_they_are() -> None:
+    model: Any = transformers.BertForMultipleChoice(tiny_bert().config).train()
+    inputs = {"input_ids": batch(size=6)["input_ids"].view(2, 3, 12), "labels": torch.tensor([0, 2])}
+    with TUNE.attach(model), pytest.raises(ValueError, match=r"input_ids of shape \(2, 3, 12\).*attach to the part"):
+        model(**inputs)
+    with st.TokenTune(ratio=0.5, always=(0, -1)).attach(model.base_model) as handle:
+        model(**inputs).loss.backward()
+    assert selected(handle).shape == (6, 6)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -520,6 +568,32 @@ def test_a_forward_that_was_replaced_after_the_hook_is_refused_and_stays(model: 
     handle.remove()
     assert projection.forward is replacement  # not ours to take off
     projection.forward(torch.zeros(1, 32))
+
+
+@pytest.mark.parametrize("dressed", [lambda own: lambda function: function, wraps], ids=["plain", "wraps"])
+@pytest.mark.parametrize("attach_first", [False, True], ids=["before", "after"])
+def test_a_models_forward_that_was_replaced_by_one_with_more_arguments(
+    attach_first: bool, dressed: Callable[[Any], Any], model: Any
+) -> None:
+    own = model.forward
+
+    @dressed(own)
+    def weighted(input_ids: Any, labels: Any = None, weight: float = 1.0, **kwargs: Any) -> Any:
+        output = own(input_ids=input_ids, labels=labels, **kwargs)
+        output["loss"] = output.loss * weight
+        return output
+
+    if not attach_first:
+        model.forward = weighted
+    with TUNE.attach(model) as handle:
+        model.forward = weighted
+        inputs = batch()
+        losses = []
+        for weight in (1.0, 3.0):
+            handle.num_draws = 0
+            losses.append(model(**inputs, weight=weight).loss)
+            assert handle.returns_selected and handle.num_draws == 1
+    assert torch.equal(losses[1], losses[0] * 3.0)
 
 
 def test_changing_the_attention_after_the_hook_is_refused(model: Any) -> None:

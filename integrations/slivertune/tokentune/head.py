@@ -1,4 +1,4 @@
-"""The arguments of a training forward, and the targets of the selected rows, which the model's head is scored on."""
+"""The head of a model, and the targets of the selected rows, which it is scored on."""
 
 import inspect
 from collections.abc import Callable
@@ -19,9 +19,17 @@ HeadKind = Literal["causal", "token", "pooled", "other"]
 
 NUM_ITEMS = "num_items_in_batch"
 """Argument of a forward with the number of labels in all forwards of an update."""
+_SHIFTED = "shift_labels"
+"""Argument of a causal model's loss function with the target of each position, not to be shifted any more."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TOKEN = ("ForMaskedLM", "ForTokenClassification")
-_POOLED = ("ForSequenceClassification", "ForImageClassification")
+_POOLED = (
+    "ForSequenceClassification",
+    "ForNextSentencePrediction",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+)
 
 
 def find_head_kind(model: nn.Module) -> HeadKind:
@@ -115,7 +123,7 @@ def find_targets(kind: HeadKind, arguments: dict[str, Any], shape: tuple[int, in
         raise ValueError(f"labels of shape {tuple(labels.shape)} don't match the tokens' {shape}. Give one per token")
     if kind == "token":
         return Targets(labels)
-    shifted = arguments.get("shift_labels")
+    shifted = arguments.get(_SHIFTED)
     return Targets(shift_labels(labels) if shifted is None else shifted)
 
 
@@ -152,7 +160,7 @@ class ScaledLoss(StandIn):
         targets.was_scored = True
         selected = targets.selected
         num_items = targets.selected_items(kwargs.pop(NUM_ITEMS, None))
-        kwargs |= {"num_items_in_batch": num_items, "shift_labels": selected}
+        kwargs |= {NUM_ITEMS: num_items, _SHIFTED: selected}
         loss: torch.Tensor = self.function(logits, selected, *args, **kwargs)
         return loss
 
@@ -166,8 +174,19 @@ def replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[
 
     Returns:
         Function that restores the model's loss function, unless other code has replaced it since.
+
+    Raises:
+        ValueError: If the loss function takes no labels that are shifted already.
     """
-    scaled = ScaledLoss(model.loss_function, targets)
+    function = model.loss_function
+    if _SHIFTED not in inspect.signature(function).parameters:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ValueError(
+            f"the loss function {name} of {type(model).__name__} has no parameter {_SHIFTED}, so it shifts the labels "
+            "itself. Under TokenTune it gets selected tokens, whose next ones are missing. Give it "
+            f"{_SHIFTED}=None, and score logits[i] on {_SHIFTED}[i] where they are given"
+        )
+    scaled = ScaledLoss(function, targets)
     model.loss_function = scaled
 
     def undo() -> None:
@@ -194,108 +213,3 @@ def zero_without_labels(loss: torch.Tensor, targets: Targets) -> torch.Tensor:
     if targets.selected is None:
         return loss
     return torch.where((targets.selected != IGNORED).any(), loss, torch.zeros_like(loss))
-
-
-@dataclass(slots=True)
-class Call:
-    """Arguments of a training forward, and facts about it."""
-
-    arguments: dict[str, Any]
-    """Arguments by name."""
-    is_checkpointed: bool
-    """Whether layers are recomputed in its backward."""
-    is_scored_outside: bool = False
-    """Whether a trainer computes the loss from the model's output (`fused_lm_head=True`)."""
-    targets: Targets | None = None
-    """Targets of its positions, if it has any."""
-
-
-def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return all arguments of a call by name, including those that only `**kwargs` takes.
-
-    Args:
-        bound: Bound arguments of the call.
-
-    Returns:
-        Arguments by name.
-    """
-    named = dict(bound.arguments)
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            named |= named.pop(parameter.name, {})
-    return named
-
-
-def find_tokens(arguments: dict[str, Any]) -> torch.Tensor | None:
-    """Find the ids or embeddings of a call, whose first dimensions are batch and padded length.
-
-    Args:
-        arguments: Arguments of the call.
-
-    Returns:
-        Tensor; None if only the layers will tell, as with pixels.
-    """
-    ids = arguments.get("input_ids")
-    tokens = arguments.get("inputs_embeds") if ids is None else ids
-    return tokens if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else None
-
-
-def find_real(
-    model: Any, head: HeadKind, arguments: dict[str, Any], shape: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    """Find the tokens that are not padding.
-
-    Args:
-        model: Model that is called.
-        head: Kind of its head.
-        arguments: Arguments of the call.
-        shape: Batch size and length.
-        device: Device of the tokens.
-
-    Returns:
-        Mask, bool, shape (batch, length).
-    """
-    real = torch.ones(shape, dtype=torch.bool, device=device)
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and tuple(mask.shape) == shape:
-        real = mask.bool()
-    ids, pad = arguments.get("input_ids"), getattr(model.config, "pad_token_id", None)
-    if head == "pooled" and pad is not None and isinstance(ids, torch.Tensor) and tuple(ids.shape) == shape:
-        # A causal classifier finds the last token that is not padding by its id, whatever the mask says.
-        real = real & (ids != pad)
-    return real
-
-
-def check_call(model: Any, head: HeadKind, arguments: dict[str, Any], *, is_checkpointed: bool) -> None:
-    """Refuse requests that a hooked model can't serve in training.
-
-    Args:
-        model: Model that is called.
-        head: Kind of its head.
-        arguments: Arguments of the call.
-        is_checkpointed: Whether its layers are recomputed in the backward.
-
-    Raises:
-        ValueError: If the call requests an output that it can't give.
-    """
-    refused = {
-        "output_attentions": "the attention of all tokens is not computed in one piece",
-        "output_router_logits": "the routers see selected and other tokens apart, out of their order",
-    }
-    if head in ("causal", "token"):
-        refused["output_hidden_states"] = "the last layer is not computed for tokens that are not selected"
-    elif is_checkpointed:
-        refused["output_hidden_states"] = "checkpointed layers could not tell which selection they were computed with"
-    for name, reason in refused.items():
-        asked = arguments.get(name)
-        if getattr(model.config, name, False) if asked is None else asked:
-            raise ValueError(f"{name}=True in a training forward under TokenTune: {reason}. Ask for it in evaluation")
-    keep = arguments.get("logits_to_keep")
-    if keep is not None and not (isinstance(keep, int) and keep == 0):
-        raise ValueError(f"logits_to_keep={keep} in a training forward: TokenTune selects the logits. Leave it out")
-    past = arguments.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise ValueError(
-            "past_key_values in a training forward (prefix tuning, too): under TokenTune the keys are those of this "
-            "batch's tokens alone. Leave them out"
-        )

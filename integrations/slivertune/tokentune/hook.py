@@ -1,12 +1,12 @@
 """TokenTune on a model, which `attach` hooks and `remove` restores."""
 
-import inspect
 import weakref
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import nn
+from transformers import PreTrainedModel
 
 from slivertune.core.compiled_blocks import runs_compiled
 from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
@@ -17,18 +17,14 @@ from slivertune.core.token_tiles import runs_in_tiles
 from slivertune.core.token_wise import norms_outside
 from slivertune.core.transformers_internals import attention_of, find_transformers_model
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
+from slivertune.tokentune.call import Call, CallArguments, by_name, check_call, find_real, find_tokens
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.head import (
     NUM_ITEMS,
-    Call,
     HeadKind,
     Targets,
-    by_name,
-    check_call,
     find_head_kind,
-    find_real,
     find_targets,
-    find_tokens,
     replace_loss,
     zero_without_labels,
 )
@@ -85,15 +81,16 @@ class TokenTuneHandle(ModelHandle):
         """Whether a trainer computes its loss from the selected tokens' outputs, and knows of the selection."""
         self._model = find_model(model)
         _check_supported(self._model)
+        _check_holder(self._model, model)
         self._layers = find_layer_list(self._model)
         self._head: HeadKind = find_head_kind(self._model)
         self.pattern: Pattern = settings.pattern or ("chunks" if self._head == "causal" else "random")
         """Pattern in use, also if the settings leave it to the model."""
         reads_single = self._head == "pooled" or pools_single_tokens(model)
-        self._always = settings.always if settings.always is not None else (0, -1) if reads_single else ()
+        self._always = settings.always if settings.always is not None else _ends(self._model) if reads_single else ()
         if settings.prefer_labels and self._head not in ("causal", "token"):
             raise ValueError(f"{type(self._model).__name__} has no label per token. Leave out prefer_labels=True")
-        self._signature = inspect.signature(type(self._model).forward)
+        self._arguments_of = CallArguments(self._model)
         self._selection = SelectionContext()
         self._call: Call | None = None
         self._wrapped: list[TokenWise] = []
@@ -229,15 +226,14 @@ class TokenTuneHandle(ModelHandle):
         is_scored_outside = bool(kwargs.get(FUSED_HEAD))
         if is_scored_outside and not self.is_scored_outside:
             refuse_unknown_loss(model)
-        try:
-            known = {name: value for name, value in kwargs.items() if name != FUSED_HEAD}
-            arguments = by_name(self._signature.bind_partial(model, *args, **known))
-        except TypeError:
+        bound = self._arguments_of(args, {name: value for name, value in kwargs.items() if name != FUSED_HEAD})
+        if bound is None:
             return None  # the model's own error says what is wrong with the call
+        arguments = by_name(bound)
         is_checkpointed = any(each.training and getattr(each, "gradient_checkpointing", False) for each in self._layers)
         check_call(model, self._head, arguments, is_checkpointed=is_checkpointed)
         self._call = call = Call(arguments, is_checkpointed, is_scored_outside)
-        tokens = find_tokens(arguments)
+        tokens = find_tokens(self._head, arguments)
         if tokens is None:  # as with pixels: the first layer makes the draw
             return None
         call.targets = find_targets(self._head, arguments, (tokens.shape[0], tokens.shape[1]))
@@ -256,7 +252,7 @@ class TokenTuneHandle(ModelHandle):
             kwargs = {**kwargs, NUM_ITEMS: call.targets.selected_items(kwargs[NUM_ITEMS])}
         if "labels" in kwargs:
             return args, {**kwargs, "labels": labels}
-        place = list(self._signature.parameters).index("labels") - 1  # the signature begins with self
+        place = list(bound.signature.parameters).index("labels")
         return (*args[:place], labels, *args[place + 1 :]), kwargs
 
     def _draw(self, tokens: torch.Tensor, call: Call) -> Rows:
@@ -364,6 +360,40 @@ def find_model(model: nn.Module) -> Any:
             "model of transformers"
         )
     return found
+
+
+def _ends(model: Any) -> tuple[int, ...]:
+    """Positions that a head or a pooling may read as the whole sequence, of which a distilled model has one more."""
+    is_distilled = any(name.endswith("distillation_token") for name, _ in model.named_parameters())
+    return (0, 1, -1) if is_distilled else (0, -1)
+
+
+_OTHER_ADAPTERS = {
+    "AdaptedAttention": "AdaptionPrompt",
+    "AdaptedAttentionGPT": "AdaptionPrompt",
+    "CPTEmbedding": "CPT",
+    "XLoraClassifier": "X-LoRA",
+}
+"""PEFT's methods that add, score or weigh tokens by themselves, by the class of a module."""
+
+
+def _check_holder(hooked: Any, holder: nn.Module) -> None:
+    """Refuse a module that holds more than the model to hook."""
+    inside = set(hooked.modules())
+    for path, other in holder.named_modules():
+        adapter = _OTHER_ADAPTERS.get(type(other).__name__)
+        if adapter is not None:
+            raise ValueError(
+                f"{path} is of PEFT's {adapter}, which adds, scores or weighs tokens by itself, past TokenTune's "
+                "selection. Use LoRA, or train without TokenTune"
+            )
+        trains = isinstance(other, PreTrainedModel) and any(each.requires_grad for each in other.parameters())
+        if trains and other not in inside:
+            raise ValueError(
+                f"{type(holder).__name__} holds another transformers model that trains, {path} ({type(other).__name__})"
+                f", and TokenTune hooks one: {type(hooked).__name__}. Freeze the other before, or attach to each of "
+                "them by itself"
+            )
 
 
 def _check_supported(model: Any) -> None:

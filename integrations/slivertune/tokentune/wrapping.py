@@ -164,7 +164,8 @@ def find_layer_list(model: nn.Module) -> nn.ModuleList:
         model: A transformers model.
 
     Raises:
-        ValueError: If there is none, if there are several, or if a layer mixes tokens by other means than attention.
+        ValueError: If there is none, if there are several, or if a layer mixes tokens by other means than one
+            attention over all of them.
     """
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and any(map(_is_layer, each))]
     if len(lists) != 1:
@@ -177,6 +178,11 @@ def find_layer_list(model: nn.Module) -> nn.ModuleList:
         raise ValueError(
             f"{type(model).__name__} has layers without attention ({', '.join(sorted(set(others)))}), which mix tokens "
             "in a way that TokenTune does not support. Train it without TokenTune"
+        )
+    if any(hasattr(layer, "temporal_attention") for layer in lists[0]):
+        raise ValueError(
+            f"the layers of {type(model).__name__} attend over time and over space apart, in two orders of "
+            "tokens, which TokenTune can't split. Train it without TokenTune"
         )
     return lists[0]
 
@@ -205,13 +211,14 @@ def token_wise_children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, bool
         Module that holds the child, the child's name in it, and whether it is a part of an attention module.
 
     Raises:
-        ValueError: If a module mixes tokens (a convolution, a norm over tokens), or gets positions or a mask.
+        ValueError: If a module mixes tokens (a convolution, a norm over tokens), draws once for all of them, or gets
+            positions or a mask.
     """
     for child in children_beside_attention(layer):
         if child.mixer is not None:
             raise ValueError(
-                f"{child.mixer} in {child.name} mixes tokens inside a layer, which TokenTune can't split. Train "
-                "this model without TokenTune"
+                f"{child.mixer} in {child.name} mixes tokens inside a layer, or draws once for all of them, so "
+                "selected and other tokens can't run apart. Train this model without TokenTune"
             )
         if child.places:
             raise ValueError(

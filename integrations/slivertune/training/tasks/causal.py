@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,10 @@ def prepare_mixture(
             f"task=causal_lm needs a decoder, and {model_config.model_type} is an encoder-decoder. Choose another model"
         )
     if not isinstance(tokenizer.eos_token_id, int):
-        raise ValueError(f"{type(tokenizer).__name__} has no EOS token to end a text with. Set tokenizer.eos_token")
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no EOS token to end a text with. Set tokenizer.eos_token, or eos_token in "
+            f"{Path(tokenizer.name_or_path) / 'tokenizer_config.json'}"
+        )
     max_length = resolve_max_length(args.max_length, model_config, tokenizer)
     if args.chat_template is not None:
         set_chat_template(tokenizer, args.chat_template)
