@@ -46,7 +46,7 @@ def repository(tmp_path: Path) -> Path:
 
 def write_record(repository: Path, **changes: Any) -> None:
     record = {
-        "tree": git(repository, "rev-parse", "HEAD^{tree}"),
+        "tree": clean_tree(repository),
         "parts": {part: {"passed": 3, "failed": 0, "skipped": 0, "seconds": 1} for part in PARTS},
         **changes,
     }
@@ -77,12 +77,15 @@ def test_the_oldest_versions_have_an_environment_of_their_own_and_all_tests_but_
 
 
 def test_a_tree_that_is_not_clean_is_not_run(repository: Path) -> None:
-    assert clean_tree(repository) == git(repository, "rev-parse", "HEAD^{tree}")
+    tree = clean_tree(repository)
     write_record(repository)
-    clean_tree(repository)
+    commit(repository)
+    assert clean_tree(repository) == tree  # a record of some parts may be committed, and the others run later
     (repository / "new.py").touch()
     with pytest.raises(FullRunError, match=r"not clean: new\.py; commit or remove it"):
         clean_tree(repository)
+    commit(repository)
+    assert clean_tree(repository) != tree
 
 
 def test_a_record_of_the_commit_before_that_is_committed_alone_passes(repository: Path) -> None:
@@ -98,8 +101,7 @@ def test_a_record_of_the_commit_before_that_is_committed_alone_passes(repository
     ("changes", "message"),
     [
         ({"tree": "0" * 40}, "is of tree 0000"),
-        ({"parts": {}}, r"not run: \['methods'"),
-        ({"parts": {part: {"failed": 1} for part in PARTS}}, r"not run: \[\]; with failures: \['methods'"),
+        ({"parts": {part: {"failed": 1} for part in PARTS}}, r"parts with failures: \['methods'"),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused(changes: dict[str, Any], message: str, repository: Path) -> None:
