@@ -468,6 +468,7 @@ FAMILIES: dict[str, Family] = {
     "eurobert, masked": llama_like("EuroBertForMaskedLM", "EuroBertConfig", GROUPED, head="token", masks=BOTH_SIDES),
     "roberta, masked": bert_like("roberta", "token", "RobertaForMaskedLM", "RobertaConfig", ENCODER),
     "roberta, sequences": bert_like("roberta", "pooled", "RobertaForSequenceClassification", "RobertaConfig", ENCODER),
+    "layoutlm, masked": bert_like("layoutlm", "token", "LayoutLMForMaskedLM", "LayoutLMConfig", ENCODER),
     "distilbert, masked": distilbert("DistilBertForMaskedLM", "token", BOTH_SIDES),
     "distilbert, sequences": distilbert("DistilBertForSequenceClassification", "pooled", RIGHT),
     "llama, sequences": llama_like(

@@ -292,10 +292,12 @@ def _make_selected_mask(
         chosen = torch.arange(rows.length, device=rows.positions.device) <= rows.positions[:, None, :, None]
     elif mask.dim() == 4 and mask.shape[2] == rows.length:
         chosen = _selected_queries(mask, rows)
+    elif mask.dim() == 4 and mask.shape[2] == 1:  # the same keys for all queries, as LayoutLM masks padding
+        chosen = mask.expand(-1, -1, rows.num_selected, -1)
     else:
         raise RuntimeError(
             f"an attention mask of shape {tuple(mask.shape)} has no row for each of the {rows.length} queries. "
-            "Pass a mask of shape (batch or 1, heads or 1, length, length)"
+            "Pass a mask of shape (batch or 1, heads or 1, length or 1, length)"
         )
     if chosen.dtype == torch.bool:
         nothing = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device)
