@@ -64,8 +64,8 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def reselection_times(selection: str, total: int, interval: int, gamma: int) -> list[int]:
-    """The updates after which weights are reselected, one by one from the rule."""
-    if not interval:
+    """The updates after which weights are reselected, one by one from the rule, if any is to come after the first."""
+    if not interval or total <= (interval if selection == "momentum" else gamma):
         return []
     if selection == "momentum":
         return [t for t in range(1, total + 1) if t % interval == 0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from slivertune import SFT, SFTConfig
 from tests.helpers.models import assert_same_tree, bits, small_decoder, token_batches, weights
 from tests.sft.runs import sft_over, train
 
@@ -26,6 +27,8 @@ STATE = "model.layers.0.mlp.up_proj.weight"
         ({"total_steps": 0}, "total_steps=0 must be a positive integer"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must be a finite number of at least 0"),
         ({"eps": -1e-8}, "eps=-1e-08 must be a finite number of at least 0"),
+        ({"betas": (0.9,)}, r"betas=\(0.9,\) must be two numbers"),
+        ({"betas": 0.9}, "betas=0.9 must be two numbers"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be in \[0, 1\)"),
         ({"momentum": 0.9}, "momentum=0.9 is for SM3, .*Use betas="),
         ({"selection": "momentum", "betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) are for AdamW.*Use momentum="),
@@ -37,6 +40,29 @@ def test_a_bad_argument_is_named_with_its_rule(options: dict[str, Any], text: st
     with pytest.raises(ValueError, match=text):
         sft_over(model, **options)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_other_things_than_a_model_and_a_config_are_named() -> None:
+    model: Any = small_decoder()
+    with pytest.raises(ValueError, match="SFT got a generator in place of a model"):
+        SFT(model.parameters(), lr=1e-3, total_steps=10)
+    wrong: Any = {"density": 0.1}
+    with pytest.raises(ValueError, match=r"config=\{'density': 0.1\} must be an SFTConfig"):
+        SFT(model, config=wrong, lr=1e-3, total_steps=10)
+
+
+def test_norms_with_running_statistics_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
+    with pytest.warns(UserWarning, match="1 will change running statistics in training, which deltas do not hold"):
+        SFT(model, config=SFTConfig(density=0.5, targets=["0"]), lr=1e-3, total_steps=10)
+
+
+@pytest.mark.parametrize("redistribute", [False, True])
+def test_a_state_of_another_number_of_weights_is_refused(redistribute: bool) -> None:
+    saved = sft_over(small_decoder(), density=0.2, redistribute=redistribute).state_dict()
+    optimizer = sft_over(small_decoder(), density=0.1, redistribute=redistribute)
+    with pytest.raises(ValueError, match=r"saved state trains [\d,]+ weights of .*, and this optimizer [\d,]+\. Build"):
+        optimizer.load_state_dict(saved)
 
 
 def test_a_model_takes_one_sft_at_a_time() -> None:

@@ -1,6 +1,8 @@
 import dataclasses
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -17,6 +19,9 @@ from slivertune import SFTConfig
         ({"density": "auto"}, "density='auto' must be a number"),
         ({"density": True}, "density=True must be a number"),
         ({"replacement_rate": None}, "replacement_rate=None must be a number"),
+        ({"packed": "no"}, "packed='no' must be True or False"),
+        ({"redistribute": "false"}, "redistribute='false' must be True or False"),
+        ({"embeddings": None}, "embeddings=None must be True or False"),
         ({"replacement_rate": "0.2"}, "replacement_rate='0.2' must be a number"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1' must be a number"),
         ({"num_weights": "auto"}, "num_weights='auto' must be an integer"),
@@ -61,3 +66,9 @@ def test_a_config_is_frozen_and_keyword_only() -> None:
         SFTConfig(targets=[nn.Linear]).density = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
         SFTConfig(0.1)  # type: ignore[misc]
+
+
+def test_numbers_and_names_of_other_types_become_plain_ones() -> None:
+    config = SFTConfig(density=np.float32(0.25), max_grad_norm=np.float64(1), targets=(name for name in ("a", "b")))
+    assert json.loads(json.dumps(dataclasses.asdict(config)))["density"] == 0.25
+    assert config.targets == ("a", "b")

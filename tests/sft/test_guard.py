@@ -440,6 +440,39 @@ def test_after_detach_a_step_is_an_error_and_the_model_as_before() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("merge", [True, False])
+def test_after_detach_nothing_is_saved_that_would_not_be_the_trained_deltas(
+    merge: bool, form: str, tmp_path: Path
+) -> None:
+    model = small_decoder()
+    optimizer = make(model, form=form)
+    train(model, optimizer, token_batches(2))
+    optimizer.detach(merge=merge)
+    saves = (optimizer.state_dict, optimizer.deltas, optimizer.base_values)
+    for save in (*saves, partial(optimizer.save_pretrained, tmp_path / "deltas")):
+        with pytest.raises(RuntimeError, match=r"came after detach\(\).*Save before detach\(\)"):
+            save()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_a_backward_before_sft_are_none_of_its_deltas(form: str) -> None:
+    norms, batch = list[list[torch.Tensor]](), token_batches(1)[0]
+    for is_stale in (False, True):
+        model = small_decoder()
+        if is_stale:
+            (model(**batch).loss * 100).backward()
+        optimizer = make(model, form=form)
+        norms.append([])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            norms[-1].append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+    assert_same_tree(norms[0], norms[1])
+
+
 class TwoTowers(nn.Module):
     """A text tower, and another that a batch may leave out."""
 

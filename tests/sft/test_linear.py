@@ -3,6 +3,7 @@
 A little long: what a layer and the products in it have to fulfil is tested over the same few layers.
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -310,6 +311,22 @@ def test_a_quantised_llama_is_trained_in_its_layers_by_default() -> None:
     assert_keeps_state_dict(model, codes)
 
 
+@pytest.mark.parametrize("change", ["codes", "scales"])
+def test_a_state_over_other_4_bit_weights_is_refused(change: str) -> None:
+    model: Any = quantised()
+    other = copy.deepcopy(model)
+    optimizer, its_optimizer = (make(each, "AG", "auto", targets=["0"]) for each in (model, other))
+    its_optimizer.load_state_dict(optimizer.state_dict())
+    its_optimizer.detach(merge=False)
+    if change == "codes":
+        other[0].weight.data[0] ^= 1
+    else:
+        other[0].weight.quant_state.absmax[0] *= 2
+    its_optimizer = make(other, "AG", "auto", targets=["0"])
+    with pytest.raises(ValueError, match=r"state of 0\.weight belongs to other 4-bit weights than the model has"):
+        its_optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_merging_into_4_bit_is_refused() -> None:
     model, optimizer = made(quantised(), "AG", "auto", targets=["0"])
     with pytest.raises(ValueError, match=r"0\.weight is a 4-bit weight.*merge them into the 16-bit model"):
@@ -341,6 +358,35 @@ def test_codes_that_were_repacked_for_inference_are_refused() -> None:
 def test_what_the_layer_form_cannot_do_it_says(targets: list[str], options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make(tiny_llama(torch.bfloat16), "AG", "layer", targets=targets, **options)
+
+
+def test_a_weight_of_two_layers_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight belongs to several modules.*form=\"optimizer\""):
+        make(model, "AG", "layer", targets=["0"])
+    make(model, "AG", "optimizer", targets=["0"]).detach()
+
+
+def test_torchs_encoder_evaluates_with_the_deltas() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+    model, optimizer = made(nn.Sequential(layer), "AG", "layer", targets=["linear1", "linear2"])
+    inputs = torch.randn(2, 5, 16)
+    for weight in optimizer.param_groups[0]["params"]:
+        weight.data.normal_()
+    with torch.no_grad():
+        expected, found = model.train()(inputs), model.eval()(inputs)
+    assert_sums_close(found, expected, 100)
+
+
+def test_a_backward_after_the_step_is_refused() -> None:
+    model, optimizer = made(nn.Sequential(nn.Linear(8, 8)), "AG", "layer", targets=["0"])
+    inputs = torch.randn(3, 8)
+    model(inputs).square().sum().backward()
+    loss = model(inputs).square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"deltas of 0\.weight were updated between a forward and its backward"):
+        loss.backward()
 
 
 def case(rows: int, dtype: torch.dtype, density: float = 0.02) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -165,6 +165,9 @@ def test_the_first_replaces_all_and_the_others_ever_fewer() -> None:
 
 
 def test_nothing_is_reselected_without_an_interval_or_after_the_end() -> None:
+    for last in (5, 4):
+        # The new weights would have learnt nothing at the end.
+        assert Schedule.of(SFTConfig(estimation_steps=5), last).next_reselection(0) is None
     never = Schedule.of(SFTConfig(reselection_interval=0), TOTAL)
     assert never.next_reselection(0) is None and not never.open_phases(4)
     schedule = Schedule.of(SFTConfig(), TOTAL)

@@ -41,6 +41,15 @@ def test_a_weight_without_a_gradient_does_not_move() -> None:
     assert delta.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("size", [1e-15, 3e-22, 6e-24, 4e-26])
+def test_no_update_is_larger_than_the_rate_where_squares_underflow(size: float) -> None:
+    delta, gradient = torch.zeros(2), torch.tensor([size, -size])
+    indices = torch.tensor([0, 3], dtype=torch.int32)
+    rows, columns = torch.zeros(2), torch.zeros(2)
+    sm3_(delta, gradient, indices, rows, columns, None, lr=0.5, momentum=0.0, eps=0.0, weight_decay=0.0)
+    assert_sums_close(delta, torch.tensor([-0.5, 0.5]), 6)
+
+
 def test_momentum_averages_the_updates() -> None:
     delta, average = torch.zeros(1), torch.tensor([2.0])
     index, one = torch.zeros(1, dtype=torch.int32), torch.ones(1)

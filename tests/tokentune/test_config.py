@@ -22,6 +22,8 @@ import slivertune as st
         ({"num_tokens": 2.5}, "num_tokens=2.5 must be an integer"),
         ({"ratio": 0.3, "chunk_size": "auto"}, "chunk_size='auto' must be an integer"),
         ({"ratio": 0.3, "seed": None}, "seed=None must be an integer"),
+        ({"ratio": 0.3, "prefer_labels": "no"}, "prefer_labels='no' must be True or False"),
+        ({"ratio": 0.3, "checkpoint_mlp": 1}, "checkpoint_mlp=1 must be True or False"),
         ({"ratio": 0.3, "always": ("first",)}, "a position of always='first' must be an integer"),
         ({"ratio": 0.3, "pattern": "spiral"}, "pattern='spiral' must be one of random, chunks, block"),
         ({"ratio": 0.3, "chunk_size": 0}, "chunk_size=0 must be at least 1"),

@@ -28,6 +28,20 @@ def check_integer(name: str, value: object, minimum: int | None = None) -> None:
         raise ValueError(f"{name}={value} must be at least {minimum}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse a setting that is neither True nor False.
+
+    Args:
+        name: Name of the setting in the error.
+        value: Value of the setting. Texts such as "no" would count as True.
+
+    Raises:
+        ValueError: If it is refused. The message names the setting, its value and the rule.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
 def check_number(name: str, value: object) -> None:
     """Refuse a setting that is not a number.
 

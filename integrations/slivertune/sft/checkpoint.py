@@ -97,6 +97,11 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any], oldest: int, *,
         raise StateMismatchError(f"the saved state of {name}: {error}") from error
     if not target.is_4bit:
         _check_base(weight, state, is_whole=is_whole)
+    elif state.get("codes", weight.codes_hash) != weight.codes_hash:
+        raise StateMismatchError(
+            f"the saved state of {name} belongs to other 4-bit weights than the model has. Load the base that the "
+            "saved run began with, in the same 4-bit form"
+        )
 
 
 def _check_tensors(

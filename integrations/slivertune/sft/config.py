@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from slivertune.core.setting_checks import check_choice, check_integer, check_number
+from slivertune.core.setting_checks import check_choice, check_flag, check_integer, check_number
 
 SelectionCriterion = Literal["accumulated_gradient", "momentum"]
 Form = Literal["auto", "optimizer", "layer"]
@@ -94,13 +94,19 @@ class SFTConfig:
         check_integer("estimation_steps", self.estimation_steps, 1)
         check_integer("seed", self.seed)
         check_integer("reselection_interval", self.reselection_interval, 0)
+        for name in ("embeddings", "redistribute", "packed"):
+            check_flag(name, getattr(self, name))
         for name in ("num_weights", "equivalent_lora_rank"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
-        check_number("replacement_rate", self.replacement_rate)
-        for name in ("density", "max_grad_norm"):
-            if getattr(self, name) is not None:
+        for name in ("replacement_rate", "density", "max_grad_norm"):
+            if getattr(self, name) is not None or name == "replacement_rate":
                 check_number(name, getattr(self, name))
+                # A number of numpy can't be saved beside the deltas.
+                object.__setattr__(self, name, float(getattr(self, name)))
+        given: Any = self.targets
+        if given is not None and not isinstance(given, Sequence):
+            object.__setattr__(self, "targets", tuple(given))  # a generator can be read only once
         for is_broken, text in self._rules():
             if is_broken:
                 raise ValueError(text)
@@ -183,6 +189,9 @@ def checked_options(
     for name, value in (numbers if eps is None else numbers | {"eps": eps}).items():
         if not (name == "lr" and hasattr(value, "item")):  # the rate may be a tensor
             check_number(name, value)
+    pair: Any = betas
+    if pair is not None and not (isinstance(pair, Sequence) and len(pair) == 2):
+        raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.999)")
     rules = (
         (0 <= float(lr) < math.inf, f"lr={lr} must be a finite number of at least 0"),
         (0 <= weight_decay < math.inf, f"weight_decay={weight_decay} must be a finite number of at least 0"),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slivertune.core.module_hook import ReadsWeight
+from slivertune.core.module_hook import ModuleHook, ReadsWeight
 from slivertune.core.sized import sized
 from slivertune.deltas.delta import read_flat, write_flat
 from slivertune.parked.quantized_weight import held_by
@@ -31,7 +31,8 @@ def check_layer_form(target: Target, phi_gradient: PhiGradient) -> None:
     """Check that a target supports the layer form.
 
     Raises:
-        ValueError: If the target is not the weight of a plain or 4-bit linear layer, or its gradient can't be sampled.
+        ValueError: If the target is not the weight of a plain or 4-bit linear layer alone, or its gradient can't be
+            sampled.
     """
     module, weight = target.module, target.parameter
     if target.attribute != "weight" or not (target.is_4bit or type(module).forward is nn.Linear.forward):
@@ -39,6 +40,11 @@ def check_layer_form(target: Target, phi_gradient: PhiGradient) -> None:
             f"{target.name} belongs to {type(module).__name__}, and the layer form takes weights of nn.Linear and of "
             'bitsandbytes\' Linear4bit. Use form="optimizer" ("auto" beside 4-bit layers), or '
             "leave it out of targets"
+        )
+    if target.is_shared:
+        raise ValueError(
+            f"{target.name} belongs to several modules, and the layer form would add its deltas in one of them. Use "
+            'form="optimizer", or leave it out of targets'
         )
     if phi_gradient == "sampled" and (target.is_4bit or weight.dtype != torch.float32 or weight.device.type != "cpu"):
         raise ValueError(
@@ -70,10 +76,13 @@ class DeltaLayer(ReadsWeight):
         self._replaced = vars(module).get("forward")
         self._original: Callable[[torch.Tensor], torch.Tensor] = module.forward
         module.forward = self.forward
+        # torch.nn.TransformerEncoder evaluates without calling its layers, unless one of their modules has a hook.
+        self._hook = module.register_forward_pre_hook(ModuleHook(None))
 
     def remove(self) -> None:
         """Restore the layer's own forward."""
         self._is_active = False
+        self._hook.remove()
         module = self.weight.target.module
         # If another wrapper was put around ours, ours stays and passes calls through.
         if vars(module).get("forward") != self.forward:
@@ -173,7 +182,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, inputs: torch.Tensor, phi: torch.Tensor, bias: torch.Tensor | None, layer: DeltaLayer
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs)
-        ctx.layer = layer
+        ctx.layer, ctx.version = layer, layer.weight.version
         with layer.matrix(inputs.dtype) as matrix:
             return F.linear(inputs, matrix, bias)
 
@@ -181,6 +190,11 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, output_gradient: torch.Tensor) -> Any:
         (inputs,) = ctx.saved_tensors
         layer: DeltaLayer = ctx.layer
+        if layer.weight.version != ctx.version:
+            raise RuntimeError(
+                f"the deltas of {layer.weight.name} were updated between a forward and its backward, whose gradient "
+                "would be of neither. Call forward, backward and step in this order"
+            )
         flat_gradient = output_gradient.reshape(-1, output_gradient.shape[-1])
         input_gradient = phi_gradient = bias_gradient = None
         if ctx.needs_input_grad[0]:

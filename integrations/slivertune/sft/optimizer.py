@@ -96,14 +96,22 @@ class SFT(CheckpointedSliver):
         weight_decay: float = 0.0,
         momentum: float = 0.0,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"SFT got a {type(model).__name__} in place of a model (nn.Module). Pass the model itself")
         self._config = config = config or SFTConfig()
+        if not isinstance(config, SFTConfig):
+            raise ValueError(f"config={config!r} must be an SFTConfig, such as SFTConfig(density=0.01)")
         options = checked_options(config, lr, betas, eps, weight_decay, momentum)
         self._schedule = Schedule.of(config, total_steps)
         if any(isinstance(module, DeltaParameters) for module in model.modules()):
-            raise ValueError(f"{type(model).__name__} has SFT attached already. Call detach() of that optimizer first")
+            raise ValueError(
+                f"{type(model).__name__} has SFT attached already. Call detach() of that optimizer first, or load the "
+                "model again if that optimizer is gone"
+            )
         check_free(model.named_parameters(), "SFT")
         targets = find_targets(model, config)
         counts = self._counts(targets, config)
+        self._shares = {target.name: count for target, count in zip(targets, counts, strict=True)}
         self.model = model
         """Model whose weights are trained."""
         self._weights = [
@@ -129,6 +137,8 @@ class SFT(CheckpointedSliver):
             self,
         )
         self._hooks.put_on()
+        for parameter in model.parameters():
+            parameter.grad = None  # of an earlier backward, which would count as one of the deltas'
         take(model.parameters(), self)
         self._reselection.open_phases(self._updates)
 
@@ -203,10 +213,10 @@ class SFT(CheckpointedSliver):
         """Copy the positions and deltas of every tensor, by parameter name: int32 and fp32, shape (n,).
 
         Raises:
-            RuntimeError: If other code has set trained entries of the weights since the last step, or if an update may
-                be half done.
+            RuntimeError: If other code has set trained entries of the weights since the last step, if an update may be
+                half done, or after `detach`.
         """
-        self._check_whole()
+        self._check_on("deltas()")
         return copy_deltas(self._weights)
 
     def positions(self) -> dict[str, torch.Tensor]:
@@ -217,10 +227,19 @@ class SFT(CheckpointedSliver):
         """Copy the pretrained values at the positions of `deltas`, by parameter name, without 4-bit weights.
 
         Raises:
-            RuntimeError: If an update may be half done.
+            RuntimeError: If an update may be half done, or after `detach`.
         """
-        self._check_whole()
+        self._check_on("base_values()")
         return copy_base_values(self._weights)
+
+    def _check_on(self, call: str) -> None:
+        """Check that deltas and pretrained values can still be told apart."""
+        self._check_whole()
+        if not self._hooks.is_on:
+            raise RuntimeError(
+                f"{call} came after detach(), when the weights hold the deltas for good, or no longer. Save before "
+                "detach()"
+            )
 
     def save_pretrained(self, folder: str | Path, *, base_model_name: str | None = None) -> None:
         """Write the deltas, the settings and a hash of each base tensor, without changing the weights.
@@ -239,7 +258,7 @@ class SFT(CheckpointedSliver):
             >>> optimizer.save_pretrained("deltas/law")
             >>> handle = slivertune.deltas.apply(base_model, "deltas/law")
         """
-        self._check_whole()
+        self._check_on("save_pretrained()")
         writes = self._gradient_sync.communicator.is_first
         save(folder, self.model, self._weights, self.config, writes=writes, base_model_name=base_model_name)
 
@@ -466,9 +485,9 @@ class SFT(CheckpointedSliver):
         copy them before the next step.
 
         Raises:
-            RuntimeError: If an update has failed, so that it may be half done.
+            RuntimeError: If an update has failed, so that it may be half done, or after `detach`.
         """
-        self._check_whole()
+        self._check_on("state_dict()")
         return {
             "state": {weight.name: weight.state_dict() for weight in self._weights},
             "param_groups": [
@@ -493,6 +512,7 @@ class SFT(CheckpointedSliver):
             except (TypeError, ValueError) as error:
                 raise StateMismatchError(f"the saved state is damaged: {error}. Use another checkpoint") from error
         saved = state_dict["state"]
+        self._check_counts(saved)
         betas = state_dict["param_groups"][0].get("betas")
         for weight in self._weights:
             oldest = COUNT_LIMIT if betas is None else age_limit(tuple(betas))
@@ -511,6 +531,19 @@ class SFT(CheckpointedSliver):
         for weight in self._weights:
             weight.load_estimates(saved[weight.name])
         self._end_change()
+
+    def _check_counts(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that as many weights train in a saved state, in all tensors together if they are redistributed."""
+        known = {name: len(each.get("indices", ())) for name, each in saved.items()}
+        names = ["all tensors"] if self.config.redistribute else list(self._shares)
+        for name in names:
+            own = self._shares.get(name, sum(self._shares.values()))
+            other = known.get(name, sum(known.values()))
+            if own != other:
+                raise StateMismatchError(
+                    f"the saved state trains {other:,} weights of {name}, and this optimizer {own:,}. Build it with "
+                    "the saved run's density, num_weights or equivalent_lora_rank"
+                )
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> torch.Tensor:

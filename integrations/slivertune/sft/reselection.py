@@ -58,8 +58,10 @@ class Schedule:
             )
         estimation_steps = config.estimation_steps if config.selection == "accumulated_gradient" else 0
         interval = config.reselection_interval
+        first = (estimation_steps or interval) if interval else None
         return cls(
-            first=(estimation_steps or interval) if interval else None,
+            # The first one replaces all weights. After the last update the new ones would learn nothing.
+            first=None if first is None or first >= total_steps else first,
             interval=interval or 1,
             estimation_steps=estimation_steps,
             replacement_rate=config.replacement_rate,

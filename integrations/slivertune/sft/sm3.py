@@ -52,7 +52,9 @@ def sm3_(
     accumulator = torch.minimum(rows[row], columns[column]).addcmul_(gradient, gradient)
     rows.scatter_reduce_(0, row, accumulator, "amax")
     columns.scatter_reduce_(0, column, accumulator, "amax")
-    update = gradient / accumulator.sqrt_().add_(eps)
+    # The root is at least |g|, except where squares underflow.
+    root = torch.maximum(accumulator.sqrt_(), gradient.abs(), out=accumulator)
+    update = gradient / root.add_(eps)
     if momentum_buffer is not None:
         update = momentum_buffer.lerp_(update, 1 - momentum)
     if weight_decay:

@@ -4,15 +4,17 @@ import math
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from slivertune.core.layers import find_blocks, find_layers, no_blocks
-from slivertune.core.parameters import whole_shape
+from slivertune.core.parameters import held_parameters, whole_shape
+from slivertune.core.torch_internals import BatchNorm
 from slivertune.core.typed_command import setting_name
 from slivertune.deltas.delta import INDEX_LIMIT
 from slivertune.sft.config import DEFAULT_LORA_RANK, SFTConfig
@@ -38,6 +40,8 @@ class Target:
     """Shape of the dense tensor."""
     num_experts: int = 1
     """Number of experts whose matrices the tensor stacks, or 1 if it belongs to no expert."""
+    is_shared: bool = False
+    """Whether another module holds the tensor, too."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -85,7 +89,8 @@ def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
         names |= {f"{path}.weight" for path, each in model.named_modules() if isinstance(each, nn.Embedding)}
     chosen = {id(model.get_parameter(name)) for name in names}
     found = [_target(model, name) for name, parameter in model.named_parameters() if id(parameter) in chosen]
-    found = [target for target in found if target.num_elements]
+    holders = Counter(id(parameter) for _, parameter in held_parameters(model))
+    found = [replace(each, is_shared=holders[id(each.parameter)] > 1) for each in found if each.num_elements]
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no weight to train sparsely: no linear layer or expert of its blocks has a "
@@ -93,6 +98,7 @@ def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
         )
     for target in found:
         _check(target)
+    _say_running_statistics(model)
     return tuple(found)
 
 
@@ -163,6 +169,23 @@ def _say_untrained_head(model: nn.Module) -> None:
         warnings.warn(
             f"SFT trains the linear layers of the blocks, and no weight of the head ({', '.join(names)}). A new head "
             f"stays as it was made: begin with a checkpoint that has a trained one, or name it in {targets}",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _say_running_statistics(model: nn.Module) -> None:
+    """Warn of norms whose statistics follow the batches, since no delta holds these."""
+    norms = [
+        path
+        for path, each in model.named_modules()
+        if isinstance(each, BatchNorm) and each.running_mean is not None and each.momentum != 0.0
+    ]
+    if norms:
+        warnings.warn(
+            f"{norms[0]}{f' and {len(norms) - 1} more norms' if norms[1:] else ''} will change running statistics in "
+            "training, which deltas do not hold: the saved deltas would not give the trained model. Set momentum=0.0 "
+            "on these norms, or call eval() on them after each train()",
             UserWarning,
             stacklevel=5,
         )

@@ -1,6 +1,7 @@
 """One tensor that is trained sparsely: active positions, their deltas, optimizer state and pretrained values."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from slivertune.core.ledger import claim
 from slivertune.core.parameters import check_form
 from slivertune.deltas.delta import SparseDelta, read_flat, rounded_sum, write_flat
+from slivertune.deltas.hashes import hash_tensor
 from slivertune.parked.park import compute_device_of
 from slivertune.parked.quantized_weight import held_by
 from slivertune.sft.growth import Estimate, GrowthEstimator
@@ -122,6 +124,8 @@ class SparseWeight:
             self.phi.grad_dtype = torch.float32
         self.moments = moments
         self._dtype = target.parameter.dtype
+        self.version = 0
+        """Number of changes of the positions and the deltas."""
         self.estimators: dict[int, GrowthEstimator] = {}
         """Estimators of the open estimation phases, by the update count at which each phase ends."""
         self.kept_base = self.pretrained.read(self.indices) if merged else None
@@ -160,6 +164,13 @@ class SparseWeight:
         if self.kept_base is None:
             return None if self.target.is_4bit else self.pretrained.read(self.indices)
         return self.kept_base if self.num_foreign() == 0 else torch.where(*self._foreign(), self.kept_base)
+
+    @cached_property
+    def codes_hash(self) -> str:
+        """Hash of a 4-bit weight's codes and scales, which never change."""
+        parameter: Any = self.target.parameter
+        state = parameter.quant_state
+        return " ".join([str(state.quant_type), hash_tensor(parameter.data), hash_tensor(state.absmax)])
 
     def num_foreign(self) -> int:
         """Count the active entries of a merged weight that other code has set since SFT wrote them last."""
@@ -273,6 +284,7 @@ class SparseWeight:
         self.adopt()
         if self.phi.grad is None:
             return
+        self.version += 1
         if self.packed:
             generator = rounding_generator(self._seed, self.name, updates, self.phi.device)
             delta = self.phi.data.float()
@@ -319,6 +331,7 @@ class SparseWeight:
             num_active: Number of entries afterwards. By default n: then as many must be grown as are dropped.
         """
         num_active = self.num_active if num_active is None else num_active
+        self.version += 1
         self.write_base()
         former = self.indices.masked_fill(dropped, _NOWHERE)
         indices, order = torch.cat([former, grown.masked_fill(grown == NONE, _NOWHERE)]).sort()
@@ -343,6 +356,7 @@ class SparseWeight:
             "indices": self.indices,
             "delta": delta,
             **({} if base is None else {"base": base}),
+            **({"codes": self.codes_hash} if self.target.is_4bit else {}),
             **self.moments.tensors(),
             **({"estimates": estimates} if estimates else {}),
         }
@@ -357,6 +371,7 @@ class SparseWeight:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a copy of a checked state, and write its bits into the weight."""
         device = self.pretrained.device
+        self.version += 1
         self.adopt()
         self.write_base()
         self._positions.set(state["indices"].to(device, copy=True))

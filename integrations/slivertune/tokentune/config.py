@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from slivertune.core.setting_checks import check_integer, check_number
+from slivertune.core.setting_checks import check_flag, check_integer, check_number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,6 +67,8 @@ class TokenTune:
             check_integer("num_tokens", num_tokens, 1)
         check_integer("chunk_size", self.chunk_size, 1)
         check_integer("seed", self.seed)
+        check_flag("prefer_labels", self.prefer_labels)
+        check_flag("checkpoint_mlp", self.checkpoint_mlp)
         for position in always or ():
             check_integer("a position of always", position)
         rules = (
