@@ -50,6 +50,7 @@ HEAD = ["model.norm", "lm_head"]
             for value in ("2", "0.25", 0.0, 1.0, -0.5, float("nan"), True, None)
         ),
         ({"steps_per_group": 0}, "steps_per_group=0"),
+        ({"elementwise": "no"}, "elementwise='no' must be True or False"),
         ({"state": "cloud"}, "cloud.*host.*device.*disk.*discard"),
         ({"master": "fp64"}, "fp64.*fp32.*none.*stochastic"),
         ({"stream_bytes": -1}, "stream_bytes=-1"),

@@ -10,6 +10,7 @@ from slivertune.core.options import Bytes, BytesOrAuto, Spelling
 from slivertune.core.removed_settings import refuse_removed
 from slivertune.core.setting_checks import (
     check_choice,
+    check_flag,
     check_integer,
     check_layers_per_group,
     check_number,
@@ -228,6 +229,8 @@ class HiFTConfig:
         check_layers_per_group(self.layers_per_group)
         check_integer("steps_per_group", self.steps_per_group, 1)
         check_integer("seed", self.seed)
+        if self.elementwise is not None:
+            check_flag("elementwise", self.elementwise)
         for name, may_be_auto in _SIZES.items():
             # A run file of another program may have a text there.
             object.__setattr__(self, name, read_bytes(name, getattr(self, name), may_be_auto=may_be_auto))
