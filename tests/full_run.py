@@ -119,7 +119,7 @@ def run_part(part: str, num_workers: int, checkout: Path = CHECKOUT) -> dict[str
         checkout: Root of the repository.
 
     Returns:
-        How many tests passed, failed and were skipped, the seconds that they took, and on what.
+        How many tests passed, failed and were skipped, the seconds that they took, and the processor.
 
     Raises:
         FullRunError: If pytest ran no test at all, or can't be run.

@@ -53,7 +53,7 @@ def tiny_config(kind: Any) -> Any:
 
 
 def tiny_models(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Those of the models that can be made tiny so."""
+    """Make those of the models that have such sizes."""
     for model_type, name in names.items():
         # Whatever goes wrong, it is not ours: sizes that do not fit, a class that needs another library.
         with suppress(Exception):

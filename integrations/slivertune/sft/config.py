@@ -99,8 +99,9 @@ class SFTConfig:
         for name in ("num_weights", "equivalent_lora_rank"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
+        check_number("replacement_rate", self.replacement_rate)
         for name in ("replacement_rate", "density", "max_grad_norm"):
-            if getattr(self, name) is not None or name == "replacement_rate":
+            if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
                 # A number of numpy can't be saved beside the deltas.
                 object.__setattr__(self, name, float(getattr(self, name)))

@@ -111,7 +111,6 @@ class SFT(CheckpointedSliver):
         check_free(model.named_parameters(), "SFT")
         targets = find_targets(model, config)
         counts = self._counts(targets, config)
-        self._shares = {target.name: count for target, count in zip(targets, counts, strict=True)}
         self.model = model
         """Model whose weights are trained."""
         self._weights = [
@@ -535,9 +534,10 @@ class SFT(CheckpointedSliver):
     def _check_counts(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Check that as many weights train in a saved state, in all tensors together if they are redistributed."""
         known = {name: len(each.get("indices", ())) for name, each in saved.items()}
-        names = ["all tensors"] if self.config.redistribute else list(self._shares)
+        shares = self._reselection.shares
+        names = ["all tensors"] if self.config.redistribute else list(shares)
         for name in names:
-            own = self._shares.get(name, sum(self._shares.values()))
+            own = shares.get(name, sum(shares.values()))
             other = known.get(name, sum(known.values()))
             if own != other:
                 raise StateMismatchError(

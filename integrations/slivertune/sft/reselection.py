@@ -187,7 +187,8 @@ class Reselection:
         self, weights: Sequence[SparseWeight], shares: Sequence[int], schedule: Schedule, config: SFTConfig
     ) -> None:
         self._weights = weights
-        self._shares = {weight.name: share for weight, share in zip(weights, shares, strict=True)}
+        self.shares = {weight.name: share for weight, share in zip(weights, shares, strict=True)}
+        """First number of trained weights of each tensor, by name."""
         self.schedule = schedule
         """Times of reselection, and numbers of replaced weights."""
         self._config = config
@@ -234,7 +235,7 @@ class Reselection:
         filled = [(name, each, pool) for name, each, pool in pools if pool is not None]
         if not filled:
             return
-        requests = [(pool, self._shares[name], 0) for name, _, pool in filled]
+        requests = [(pool, self.shares[name], 0) for name, _, pool in filled]
         counts = share_out(requests, sum(each.num_candidates for _, each, _ in filled))
         for (_, estimator, _), count in zip(filled, counts, strict=True):
             estimator.num_candidates = count
@@ -282,7 +283,7 @@ class Reselection:
         """Return for each tensor the number of positions to grow, and of its weights afterwards."""
         dropped = [int(_num_dropped(proposal)) for _, proposal in proposals]
         requests = [
-            (_scores_of(proposal), self._shares[weight.name], weight.num_active - count)
+            (_scores_of(proposal), self.shares[weight.name], weight.num_active - count)
             for (weight, proposal), count in zip(proposals, dropped, strict=True)
         ]
         counts = share_out(requests, sum(dropped))
