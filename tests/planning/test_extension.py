@@ -104,7 +104,7 @@ def request_of(way: str, **others: Any) -> PlanRequest:
     )
 
 
-QUICK_WAYS = ("dense", "HiFT, 1 layer", "SFT (AG)", "QLoRA", "TokenTune", "CPU")
+QUICK_WAYS = ("dense", "HiFT, 1 layer", "SFT (AG)", "QLoRA", "CPU")
 
 
 @pytest.mark.parametrize("way", quick([*WAYS, *OTHERS], QUICK_WAYS))

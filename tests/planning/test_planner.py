@@ -65,7 +65,7 @@ ALIKE = {
 """Models of equal blocks, and settings."""
 
 
-@pytest.mark.parametrize("name", quick(ALIKE, ["HiFT, the highest block keeps", "a warning of each size"]))
+@pytest.mark.parametrize("name", quick(ALIKE, ["HiFT, the highest block keeps"]))
 def test_smaller_models_are_shared_and_extended_as_for_one_plan(name: str, measured: list[int]) -> None:
     config, settings = ALIKE[name]
     warns = name == "a warning of each size"

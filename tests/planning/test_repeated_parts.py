@@ -131,7 +131,7 @@ CHUNKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", quick(CHUNKED, ["codes", "masters", "gradients on the host"]))
+@pytest.mark.parametrize("way", quick(CHUNKED, ["codes", "masters"]))
 def test_a_plan_is_that_of_all_chunks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     request = paper_request(method="hift", seq_length=16, stream_bytes=2**17, **CHUNKED[way])
     config = narrow_llama(2)

@@ -38,9 +38,8 @@ def outcomes(chosen: str, folder: Path) -> dict[str, list[str]]:
     return by_outcome
 
 
-@pytest.mark.parametrize(
-    ("chosen", "num_at_least"), [("not slow", 20), pytest.param("slow", 90, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("chosen", "num_at_least"), [("not slow", 20), ("slow", 90)])
 def test_they_pass_but_for_one_that_needs_time(chosen: str, num_at_least: int, tmp_path: Path) -> None:
     found = outcomes(chosen, tmp_path)
     assert found["failed"] == [] and {*found["skipped"]} <= NEEDS_TIME
