@@ -151,16 +151,13 @@ def sft_on(rank: int, num_ranks: int, layout: Layout) -> dict[str, Any]:
     with running(SPARSE, layout, rank) as run:
         run.train(0, 2)
         put_in(run.model, {**whole_weights(run.model), **new_targets(run.sliver)}, layout)
-        found: dict[str, Any] = {
-            name: message_of(act) for name, act in {"step": lambda: run.train(2, 3), "merge": run.sliver.detach}.items()
-        }
-        found["updates"] = run.sliver.updates
+        found: dict[str, Any] = {"step": message_of(lambda: run.train(2, 3)), "updates": run.sliver.updates}
         if layout not in IN_SHARDS:
             found["bases"] = run.sliver.base_values()
             found["expected"] = {
                 name: new_targets(run.sliver)[name].view(-1)[at.long()] for name, at in run.sliver.positions().items()
             }
-        return found
+        return {**found, "merge": message_of(run.sliver.detach)}
 
 
 def new_targets(sft: SFT) -> dict[str, torch.Tensor]:
